@@ -1,0 +1,147 @@
+"""Lengths and intervals of a run that name their unit: `Duration("500 steps")`, `Duration("0.25 epoch")`."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from trainwright.core.state import TrainState
+
+Unit = Literal["steps", "batches", "epochs", "samples", "tokens", "seconds"]
+
+_UNITS: dict[str, tuple[Unit, float]] = {
+    "step": ("steps", 1), "steps": ("steps", 1),
+    "batch": ("batches", 1), "batches": ("batches", 1),
+    "ep": ("epochs", 1), "epoch": ("epochs", 1), "epochs": ("epochs", 1),
+    "sample": ("samples", 1), "samples": ("samples", 1),
+    "token": ("tokens", 1), "tokens": ("tokens", 1),
+    "s": ("seconds", 1), "sec": ("seconds", 1), "second": ("seconds", 1), "seconds": ("seconds", 1),
+    "min": ("seconds", 60), "minute": ("seconds", 60), "minutes": ("seconds", 60),
+    "h": ("seconds", 3600), "hour": ("seconds", 3600), "hours": ("seconds", 3600),
+    "d": ("seconds", 86400), "day": ("seconds", 86400), "days": ("seconds", 86400),
+}  # fmt: skip
+_PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9.]+)\s*(s|min|h|d)\s*")
+_CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of training with its unit.
+
+    Write `Duration("500 steps")`, `Duration("0.25 epoch")`, `Duration("10 min")`, `Duration("2B tokens")`,
+    `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or hand over a `timedelta`.
+
+    Attributes:
+        value: how many, > 0 (0 is allowed: nothing at all).
+        unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches, one per data-parallel rank counted
+            once), `"epochs"`, `"samples"` and `"tokens"` (over all ranks), `"seconds"` (wall-clock time in training).
+    """
+
+    value: float
+    unit: Unit
+
+    def __init__(self, value: float | int | str | datetime.timedelta | Duration, unit: str | None = None) -> None:
+        amount, name = _parse(value, unit)
+        if amount < 0 or amount != amount:
+            raise ConfigurationError(f"Duration({value!r}): a length cannot be negative or NaN.")
+        object.__setattr__(self, "value", amount)
+        object.__setattr__(self, "unit", name)
+
+    def __str__(self) -> str:
+        number = int(self.value) if float(self.value).is_integer() else self.value
+        return f"{number} {self.unit}"
+
+    def elapsed(self, state: TrainState) -> float:
+        """Return how much of this unit the run has consumed; epochs count the finished ones only."""
+        return float(getattr(state, _FIELDS[self.unit]))
+
+    def reached(self, state: TrainState) -> bool:
+        """Tell whether the run has consumed this much."""
+        return self.elapsed(state) >= self.value
+
+
+_FIELDS: dict[Unit, str] = {
+    "steps": "step", "batches": "batches", "epochs": "epoch", "samples": "samples", "tokens": "tokens",
+    "seconds": "seconds",
+}  # fmt: skip
+
+
+def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str | None) -> tuple[float, Unit]:
+    if isinstance(value, Duration):
+        return value.value, value.unit
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds(), "seconds"
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if unit is None:
+            raise ConfigurationError(
+                f"Duration({value!r}) names no unit. Write, for example, Duration('{value} steps'); units are "
+                "steps, batches, epochs, samples, tokens, seconds."
+            )
+        name, factor = _unit(unit, f"Duration({value!r}, {unit!r})")
+        return float(value) * factor, name
+    if not isinstance(value, str):
+        raise ConfigurationError(f"a Duration is made from text such as '500 steps', not from {type(value).__name__}.")
+    clock = _CLOCK.fullmatch(value)
+    if clock:
+        days, hours, minutes, seconds = (int(part) for part in clock.groups())
+        return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds), "seconds"
+    match = _TEXT.fullmatch(value)
+    if match is None:
+        raise ConfigurationError(
+            f"{value!r} is not a length of training. Write a number and a unit, for example '500 steps', "
+            "'0.25 epoch', '2M samples', '10 min'."
+        )
+    number, prefix, word, short_number, short_word = match.groups()
+    if short_number is not None:
+        name, factor = _unit(short_word, value)
+        return float(short_number) * factor, name
+    name, factor = _unit(word, value)
+    return float(number.replace("_", "")) * _PREFIXES.get(prefix, 1.0) * factor, name
+
+
+def _unit(word: str, origin: str) -> tuple[Unit, float]:
+    found = _UNITS.get(word) or _UNITS.get(word.lower())
+    if found is None:
+        raise ConfigurationError(
+            f"{origin!r}: unknown unit {word!r}.{nearest(word, _UNITS)} Units are steps, batches, epochs, samples, "
+            "tokens, seconds (also s, min, h, d)."
+        )
+    return found
+
+
+class Interval:
+    """Tells at step boundaries whether another `every` has passed since the last time.
+
+    An interval that falls inside a group of micro-batches is due at the group's end, and counts on from its own
+    multiples, so that a long group delays one event and not all that follow.
+
+    Args:
+        every: the length; `None` or a value of 0 means never.
+    """
+
+    __slots__ = ("_field", "_next", "_span", "every")
+
+    def __init__(self, every: Duration | None) -> None:
+        self.every = every
+        self._span = every.value if every is not None and every.value > 0 else float("inf")
+        self._field = _FIELDS[every.unit] if every is not None else "step"
+        self._next = self._span
+
+    def align(self, state: TrainState) -> None:
+        """Set the next multiple after `state`, as at the start of a run or after a resume."""
+        now = getattr(state, self._field)
+        self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
+
+    def due(self, state: TrainState) -> bool:
+        """Return True once per multiple of the interval that has been passed, else False."""
+        now = getattr(state, self._field)
+        if now < self._next:
+            return False
+        self._next = (now // self._span + 1) * self._span
+        return True

@@ -1,0 +1,65 @@
+"""The errors that Trainwright raises, and the words they are made of.
+
+Every message says what was got, what was expected and what to do, with the values and the names of the arguments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from types import ModuleType
+
+
+class TrainwrightError(Exception):
+    """Base of every error that Trainwright raises on purpose."""
+
+
+class ConfigurationError(TrainwrightError, ValueError):
+    """An argument, a task or a loader cannot mean what was asked; raised before a device or process is touched."""
+
+
+class TaskError(TrainwrightError, RuntimeError):
+    """A method of the user's task returned or called something that the loop cannot use."""
+
+
+class CheckpointError(TrainwrightError, RuntimeError):
+    """A checkpoint is missing, damaged, incomplete or does not fit the run that asked for it."""
+
+
+class WorkerError(TrainwrightError, RuntimeError):
+    """A process that the Trainer started has failed; the message holds that process's own traceback and rank."""
+
+
+class MissingPackageError(TrainwrightError, ImportError):
+    """An optional package is needed and not installed; the message holds the exact `pip install` line."""
+
+
+class TrainwrightWarning(UserWarning):
+    """Base of the warnings that Trainwright issues: training goes on, but the reader should look."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the closest of `candidates`, or an empty string when none is close."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def require_package(module: str, *, purpose: str, install: str | None = None) -> ModuleType:
+    """Import an optional package when it is first used.
+
+    Args:
+        module: the module to import, for example `"wandb"` or `"torch.utils.tensorboard"`.
+        purpose: what needs it, as the subject of a sentence, for example `"WandbLogger"`.
+        install: what to hand to `pip install`; the top-level package's name unless told.
+
+    Raises:
+        MissingPackageError: the package is not installed. An error inside an installed package passes through.
+    """
+    root = module.partition(".")[0]
+    if importlib.util.find_spec(root) is None:
+        raise MissingPackageError(
+            f"{purpose} needs the package {root!r}, which is not installed. Run: pip install {install or root}"
+        )
+    return importlib.import_module(module)

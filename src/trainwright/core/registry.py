@@ -1,0 +1,66 @@
+"""Names for things that are imported only when somebody asks for them.
+
+A registry maps a short name, such as `"ddp"` or `"csv"`, to a class, or to the text `"module:attribute"` that is
+imported at the first look-up. Adding a strategy, a logger or a callback to the names that users may write in a
+configuration is one line, and an entry that nobody uses costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+T = TypeVar("T")
+
+
+def import_object(path: str) -> Any:
+    """Import `"package.module:attribute"` and return the attribute."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+class Registry(Generic[T]):
+    """A table from short names to objects, imported at first use.
+
+    Args:
+        kind: what the entries are, in the singular, for error messages: `"strategy"`.
+        entries: name → object, or name → `"module:attribute"`.
+    """
+
+    def __init__(self, kind: str, entries: dict[str, T | str] | None = None) -> None:
+        self.kind = kind
+        self._entries: dict[str, T | str] = dict(entries or {})
+
+    def register(self, name: str, entry: T | str, *, overwrite: bool = False) -> None:
+        """Add one entry; a name that is taken is an error unless `overwrite`."""
+        if name in self._entries and not overwrite:
+            raise ConfigurationError(
+                f"{self.kind} {name!r} is registered already. Choose another name or pass overwrite=True."
+            )
+        self._entries[name] = entry
+
+    def get(self, name: str) -> T:
+        """Return the entry called `name`, importing it if need be.
+
+        Raises:
+            ConfigurationError: no such name; the message lists the names there are and the nearest one.
+        """
+        if name not in self._entries:
+            known = ", ".join(sorted(self._entries)) or "none"
+            raise ConfigurationError(
+                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}."
+            )
+        entry = self._entries[name]
+        if isinstance(entry, str):
+            entry = import_object(entry)
+            self._entries[name] = entry
+        return entry
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)

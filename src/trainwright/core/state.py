@@ -1,0 +1,95 @@
+"""Where a run stands: the one clock that every interval, logger and checkpoint reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Progress of a training run; JSON-able, saved in every checkpoint.
+
+    Attributes:
+        step: completed optimizer steps, and nothing else; several optimizers stepping in one group are one step.
+        batches: micro-batches consumed by one data-parallel rank.
+        epoch: finished epochs; during an epoch, its 0-based index.
+        batch_in_epoch: micro-batches consumed by one rank in the present epoch.
+        step_in_epoch: optimizer steps completed in the present epoch.
+        samples: samples consumed, over all ranks.
+        samples_in_epoch: the same in the present epoch; together with the seed this is the place in the data.
+        tokens: tokens consumed, over all ranks (see `TaskModule.num_tokens`).
+        seconds: wall-clock seconds spent in training, over all sessions of the run.
+        epoch_done: the present epoch's last batch has been consumed and its end hooks have run.
+    """
+
+    step: int = 0
+    batches: int = 0
+    epoch: int = 0
+    batch_in_epoch: int = 0
+    step_in_epoch: int = 0
+    samples: int = 0
+    samples_in_epoch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    epoch_done: bool = False
+
+    def begin_next_epoch(self) -> None:
+        """Close the present epoch and stand at the start of the next one."""
+        self.epoch += 1
+        self.batch_in_epoch = 0
+        self.step_in_epoch = 0
+        self.samples_in_epoch = 0
+        self.epoch_done = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON-able dict."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def load_dict(self, values: dict[str, Any]) -> None:
+        """Take the fields from `values` (see `to_dict`); unknown keys are left for a newer version to read."""
+        for f in dataclasses.fields(self):
+            if f.name in values:
+                setattr(self, f.name, values[f.name])
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one optimizer step gave.
+
+    Attributes:
+        loss: 0-dim tensor on the device, detached: this rank's share of the group's weighted mean loss.
+        grad_norm: 0-dim tensor on the device, the total gradient norm before clipping; None when not computed.
+    """
+
+    loss: torch.Tensor | None
+    grad_norm: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class Group:
+    """The micro-batches of one optimizer step, still on the host, as the data source hands them over.
+
+    Attributes:
+        batches: this rank's micro-batches, in order; at least one.
+        first_idx: the index of `batches[0]` in its epoch (the `batch_idx` that hooks see).
+        is_last: no group of this epoch follows.
+        num_samples: how many samples the group consumed over all ranks; None: count this rank's.
+        num_tokens: the same for tokens; filled in only when something counts tokens.
+        weights: weight of each micro-batch in the mean over the group and all ranks, times the number of
+            data-parallel ranks; None: `1 / len(batches)` each. A weight of 0 marks padding.
+        last_output: what the task returned for the last micro-batch, kept only while somebody listens.
+        last_batch: the last micro-batch on the device, kept only while somebody listens.
+    """
+
+    batches: list[Any]
+    first_idx: int
+    is_last: bool = False
+    num_samples: int | None = None
+    num_tokens: int | None = None
+    weights: list[float] | None = None
+    last_output: Any = field(default=None, repr=False)
+    last_batch: Any = field(default=None, repr=False)

@@ -1,0 +1,95 @@
+"""Batches as trees: find, move and change the tensors inside nested lists, tuples, mappings and dataclasses."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay as they are.
+
+    Known containers: list, tuple (named ones too), dict and other mutable mappings, dataclasses. An object that has a
+    `to` method but is no tensor (a PackedSequence, a graph batch) is a leaf: see `move`.
+    """
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    kind = type(tree)
+    if kind is dict:
+        return {key: map_tensors(fn, value) for key, value in tree.items()}
+    if kind is list or kind is tuple:
+        return kind(map_tensors(fn, value) for value in tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(fn, value) for value in tree)
+    if hasattr(tree, "to") and callable(tree.to):
+        return tree
+    if isinstance(tree, Mapping):
+        changed = copy.copy(tree)
+        for key, value in tree.items():
+            changed[key] = map_tensors(fn, value)  # type: ignore[index]  # a read-only mapping raises by itself
+        return changed
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        changed = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
+        return changed
+    return tree
+
+
+def iterate_tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor of `tree`, depth first."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from iterate_tensors(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from iterate_tensors(value)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from iterate_tensors(getattr(tree, field.name))
+
+
+def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
+    """Return `tree` with its tensors on `device`, without waiting for the copy when the source is pinned.
+
+    Args:
+        tree: a batch; objects that are no tensor but have a `to(device)` method are moved with it.
+        device: where to.
+        float_dtype: floating-point tensors also become this dtype; others keep theirs.
+    """
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if float_dtype is not None and tensor.is_floating_point():
+            return tensor.to(device=device, dtype=float_dtype, non_blocking=True)
+        return tensor.to(device=device, non_blocking=True)
+
+    moved = map_tensors(one, tree)
+    if moved is tree and not isinstance(tree, torch.Tensor) and hasattr(tree, "to") and callable(tree.to):
+        return tree.to(device)
+    return moved
+
+
+def batch_size(batch: Any) -> int:
+    """Return the number of samples in `batch`: the leading length of the first tensor with a dimension, else 1.
+
+    A list of strings counts its entries. It reads shapes only, never values.
+    """
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        first = batch[0] if batch else None
+        if isinstance(first, torch.Tensor) and first.dim() > 0:
+            return int(first.shape[0])
+    for tensor in iterate_tensors(batch):
+        if tensor.dim() > 0:
+            return int(tensor.shape[0])
+    if isinstance(batch, (list, tuple)) and batch and all(isinstance(item, str) for item in batch):
+        return len(batch)
+    return 1
