@@ -26,7 +26,9 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     "d": ("seconds", 86400), "day": ("seconds", 86400), "days": ("seconds", 86400),
 }  # fmt: skip
 _PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_TEXT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9.]+)\s*(s|min|h|d)\s*")
+_TEXT = re.compile(
+    r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9.]+)\s*(s|min|h|d)\s*"
+)
 _CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")
 
 

@@ -50,9 +50,7 @@ class Registry(Generic[T]):
         """
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
-            raise ConfigurationError(
-                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}."
-            )
+            raise ConfigurationError(f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}.")
         entry = self._entries[name]
         if isinstance(entry, str):
             entry = import_object(entry)

@@ -11,7 +11,7 @@ import torch
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay as they are.
+    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay.
 
     Known containers: list, tuple (named ones too), dict and other mutable mappings, dataclasses. An object that has a
     `to` method but is no tensor (a PackedSequence, a graph batch) is a leaf: see `move`.
@@ -29,10 +29,11 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
         return type(tree)(map_tensors(fn, value) for value in tree)
     if hasattr(tree, "to") and callable(tree.to):
         return tree
+    changed: Any
     if isinstance(tree, Mapping):
         changed = copy.copy(tree)
         for key, value in tree.items():
-            changed[key] = map_tensors(fn, value)  # type: ignore[index]  # a read-only mapping raises by itself
+            changed[key] = map_tensors(fn, value)
         return changed
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)

@@ -1,0 +1,207 @@
+"""The base of every callback: one method per event, the order in which callbacks run, and their saved state.
+
+Where each event stands in a run (indented: once per what is above it):
+
+    setup
+    on_fit_start
+    on_sanity_check_start … on_sanity_check_end               validation events between them
+    on_train_start
+        on_train_epoch_start
+            on_train_step_start                                one optimizer step: a group of micro-batches
+                on_train_batch_start                           one micro-batch
+                on_before_zero_grad, on_before_backward, on_after_backward
+            on_before_optimizer_step                           per optimizer; then clipping and the step itself
+                on_train_batch_end
+            on_train_step_end                                  `trainer.state` already counts the step
+            on_validation_start … on_validation_end            when a validation is due
+            checkpoints that were asked for are written        on_save_checkpoint
+        on_train_epoch_end
+        checkpoints that were asked for at the epoch's end are written
+    on_train_end
+    on_fit_end
+    teardown                                                   also after an exception
+
+`on_validation_*`, `on_test_*` and `on_predict_*` each come as `start, epoch_start, batch_start, batch_end, epoch_end,
+end`. `on_exception` comes once, with whatever ended the run, Ctrl-C included.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.core.run import Run, Stage
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+
+
+class Order(IntEnum):
+    """When a callback runs among the others at the same event; equal ones keep the order of the list."""
+
+    FIRST = 0
+    NORMAL = 50
+    LAST = 100
+
+
+class Callback:
+    """Something that happens besides training; override the events you need, the others cost nothing.
+
+    Attributes:
+        order: place among the other callbacks; any integer.
+    """
+
+    order: int = Order.NORMAL
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in a checkpoint; override it when several of one class are used."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs: numbers, text, lists, dicts and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; called before `on_fit_start`."""
+
+    # Once per run
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        """Run when a stage is set up, before its `on_*_start`."""
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        """Run when a stage is over, also after an exception."""
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run when `fit` begins."""
+
+    def on_fit_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run when `fit` ends."""
+
+    def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before the validation batches that `fit` tries first."""
+
+    def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after them."""
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before the first epoch."""
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after the last epoch."""
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before a validation."""
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after a validation; its metrics are in `trainer.callback_metrics`."""
+
+    def on_test_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before testing."""
+
+    def on_test_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after testing."""
+
+    def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before predicting."""
+
+    def on_predict_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after predicting."""
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        """Run when an exception (KeyboardInterrupt too) ends the run; must not communicate between ranks."""
+
+    # Once per epoch
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before a training epoch."""
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after a training epoch and its validation."""
+
+    def on_validation_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before the first validation batch."""
+
+    def on_validation_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after the last validation batch, before its metrics are aggregated."""
+
+    def on_test_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after the last test batch."""
+
+    def on_predict_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        """Run before the first prediction batch."""
+
+    def on_predict_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        """Run after the last prediction batch."""
+
+    # Once per optimizer step
+    def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
+        """Run before a step's group of micro-batches, still on the host."""
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        """Run after an optimizer step; `result` is on the device: reading it waits for the device."""
+
+    def on_before_zero_grad(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
+        """Run before gradients are cleared."""
+
+    def on_before_backward(self, trainer: Run, task: TaskModule, loss: torch.Tensor) -> None:
+        """Run before backward of a micro-batch, with the weighted loss."""
+
+    def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
+        """Run after backward of a micro-batch."""
+
+    def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: Optimizer) -> None:
+        """Run before each optimizer's step: gradients are accumulated and unscaled, not clipped yet."""
+
+    # Once per batch
+    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Run before a training micro-batch, on the device."""
+
+    def on_train_batch_end(self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
+
+    def on_validation_batch_start(
+        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run before a validation batch."""
+
+    def on_validation_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run after a validation batch."""
+
+    def on_test_batch_start(
+        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run before a test batch."""
+
+    def on_test_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run after a test batch."""
+
+    def on_predict_batch_start(
+        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run before a prediction batch."""
+
+    def on_predict_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Run after a prediction batch."""
+
+    # Checkpoints
+    def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Add own entries to `checkpoint` before it is written; called on every rank."""
+
+    def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        """Read back what `on_save_checkpoint` added."""
+
+
+EVENTS: tuple[str, ...] = tuple(
+    name for name in vars(Callback) if name in ("setup", "teardown") or name.startswith("on_")
+)

@@ -1,0 +1,208 @@
+"""Every hook that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
+
+The order of a `fit`, callbacks always before the task's own:
+
+    configure_callbacks, prepare_data, setup, configure_model, configure_optimizers, on_fit_start,
+    on_sanity_check_start { on_validation_* } on_sanity_check_end,
+    on_train_start, then for each epoch
+        on_train_epoch_start, then for each micro-batch
+            on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, on_train_batch_start,
+            training_step, on_before_zero_grad, optimizer_zero_grad, on_before_backward, backward, on_after_backward,
+            and at the end of a group on_before_optimizer_step, configure_gradient_clipping, optimizer_step,
+            lr_scheduler_step, then on_train_batch_end
+        validation when it is due, on_train_epoch_end, on_save_checkpoint when a checkpoint is due
+    on_train_end, on_fit_end, teardown
+
+Hooks that nobody overrides are never called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class TaskHooks:
+    """The hooks of a task; override what you need."""
+
+    # Once per run
+    def on_fit_start(self) -> None:
+        """Run when `fit` begins, after everything is set up."""
+
+    def on_fit_end(self) -> None:
+        """Run when `fit` ends."""
+
+    def on_train_start(self) -> None:
+        """Run before the first epoch, after the sanity check."""
+
+    def on_train_end(self) -> None:
+        """Run after the last epoch."""
+
+    def on_validation_start(self) -> None:
+        """Run before a validation."""
+
+    def on_validation_end(self) -> None:
+        """Run after a validation."""
+
+    def on_test_start(self) -> None:
+        """Run before testing."""
+
+    def on_test_end(self) -> None:
+        """Run after testing."""
+
+    def on_predict_start(self) -> None:
+        """Run before predicting."""
+
+    def on_predict_end(self) -> None:
+        """Run after predicting."""
+
+    # Once per epoch
+    def on_train_epoch_start(self) -> None:
+        """Run before a training epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """Run after a training epoch and its validation; metrics of the epoch may still be logged."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Run before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """Run after the last validation batch; metrics of the epoch may still be logged."""
+
+    def on_test_epoch_start(self) -> None:
+        """Run before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """Run after the last test batch; metrics of the epoch may still be logged."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Run before the first prediction batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """Run after the last prediction batch."""
+
+    # Once per batch
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Run before a training micro-batch, on the device; return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run before a validation batch."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run after a validation batch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run before a test batch."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run after a test batch."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run before a prediction batch."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Run after a prediction batch."""
+
+    # Optimization
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Run before gradients are cleared: after the group's first training_step, before its backward."""
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        """Run before backward, with the weighted loss."""
+
+    def on_after_backward(self) -> None:
+        """Run after backward of a micro-batch; gradients of earlier micro-batches of the group are included."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Run before each optimizer's step, on accumulated, unscaled gradients that are not clipped yet."""
+
+    # Modes
+    def on_validation_model_eval(self) -> None:
+        """Run when modules are put into evaluation mode for a validation."""
+
+    def on_validation_model_train(self) -> None:
+        """Run when modules are put back into their former modes after a validation."""
+
+    def on_test_model_eval(self) -> None:
+        """Run when modules are put into evaluation mode for testing."""
+
+    def on_test_model_train(self) -> None:
+        """Run when modules are put back into their former modes after testing."""
+
+    def on_predict_model_eval(self) -> None:
+        """Run when modules are put into evaluation mode for predicting."""
+
+    def on_predict_model_train(self) -> None:
+        """Run when modules are put back into their former modes after predicting."""
+
+    # Data
+    def prepare_data(self) -> None:
+        """Download or write data, once per node, before `setup`; assign nothing to `self` here."""
+
+    def setup(self, stage: str) -> None:
+        """Prepare for `"fit"`, `"validate"`, `"test"` or `"predict"`, on every rank."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage, on every rank."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, or a list or dict of loaders to be combined."""
+
+    def val_dataloader(self) -> Any:
+        """Return one or several validation loaders."""
+
+    def test_dataloader(self) -> Any:
+        """Return one or several test loaders."""
+
+    def predict_dataloader(self) -> Any:
+        """Return one or several prediction loaders."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the host before it is moved."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
+        from trainwright.core.tree import move
+
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device, for example with augmentations that run there."""
+        return batch
+
+    # Checkpoints
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add own entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read back what `on_save_checkpoint` added, after the weights were loaded."""
+
+
+# Names of older or mistaken interfaces, and what to write instead.
+RENAMED_HOOKS: dict[str, str] = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "training_step",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "configure_sharded_model": "configure_model",
+    "get_progress_bar_dict": "log(..., prog_bar=True)",
+    "tbptt_split_batch": "training_step",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+}

@@ -1,0 +1,229 @@
+"""Which process of how many this is, found from the launcher's environment: the only reader of environment variables.
+
+The launchers known are torchrun (and everything that sets its variables), Slurm's srun, MPI (Open MPI, MPICH, Intel
+MPI) and none at all. What was found is a `Topology` together with its evidence, so that a wrong guess can be seen and
+overridden with `Trainer(launcher=...)`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
+STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
+_LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Where this process stands among its siblings.
+
+    Attributes:
+        launcher: who started the processes.
+        rank, world_size: of all processes.
+        local_rank, local_world_size: of the processes on this node.
+        node_rank, num_nodes: of the nodes.
+        master_addr, master_port: where rank 0 listens; None when the launcher did not say.
+        evidence: the variables that this was read from, `"RANK=0"` and so on, or why another launcher was passed over.
+    """
+
+    launcher: LauncherName
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    evidence: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank} of {self.world_size}, node {self.node_rank} of {self.num_nodes}"
+        return f"{where}, launcher {self.launcher} ({'; '.join(self.evidence) or 'no launcher variables'})"
+
+
+def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> Topology:
+    """Find this process's place.
+
+    Args:
+        launcher: `"auto"`, or the launcher whose variables are to be read whatever else is set; `"none"`: one process.
+        environ: the variables; this process's own unless told.
+
+    Raises:
+        ConfigurationError: an unknown launcher, one whose variables are not there, or values that contradict.
+    """
+    env = os.environ if environ is None else environ
+    if launcher not in _LAUNCHERS:
+        raise ConfigurationError(
+            f"launcher={launcher!r} is unknown.{nearest(launcher, _LAUNCHERS)} Known: {', '.join(_LAUNCHERS)}."
+        )
+    if launcher == "none":
+        return Topology("none", evidence=("launcher='none'",))
+    readers = {"torchrun": _from_torchrun, "slurm": _from_slurm, "mpi": _from_mpi}
+    if launcher != "auto":
+        found = readers[launcher](env, True)
+        if found is None:
+            raise ConfigurationError(
+                f"launcher={launcher!r}, but its variables are not set ({_WANTED[launcher]}). "
+                "Start the script with that launcher or leave launcher='auto'."
+            )
+        return found
+    for reader in readers.values():
+        found = reader(env, False)
+        if found is not None:
+            return found
+    note = _slurm_not_used(env)
+    return Topology("none", evidence=(note,) if note else ())
+
+
+_WANTED = {
+    "torchrun": "RANK, WORLD_SIZE, LOCAL_RANK",
+    "slurm": "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID",
+    "mpi": "OMPI_COMM_WORLD_RANK or PMI_RANK, with _SIZE",
+}
+
+
+def _from_torchrun(env: Mapping[str, str], forced: bool) -> Topology | None:
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    world = _integer(env, "WORLD_SIZE")
+    local_world = _integer(env, "LOCAL_WORLD_SIZE", world)
+    names = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if n in env]
+    rank = _integer(env, "RANK")
+    return _checked(
+        Topology(
+            "torchrun",
+            rank=rank,
+            world_size=world,
+            local_rank=_integer(env, "LOCAL_RANK", rank % max(local_world, 1)),
+            local_world_size=local_world,
+            node_rank=_integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", rank // max(local_world, 1))),
+            num_nodes=max(world // max(local_world, 1), 1),
+            master_addr=env.get("MASTER_ADDR"),
+            master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+            evidence=tuple(f"{n}={env[n]}" for n in names),
+        )
+    )
+
+
+def _from_slurm(env: Mapping[str, str], forced: bool) -> Topology | None:
+    if "SLURM_PROCID" not in env or ("SLURM_NTASKS" not in env and "SLURM_STEP_NUM_TASKS" not in env):
+        return None
+    if not forced and _slurm_not_used(env):
+        return None
+    world = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
+    nodes = _integer(
+        env, "SLURM_STEP_NUM_NODES", _integer(env, "SLURM_NNODES", _integer(env, "SLURM_JOB_NUM_NODES", 1))
+    )
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID")
+    job = _integer(env, "SLURM_JOB_ID", 0)
+    return _checked(
+        Topology(
+            "slurm",
+            rank=_integer(env, "SLURM_PROCID"),
+            world_size=world,
+            local_rank=_integer(env, "SLURM_LOCALID", 0),
+            local_world_size=max(world // max(nodes, 1), 1),
+            node_rank=_integer(env, "SLURM_NODEID", 0),
+            num_nodes=nodes,
+            master_addr=env.get("MASTER_ADDR")
+            or _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")),
+            # Jobs that share a node must not share a port: derive it from the job's number.
+            master_port=_integer(env, "MASTER_PORT", 15000 + job % 20000),
+            evidence=tuple(f"{n}={env[n]}" for n in names if n in env),
+        )
+    )
+
+
+def _slurm_not_used(env: Mapping[str, str]) -> str:
+    """Say why Slurm's variables do not mean that srun started this process; empty when they do or are not there."""
+    if not any(name.startswith("SLURM_") for name in env):
+        return ""
+    if "SLURM_STEP_ID" not in env:
+        return "inside a Slurm allocation but not started by srun (no SLURM_STEP_ID): one process"
+    if "SLURM_PTY_PORT" in env or env.get("SLURM_JOB_NAME") in ("bash", "interactive"):
+        return "inside an interactive Slurm shell (SLURM_PTY_PORT or SLURM_JOB_NAME): one process"
+    return ""
+
+
+def _from_mpi(env: Mapping[str, str], forced: bool) -> Topology | None:
+    for rank, size, local_rank, local_size in (
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ):
+        if rank in env and size in env:
+            world = _integer(env, size)
+            local_world = _integer(env, local_size, world)
+            me = _integer(env, rank)
+            return _checked(
+                Topology(
+                    "mpi",
+                    rank=me,
+                    world_size=world,
+                    local_rank=_integer(env, local_rank, me % max(local_world, 1)),
+                    local_world_size=local_world,
+                    node_rank=me // max(local_world, 1),
+                    num_nodes=max(world // max(local_world, 1), 1),
+                    master_addr=env.get("MASTER_ADDR"),
+                    master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+                    evidence=tuple(f"{n}={env[n]}" for n in (rank, size, local_rank, local_size) if n in env),
+                )
+            )
+    return None
+
+
+def _checked(found: Topology) -> Topology:
+    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
+        raise ConfigurationError(
+            f"the launcher's variables contradict each other: {found}. Unset them or pass launcher='none'."
+        )
+    return found
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None:
+        if default is None:
+            raise ConfigurationError(f"the variable {name} is not set; the launcher should set it.")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"the variable {name}={text!r} is not a whole number.") from None
+
+
+def _first_host(nodes: str) -> str | None:
+    """Return the first host of a Slurm node list: `node[003-007,9],b1` → `node003`."""
+    match = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes)
+    return None if match is None else match.group(1) + (match.group(2) or "")
+
+
+def started_by_trainer(environ: Mapping[str, str] | None = None) -> bool:
+    """Tell whether a Trainer started this process as one of its ranks."""
+    return STARTED_BY_TRAINER in (os.environ if environ is None else environ)
+
+
+def in_notebook() -> bool:
+    """Tell whether this runs in a Jupyter kernel (not in a terminal's IPython)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+def variable(name: str, default: str | None = None) -> str | None:
+    """Read one environment variable: for the few settings that are not about the topology."""
+    return os.environ.get(name, default)
+
+
+def environment() -> dict[str, str]:
+    """Return a copy of the whole environment, to hand on to a process that the launcher starts."""
+    return dict(os.environ)

@@ -1,0 +1,70 @@
+"""Random number generators: seed them, take their state, put it back."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.core.errors import ConfigurationError
+
+_MAX_SEED = 2**32 - 1
+
+
+def seed_everything(seed: int, *, workers: bool = True, verbose: bool = False) -> int:
+    """Seed Python's, NumPy's and torch's generators (all devices) and return the seed.
+
+    Args:
+        seed: 0 ≤ seed < 2³².
+        workers: kept for people who come from Lightning; loader workers are always seeded from torch's generator.
+        verbose: likewise; nothing is printed.
+
+    Every rank calls it with the same seed, so that models start equal.
+    """
+    del workers, verbose
+    if not 0 <= seed <= _MAX_SEED:
+        raise ConfigurationError(f"seed={seed} is not between 0 and {_MAX_SEED}.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of every generator of this process, without changing it.
+
+    Keys: `python` (tuple), `numpy` (the legacy generator's state as a dict), `torch` (uint8 tensor on the CPU) and,
+    when `device` is an accelerator, `device` (uint8 tensor on the CPU; reading it may wait for the device).
+    """
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Put back what `rng_state` returned, in this process."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if device is not None and device.type != "cpu" and "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+@contextlib.contextmanager
+def isolate_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Restore every generator's state on leaving, as if nothing inside had drawn from it."""
+    saved = rng_state(device)
+    try:
+        yield
+    finally:
+        set_rng_state(saved, device)

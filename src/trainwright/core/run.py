@@ -1,0 +1,187 @@
+"""What a callback, a task or a logger may see of a run, and ask of it: the `Run` protocol.
+
+`Trainer` implements it. Whoever is written against `Run` works under any trainer and can be tested without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.core.state import StepResult, TrainState
+
+Stage = Literal["fit", "validate", "test", "predict"]
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """One learning-rate schedule and when it steps.
+
+    Attributes:
+        scheduler: the torch scheduler (anything with `step`, `state_dict` and `load_state_dict`).
+        interval: `"step"` (completed optimizer steps) or `"epoch"`.
+        frequency: it steps after every so many intervals.
+        monitor: name of the logged metric that `ReduceLROnPlateau` is given; None for the others.
+        strict: a monitored metric that was not logged is an error (True) or a warning (False).
+        name: what LearningRateMonitor calls it.
+    """
+
+    scheduler: Any
+    interval: Literal["step", "epoch"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class SaveRequest:
+    """A checkpoint that a callback asks for; written at the next step boundary, or after the epoch's end hooks.
+
+    Attributes:
+        name: folder name of the checkpoint, relative to `folder`.
+        folder: where; the run's checkpoint folder when None.
+        weights_only: leave the optimizer, progress and generators out.
+        metrics: the values that retention and `best` go by.
+        remove: folder names of earlier checkpoints of this run, deleted once this one stands.
+    """
+
+    name: str
+    folder: Path | None = None
+    weights_only: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    remove: list[str] = field(default_factory=list)
+
+
+class Run(Protocol):
+    """A run as seen from a callback, a task or a logger."""
+
+    # Where it stands
+    state: TrainState
+    stage: Stage | None
+    sanity_checking: bool
+    should_stop: bool
+    interrupted: bool
+    last_step: StepResult | None
+
+    # What it is made of
+    callbacks: list[Any]
+    loggers: list[Any]
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[SchedulerConfig]
+    default_root_dir: Path
+    accumulate_grad_batches: int
+    log_every_n_steps: int
+    max_epochs: int | None
+    max_steps: int
+    fast_dev_run: bool | int
+    barebones: bool
+
+    @property
+    def task(self) -> torch.nn.Module:
+        """The user's task."""
+
+    @property
+    def current_epoch(self) -> int:
+        """`state.epoch`."""
+
+    @property
+    def global_step(self) -> int:
+        """`state.step`: completed optimizer steps."""
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of one training epoch on one rank; infinite when the loader has no length."""
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader on one rank."""
+
+    @property
+    def num_eval_batches(self) -> list[int | float]:
+        """Batches of each loader of the evaluation that is running (validation, test or prediction)."""
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps that `fit` will do in all; infinite when nothing bounds them."""
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether `fit` validates at all (a validation_step, a loader and a limit above 0)."""
+
+    # Numbers
+    @property
+    def callback_metrics(self) -> Mapping[str, float]:
+        """The latest value of every logged metric, as of the last flush."""
+
+    @property
+    def logged_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric that went to the loggers."""
+
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric logged with `prog_bar=True`."""
+
+    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Take a value that a task or callback logs; see `TaskModule.log` for the options. Never communicates."""
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        """Send host-side numbers to the loggers at the present step, on the main rank; for callbacks' own figures."""
+
+    # Processes
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes."""
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process, which alone writes files and prints."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+
+    # Wishes
+    def request_save(self, request: SaveRequest) -> None:
+        """Ask for a checkpoint at the next safe point. Every rank must ask alike; rank 0's request is written."""
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
+        """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
+
+    def print(self, *values: Any) -> None:
+        """Print on the main process only, without breaking the progress bar."""
+
+    # Optimization, for tasks that do it by hand
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward with the strategy's precision and gradient averaging."""
+
+    def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer's parameters."""
+
+    def task_optimizers(self) -> Sequence[Any]:
+        """The optimizers as a task that steps them itself should use them."""
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors of all ranks along a new first dimension. Collective."""

@@ -1,0 +1,376 @@
+"""TaskModule: the model, its losses and its optimizers in one class that every strategy can train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import TaskError
+from trainwright.core.hooks import TaskHooks
+from trainwright.core.hyperparameters import HyperparametersMixin
+from trainwright.core.registry import import_object
+from trainwright.core.run import Run
+
+# The format's reader lies a layer above; it is looked up when a checkpoint is loaded, not imported here.
+_LOAD_TASK = "trainwright.checkpoint.load_task:load_task_from_checkpoint"
+_RUNTIME_ATTRIBUTES = ("_run", "_sink")
+
+
+class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
+    """What is to be learned: sub-class it, define `training_step` and `configure_optimizers`, hand it to `Trainer.fit`.
+
+    It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call them as usual. State
+    dicts carry your own parameter names whatever strategy or compiler wraps the step.
+
+    Attributes:
+        automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.
+        example_input_array: an example of `forward`'s argument, for model summaries and graphs.
+        strict_loading: whether missing or unexpected weights in a checkpoint are an error.
+    """
+
+    automatic_optimization: bool = True
+    example_input_array: Any = None
+    strict_loading: bool = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._run: Run | None = None
+        self._sink: Any = None
+
+    # What the user writes
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of one micro-batch: a scalar tensor, or a dict with the key `"loss"`; None skips the batch.
+
+        The loss is the mean over the micro-batch's items; the strategy weighs micro-batches (see `num_items`).
+        """
+        raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one validation batch and `log` what matters."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """Evaluate one test batch and `log` what matters."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the prediction for one batch; by default `self(batch)`, or `self(batch[0])` for a tuple or list."""
+        return self(batch[0]) if isinstance(batch, (tuple, list)) else self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return what trains the parameters.
+
+        One optimizer; a list of them; `([optimizers], [schedulers])`; a dict `{"optimizer", "lr_scheduler"}` whose
+        scheduler may be a dict `{"scheduler", "interval": "epoch"|"step", "frequency", "monitor", "strict", "name"}`;
+        a list of such dicts; or None, to train without an optimizer.
+        """
+        raise TaskError(
+            f"{type(self).__name__} has no configure_optimizers. Define it, for example: "
+            "return torch.optim.AdamW(self.parameters(), lr=1e-3); return None to train without an optimizer."
+        )
+
+    def configure_model(self) -> None:
+        """Build large layers here instead of in `__init__`, so that a strategy can choose where; may run twice."""
+
+    def configure_callbacks(self) -> Any:
+        """Return the callback(s) that belong to this task; each replaces the Trainer's of the same type."""
+        return []
+
+    def num_items(self, batch: Any) -> int | torch.Tensor | None:
+        """Return over how many items `training_step`'s loss of this micro-batch is the mean.
+
+        Override it when micro-batches differ, for example `(batch["labels"] != -100).sum()`: then each step's
+        gradient is the mean over all items that the step consumed, over micro-batches and ranks. By default every
+        micro-batch weighs the same.
+        """
+        return None
+
+    def num_tokens(self, batch: Any) -> int:
+        """Return the number of tokens of a micro-batch, a host integer; by default the elements of its `input_ids`."""
+        if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            return int(batch["input_ids"].numel())
+        raise TaskError(
+            f"{type(self).__name__} counts tokens (a length in tokens, or Throughput), but the batch has no "
+            "'input_ids'. Define num_tokens(self, batch)."
+        )
+
+    # Optimization, overridable in parts
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward; override to change how."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step one optimizer; override for example to warm a learning rate up."""
+        optimizer.step(optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clear one optimizer's gradients."""
+        optimizer.zero_grad()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip one optimizer's gradients, once per step; override to clip in another way."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Step one scheduler."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # Optimization by hand (automatic_optimization = False)
+
+    def optimizers(self) -> Any:
+        """Return the optimizer, or the list of them when there are several."""
+        found = self.trainer.task_optimizers()
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """Return the learning-rate scheduler, the list of them, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not found else found[0] if len(found) == 1 else found
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward in a task that optimizes by hand; gradients are averaged over ranks. Collective."""
+        self.trainer.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def toggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        if "_toggled" in self.__dict__:
+            raise TaskError("toggle_optimizer: another optimizer is toggled; call untoggle_optimizer first.")
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        others = [
+            p
+            for other in self.trainer.optimizers
+            for group in other.param_groups
+            for p in group["params"]
+            if id(p) not in mine and p.requires_grad
+        ]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        object.__setattr__(self, "_toggled", others)
+
+    def untoggle_optimizer(self, optimizer: Optimizer) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter in self.__dict__.pop("_toggled", ()):
+            parameter.requires_grad_(True)
+
+    @contextlib.contextmanager
+    def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
+        """`toggle_optimizer` for the length of a `with` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    # Logging
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[torch.Tensor], torch.Tensor] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log one value; it stays on its device until the next flush. Never communicates, never waits.
+
+        Args:
+            name: the metric's name.
+            value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
+            prog_bar: show it in the progress bar.
+            logger: hand it to the loggers.
+            on_step: log this step's value; default: True in a training step, else False.
+            on_epoch: log the epoch's aggregate; default: False in a training step, else True.
+            reduce_fx: how an epoch aggregates: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
+                function of the stacked values.
+            enable_graph: accepted for compatibility; graphs are never kept.
+            sync_dist: reduce over ranks: default: an epoch's aggregate yes, a step's value no.
+            sync_dist_group: accepted for compatibility; all ranks take part.
+            add_dataloader_idx: append `/dataloader_idx_N` when several loaders are evaluated.
+            batch_size: the weight in an epoch's mean; found from the batch unless told.
+            metric_attribute: accepted for compatibility; metrics are found by themselves.
+            rank_zero_only: only the main rank's values count.
+        """
+        sink = self._sink
+        if sink is None:
+            raise TaskError(
+                f"log({name!r}) outside a Trainer's stage. Call it in a *_step or in a hook between the stage's start "
+                "and its epoch's end."
+            )
+        sink.log(
+            name,
+            value,
+            prog_bar=prog_bar,
+            logger=logger is not False,
+            on_step=on_step,
+            on_epoch=on_epoch,
+            reduce_fx=reduce_fx,
+            sync_dist=sync_dist,
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+            rank_zero_only=rank_zero_only,
+            metric_attribute=metric_attribute,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Log several values, or a MetricCollection, with the options of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def print(self, *values: Any) -> None:
+        """Print on the main process only."""
+        self.trainer.print(*values)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
+        return self.trainer.all_gather(data, sync_grads)
+
+    # Where the run stands
+
+    @property
+    def trainer(self) -> Run:
+        """The Trainer that runs this task.
+
+        Raises:
+            TaskError: no Trainer is running it.
+        """
+        run = self.__dict__.get("_run")
+        if run is None:
+            raise TaskError(f"{type(self).__name__} is not attached to a Trainer; this works while one runs it.")
+        return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
+
+    @property
+    def current_epoch(self) -> int:
+        """0-based index of the present epoch; 0 without a Trainer."""
+        return self._run.state.epoch if self._run is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps; 0 without a Trainer."""
+        return self._run.state.step if self._run is not None else 0
+
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes; 0 without a Trainer."""
+        return self._run.global_rank if self._run is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node; 0 without a Trainer."""
+        return self._run.local_rank if self._run is not None else 0
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter or buffer; the CPU when there is none."""
+        for tensor in self.parameters():
+            return tensor.device
+        for buffer in self.buffers():
+            return buffer.device
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter; torch's default when there is none."""
+        for tensor in self.parameters():
+            if tensor.is_floating_point():
+                return tensor.dtype
+        return torch.get_default_dtype()
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        found = self.loggers
+        return found[0] if found else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The Trainer's loggers; empty without a Trainer."""
+        return list(self._run.loggers) if self._run is not None else []
+
+    def freeze(self) -> None:
+        """Stop gradients of every parameter and put the task into evaluation mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Let every parameter take gradients again and put the task into training mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(True)
+        self.train()
+
+    # Loading
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: torch.device | str | None = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
+
+        Args:
+            checkpoint_path: the checkpoint's folder.
+            map_location: device for the weights; the CPU unless told.
+            hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
+            strict: whether missing or unexpected weights are an error; `strict_loading` unless told.
+            overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            CheckpointError: it is damaged, or its weights do not fit.
+        """
+        load = import_object(_LOAD_TASK)
+        return load(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_TASK
+            cls,
+            checkpoint_path,
+            map_location=map_location,
+            strict=strict if strict is not None else cls.strict_loading,
+            hparams_file=hparams_file,
+            overrides=overrides,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in _RUNTIME_ATTRIBUTES:
+            state[name] = None
+        return state
+
+
+StepName = Literal["training_step", "validation_step", "test_step", "predict_step"]
