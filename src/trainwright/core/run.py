@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -49,6 +49,9 @@ class SaveRequest:
         weights_only: leave the optimizer, progress and generators out.
         metrics: the values that retention and `best` go by.
         remove: folder names of earlier checkpoints of this run, deleted once this one stands.
+        link: name of a relative symbolic link in the same folder that is put to this checkpoint once it stands.
+
+    A `name` that exists already is replaced once the new checkpoint is complete.
     """
 
     name: str
@@ -56,6 +59,7 @@ class SaveRequest:
     weights_only: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
+    link: str | None = None
 
 
 class Run(Protocol):
@@ -75,7 +79,8 @@ class Run(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     default_root_dir: Path
-    accumulate_grad_batches: int
+    accumulate_grad_batches: int  # a callback may change it before an epoch's first group
+    count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
     log_every_n_steps: int
     max_epochs: int | None
     max_steps: int
@@ -85,6 +90,10 @@ class Run(Protocol):
     @property
     def task(self) -> torch.nn.Module:
         """The user's task."""
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go when a request names no folder; the same on every rank during a stage."""
 
     @property
     def current_epoch(self) -> int:
@@ -161,11 +170,28 @@ class Run(Protocol):
         """Wait for every rank. Collective."""
 
     # Wishes
+    def at_safe_point(self, action: Callable[[], None]) -> None:
+        """Call `action` once, at the end of the present step, when every number of this step is known.
+
+        The safe point of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
+        `callback_metrics` is up to date: waiting actions make the Trainer flush first. Actions run in the order of
+        their asking and before the checkpoints that were asked for are written, so that they may still ask for one,
+        or for a stop. Every rank must ask alike.
+        """
+
     def request_save(self, request: SaveRequest) -> None:
         """Ask for a checkpoint at the next safe point. Every rank must ask alike; rank 0's request is written."""
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
         """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
+
+    def emergency_save(self, request: SaveRequest) -> None:
+        """Write a checkpoint from `on_exception`, as well as one process can.
+
+        No communication: only the main rank writes, only when its own state is whole (no shards elsewhere) and stands
+        at a step boundary; otherwise it says why not. An error while writing is reported, not raised, so that it does
+        not hide the exception that ended the run.
+        """
 
     def request_stop(self, reason: str) -> None:
         """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
