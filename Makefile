@@ -1,0 +1,62 @@
+# make demo | test | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+FAST := not slow and not distributed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check bench format clean
+
+help:
+	@echo "make demo    a digits classifier from an empty folder to a trained checkpoint"
+	@echo "make test    the whole test suite"
+	@echo "make check   format, lint, types, architecture, fast tests (about a minute)"
+	@echo "make bench   the benchmarks"
+	@echo "make format  rewrite the sources in the house format"
+	@echo "make clean   remove what the other targets made (the environment stays)"
+
+venv: $(STAMP)
+
+# torch first and under constraints: left to the resolver's order, another package may pull another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "Trainwright needs Python 3.11 or newer; %s is %d.%d. Run: make PYTHON=python3.11 ..." % (sys.executable, v[0], v[1]))'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	rm -rf demo
+	$(BIN)/trainwright new demo/digits --template classifier
+	cd demo/digits && ../../$(BIN)/python train.py
+	@echo
+	@$(BIN)/python tests/helpers/demo_report.py demo/digits
+
+# Both halves always run, and the target fails if either did.
+test: $(STAMP)
+	@status=0; \
+	$(PYTEST) -n 2 -m "$(FAST)" || status=$$?; \
+	$(PYTEST) -m "slow or distributed" || status=$$?; \
+	exit $$status
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p trainwright
+	$(PYTEST) -q tests/test_architecture.py
+	$(PYTEST) -q -n 2 -m "$(FAST)" --ignore=tests/test_architecture.py
+
+bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"
+	$(BIN)/python -m benchmarks
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf demo build dist runs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
