@@ -1,1 +1,36 @@
-""""""
+"""How a task is trained: the Strategy contract and one file per engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.registry import Registry, import_object
+
+if TYPE_CHECKING:
+    from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.precision import Precision
+    from trainwright.strategies.single import SingleDeviceStrategy
+    from trainwright.strategies.strategy import Capabilities, Strategy
+
+STRATEGIES: Registry[Any] = Registry(
+    "strategy",
+    {
+        "single": "trainwright.strategies.single:SingleDeviceStrategy",
+        "ddp": "trainwright.strategies.ddp:DDPStrategy",
+    },
+)
+
+_PUBLIC = {
+    "Capabilities": "trainwright.strategies.strategy",
+    "DDPStrategy": "trainwright.strategies.ddp",
+    "Precision": "trainwright.strategies.precision",
+    "SingleDeviceStrategy": "trainwright.strategies.single",
+    "Strategy": "trainwright.strategies.strategy",
+}
+__all__ = ["STRATEGIES", "Capabilities", "DDPStrategy", "Precision", "SingleDeviceStrategy", "Strategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        return import_object(f"{_PUBLIC[name]}:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,158 @@
+"""Data parallelism: a whole replica of the task on every process, gradients averaged while backward runs."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
+from trainwright.core.task import TaskModule
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.process_group import Processes, ProcessGroup
+from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.strategy import MakeOptimizers, Strategy
+
+
+class DDPStrategy(Strategy):
+    """Trains one replica per process with torch's DistributedDataParallel.
+
+    Args:
+        find_unused_parameters: parameters that a step does not use are looked for in every step.
+        static_graph: the same parameters are used, in the same order, in every step.
+        bucket_cap_mb: size of the gradient buckets, in MiB; torch's default when None.
+        gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them.
+        broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
+        timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
+        process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
+        sync_batchnorm: replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
+    """
+
+    def __init__(
+        self,
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        process_group_backend: str | None = None,
+        sync_batchnorm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.timeout = None if timeout is None else _timedelta(timeout)
+        self.process_group_backend = process_group_backend
+        self.sync_batchnorm = sync_batchnorm
+        self.ddp_options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+        }
+        if bucket_cap_mb is not None:
+            self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
+        self._replica: DistributedDataParallel | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        super().configure(
+            device_type=device_type,
+            device_indices=device_indices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compile_options=compile_options,
+        )
+        if self.sync_batchnorm and device_type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Leave it out, or use "
+                "GroupNorm or LayerNorm."
+            )
+
+    def _make_processes(self, topology: Topology) -> Processes:
+        return ProcessGroup(topology, timeout=self.timeout, backend=self.process_group_backend)
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+        if self.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
+        optimizers = super().prepare(task, make_optimizers)
+        trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
+        if trains and task.automatic_optimization:
+            self._replica = DistributedDataParallel(StepModule(task), **self.ddp_options)
+            self._step = self._replica if self.compile_options is None else self._compile(self._replica)
+            # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
+            # itself, so that ranks may evaluate different numbers of batches.
+        else:
+            self._start_equal(task)
+        return optimizers
+
+    def _start_equal(self, task: TaskModule) -> None:
+        """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does."""
+        for tensor in [*task.parameters(), *task.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)
+
+    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last or self._replica is None else self._replica.no_sync()
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value
+
+    def _average_gradients(self) -> None:
+        """Average all gradients in one exchange per dtype.
+
+        Averaging what earlier backward passes of the step have averaged already changes nothing, so that any number
+        of them, in any order, over any part of the parameters comes out right.
+        """
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self.task.parameters():
+            if parameter.requires_grad:
+                by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in by_dtype.values():
+            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=grads[0].dtype)
+            flat = torch.cat([*(g.reshape(-1) for g in grads), has_grad.to(self.device)])
+            dist.all_reduce(flat)
+            flat /= self.dp_size
+            offset = 0
+            used = flat[-len(parameters) :].tolist()
+            for parameter, grad, anywhere in zip(parameters, grads, used, strict=True):
+                if anywhere > 0:
+                    grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+                    parameter.grad = grad
+                offset += grad.numel()
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
+
+            return torch.stack(all_gather_with_grad(tensor))  # type: ignore[no-untyped-call]  # likewise
+        found = [torch.empty_like(tensor) for _ in range(self.dp_size)]
+        dist.all_gather(found, tensor.contiguous())
+        return torch.stack(found)
+
+    def teardown(self) -> None:
+        self._replica = None
+        super().teardown()
+
+
+def _timedelta(value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
+    if isinstance(value, datetime.timedelta):
+        return value
+    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    if duration.unit != "seconds" or duration.value <= 0:
+        raise ConfigurationError(f"timeout={value!r} is no length of time. Write seconds, or for example '30 min'.")
+    return datetime.timedelta(seconds=duration.value)

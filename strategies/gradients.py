@@ -1,0 +1,111 @@
+"""What happens to gradients between backward and the optimizer: weights of micro-batches, norms and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.core.errors import ConfigurationError, TaskError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class GradientClip:
+    """How gradients are clipped once per optimizer step.
+
+    Attributes:
+        value: largest total 2-norm (`"norm"`) or largest absolute element (`"value"`), > 0.
+        algorithm: which of the two.
+    """
+
+    value: float
+    algorithm: Literal["norm", "value"] = "norm"
+
+    @classmethod
+    def parse(cls, value: float | int | None, algorithm: str | None) -> GradientClip | None:
+        """Read `gradient_clip_val` and `gradient_clip_algorithm`; None when nothing is clipped.
+
+        Raises:
+            ConfigurationError: a value that is no positive number, or an unknown algorithm.
+        """
+        if algorithm is not None and algorithm not in ("norm", "value"):
+            raise ConfigurationError(
+                f"gradient_clip_algorithm={algorithm!r} is unknown.{nearest(str(algorithm), ('norm', 'value'))} "
+                "Known: 'norm', 'value'."
+            )
+        if value is None or value == 0:
+            return None
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise ConfigurationError(f"gradient_clip_val={value!r} is not a positive number. Use None for no clipping.")
+        return cls(float(value), "value" if algorithm == "value" else "norm")
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters that the optimizers hold, each once, in their order."""
+    found = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    return list(found.values())
+
+
+def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+    """Clip in place and return the total norm before clipping (a 0-dim device tensor; None for `"value"`).
+
+    Neither reads the device.
+    """
+    if clip.algorithm == "value":
+        nn.utils.clip_grad_value_(parameters, clip.value)
+        return None
+    return nn.utils.clip_grad_norm_(parameters, clip.value)
+
+
+def loss_of(output: Any, origin: str) -> torch.Tensor | None:
+    """Take the loss out of what a training step returned, and check that it can be trained on.
+
+    Args:
+        output: a tensor, a mapping with the key `"loss"`, or None (the micro-batch is skipped).
+        origin: the task's class name, for messages.
+
+    Raises:
+        TaskError: no loss in it, not a scalar, or not connected to any parameter.
+    """
+    loss = output
+    if not isinstance(loss, torch.Tensor):
+        if loss is None:
+            return None
+        try:
+            loss = output["loss"]
+        except (TypeError, KeyError, IndexError):
+            loss = output
+        if not isinstance(loss, torch.Tensor):
+            raise TaskError(
+                f"{origin}.training_step returned {type(output).__name__}"
+                f"{' without a loss tensor' if isinstance(output, dict) else ''}. Return the loss as a scalar tensor, "
+                "a dict with the key 'loss', or None to skip the batch."
+            )
+    if loss.numel() != 1 or loss.dim() > 1:
+        raise TaskError(
+            f"{origin}.training_step returned a loss of shape {tuple(loss.shape)}; it must be a scalar. "
+            "Return loss.mean()."
+        )
+    if not loss.requires_grad:
+        raise TaskError(
+            f"{origin}.training_step returned a loss without a graph (requires_grad is False): nothing could be "
+            "learned from it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad(); "
+            "if every parameter is frozen, unfreeze some."
+        )
+    return loss if loss.dim() == 0 else loss.squeeze(0)
+
+
+def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Return the item counts of a group's micro-batches as one float tensor on `device`, without reading it.
+
+    float64 where the device has it, so that counts stay exact beyond 2²⁴.
+    """
+    dtype = torch.float32 if device.type in ("mps", "xla") else torch.float64
+    if any(isinstance(count, torch.Tensor) and count.device.type != "cpu" for count in counts):
+        parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=True) for count in counts]
+        return torch.stack([part.reshape(()) for part in parts])
+    return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=True)

@@ -1,0 +1,185 @@
+"""Start the other processes of a run from this one: the only writer of environment variables.
+
+The process that called the Trainer becomes rank 0 and keeps the results; the others are fresh interpreters that
+receive the work through cloudpickle. Nothing of the calling script is run again: it needs no `__main__` guard, and
+classes defined in a notebook work.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from trainwright.core.errors import ConfigurationError, WorkerError
+from trainwright.core.process import STARTED_BY_TRAINER, environment
+
+_GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set one variable of this process's environment if it is not set: for settings that libraries read there."""
+    os.environ.setdefault(name, value)
+
+
+def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iterable[object] = ()) -> Any:
+    """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
+
+    Args:
+        work: picklable by cloudpickle; finds its rank in the variables that torchrun would set.
+        num_processes: processes on this node, ≥ 2.
+        by_value: objects whose classes may live in modules that a fresh interpreter cannot import.
+
+    Raises:
+        ConfigurationError: the work cannot be sent to another process.
+        WorkerError: another process failed first; its traceback is in the message.
+    """
+    payload = _serialize(work, by_value)
+    port = _free_port()
+    common = {
+        "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+        file = Path(folder, "work.pkl")
+        file.write_bytes(payload)
+        children = _Children(folder)
+        try:
+            for rank in range(1, num_processes):
+                children.start(rank, file, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            with _variables({**common, "RANK": "0", "LOCAL_RANK": "0"}):
+                try:
+                    result = work()
+                except BaseException as error:
+                    children.blame(error)
+                    raise
+            children.wait()
+            return result
+        finally:
+            children.stop()
+
+
+class _Children:
+    """The processes that were started, and what became of them."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
+        env = {**environment(), **variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        command = [sys.executable, "-m", "trainwright.strategies.worker", str(file), str(self._error_file(rank))]
+        self._started[rank] = subprocess.Popen(command, env=env)
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.txt"
+
+    def failure(self) -> str | None:
+        """Return the traceback of the process that failed first, if one has."""
+        files = sorted(self._folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+        if files:
+            return f"{files[0].read_text()}"
+        for rank, process in self._started.items():
+            if process.poll() not in (None, 0):
+                return f"rank {rank} ended with exit code {process.returncode} and left no traceback"
+        return None
+
+    def blame(self, error: BaseException) -> None:
+        """Raise another process's failure if rank 0's error is only its echo (a broken connection)."""
+        if not isinstance(error, RuntimeError):
+            return
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            found = self.failure()
+            if found is not None:
+                raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from error
+            if "onnection" not in str(error):
+                return
+            time.sleep(0.05)
+
+    def wait(self) -> None:
+        """Wait for all to end; a failed one is an error."""
+        for process in self._started.values():
+            process.wait()
+        found = self.failure()
+        if found is not None:
+            raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        running = [process for process in self._started.values() if process.poll() is None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(timeout=_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class _variables:
+    """Set variables for the length of a `with` block."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self._values = values
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self._values.items():
+            self._before[name] = os.environ.get(name)
+            os.environ[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serialize(work: Callable[[], Any], by_value: Iterable[object]) -> bytes:
+    registered = []
+    for obj in by_value:
+        module = sys.modules.get(type(obj).__module__)
+        if module is not None and not _importable(module.__name__):
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        payload: bytes = cloudpickle.dumps(work)
+        return payload
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"the task, its data or a callback cannot be sent to another process: {error}. Build what cannot be "
+            "pickled (open files, locks, connections) in setup(), or start the script with torchrun."
+        ) from error
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(module: str) -> bool:
+    if module == "__main__":
+        return True  # cloudpickle sends it by value anyway
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

@@ -1,0 +1,96 @@
+"""In which number formats a run keeps its parameters and computes: a frozen value given to the strategy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A precision by Lightning's names.
+
+    Attributes:
+        name: `"32-true"`, `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"` or `"bf16-mixed"`.
+        param_dtype: dtype of parameters, buffers and floating-point inputs; None: as the task made them.
+        autocast_dtype: dtype that matrix products are cast to while parameters stay float32; None: no autocast.
+        scaled: the loss is scaled so that small float16 gradients do not vanish.
+    """
+
+    name: str
+    param_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    scaled: bool = False
+
+    @classmethod
+    def parse(cls, spec: str | int | Precision) -> Precision:
+        """Read a precision from its name.
+
+        Raises:
+            ConfigurationError: an unknown name, with the nearest one.
+        """
+        if isinstance(spec, Precision):
+            return spec
+        found = _KNOWN.get(str(spec))
+        if found is None:
+            names = ", ".join(dict.fromkeys(p.name for p in _KNOWN.values()))
+            raise ConfigurationError(f"precision={spec!r} is unknown.{nearest(str(spec), _KNOWN)} Known: {names}.")
+        return found
+
+    @contextlib.contextmanager
+    def default_dtype(self) -> Iterator[Self]:
+        """Create floating-point tensors in `param_dtype` inside, so that `torch.zeros(n)` in a step fits the model."""
+        if self.param_dtype is None:
+            yield self
+            return
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.param_dtype)
+        try:
+            yield self
+        finally:
+            torch.set_default_dtype(before)
+
+    def forward_context(self, device_type: str) -> Any | None:
+        """Return a reusable context for forward passes on this type of device, or None when none is needed."""
+        if self.autocast_dtype is not None:
+            return torch.autocast(device_type, dtype=self.autocast_dtype)
+        if self.param_dtype is not None:
+            return _DefaultDtype(self.param_dtype)
+        return None
+
+
+class _DefaultDtype:
+    """A re-usable, cheap form of `Precision.default_dtype` for the step."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._before = torch.float32
+
+    def __enter__(self) -> None:
+        self._before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_dtype(self._before)
+
+
+_FULL = Precision("32-true")
+_DOUBLE = Precision("64-true", param_dtype=torch.float64)
+_HALF = Precision("16-true", param_dtype=torch.float16)
+_BFLOAT = Precision("bf16-true", param_dtype=torch.bfloat16)
+_HALF_MIXED = Precision("16-mixed", autocast_dtype=torch.float16, scaled=True)
+_BFLOAT_MIXED = Precision("bf16-mixed", autocast_dtype=torch.bfloat16)
+_KNOWN: dict[str, Precision] = {
+    "32-true": _FULL, "32": _FULL, "fp32": _FULL, "no": _FULL,
+    "64-true": _DOUBLE, "64": _DOUBLE,
+    "16-true": _HALF,
+    "bf16-true": _BFLOAT,
+    "16-mixed": _HALF_MIXED, "16": _HALF_MIXED, "fp16": _HALF_MIXED,
+    "bf16-mixed": _BFLOAT_MIXED, "bf16": _BFLOAT_MIXED,
+}  # fmt: skip

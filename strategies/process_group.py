@@ -1,0 +1,133 @@
+"""The processes of a run and what they say to each other on the host; one process needs none of it."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
+
+_groups_made = 0
+
+
+class Processes:
+    """A run of one process: every exchange is the identity. Base of the real thing.
+
+    Attributes:
+        rank, world_size, local_rank, num_nodes: where this process stands.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology("none")
+        self.rank = self.topology.rank
+        self.world_size = self.topology.world_size
+        self.local_rank = self.topology.local_rank
+        self.num_nodes = self.topology.num_nodes
+
+    def open(self, device: torch.device) -> None:
+        """Join the others. Collective."""
+
+    def close(self) -> None:
+        """Leave the others. Does not wait for them."""
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
+        return [value]
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        """Return every rank's list (all of one length), by rank. Collective, on the host, cheap."""
+        return [values]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return rank `src`'s small picklable `value` on every rank. Collective, on the host."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank's flag is set. Collective, on the host."""
+        return flag
+
+
+class ProcessGroup(Processes):
+    """The processes of a distributed run, joined through torch.distributed.
+
+    Args:
+        topology: this process's place.
+        timeout: how long a collective may take before it is an error.
+        backend: torch.distributed's backend; chosen by device unless told: gloo on the host, and the vendor's own
+            library beside it on accelerators, so that objects never pass through the device.
+    """
+
+    def __init__(
+        self, topology: Topology, *, timeout: datetime.timedelta | None = None, backend: str | None = None
+    ) -> None:
+        super().__init__(topology)
+        self.timeout = timeout or datetime.timedelta(minutes=30)
+        self.backend = backend
+        self._made_here = False
+        self._host_group: Any = None
+
+    def open(self, device: torch.device) -> None:
+        global _groups_made
+        if not dist.is_initialized():
+            host = self.topology.master_addr or "127.0.0.1"
+            port = self.topology.master_port or 29500
+            backend = self.backend or _backend(device)
+            # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
+            # otherwise a new attempt reads the addresses that the old one left there.
+            attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
+            agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = TCPStore(
+                host, port, self.world_size, is_master=self.rank == 0 and not agent_serves, timeout=self.timeout,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+            run = variable(STARTED_BY_TRAINER) or str(_groups_made)
+            prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
+            dist.init_process_group(
+                backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
+            )
+            self._made_here = True
+            _groups_made += 1
+        self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
+
+    def close(self) -> None:
+        if self._made_here and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made_here = False
+        self._host_group = None
+
+    def gather_object(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._host_group)
+        return found
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine, group=self._host_group)
+        return [tensor.tolist() for tensor in found]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self._host_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._host_group)
+
+    def any(self, flag: bool) -> bool:
+        vote = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._host_group)
+        return bool(vote.item())
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    return dist.get_default_backend_for_device(device)

@@ -1,0 +1,131 @@
+"""From the Trainer's arguments to a configured strategy; nothing is touched yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology, detect
+from trainwright.strategies import STRATEGIES
+from trainwright.strategies.devices import device_indices, device_type
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A strategy and where its processes come from.
+
+    Attributes:
+        strategy: configured, not set up.
+        topology: this process's place; for processes that the Trainer is still to start, their number.
+        starts_processes: the Trainer must start the others.
+    """
+
+    strategy: Strategy
+    topology: Topology
+    starts_processes: bool
+
+
+def select(
+    *,
+    strategy: str | Strategy,
+    accelerator: str,
+    devices: int | str | list[int],
+    num_nodes: int,
+    precision: Precision,
+    compile: bool | str | dict[str, Any],
+    launcher: str,
+    sync_batchnorm: bool,
+) -> Selection:
+    """Choose and configure the strategy.
+
+    `devices="auto"` is what the launcher started, or one process without a launcher on the CPU, or all accelerators.
+
+    Raises:
+        ConfigurationError: unknown names, devices that are not there, or arguments that contradict each other or the
+            launcher.
+    """
+    if not isinstance(num_nodes, int) or num_nodes < 1:
+        raise ConfigurationError(f"num_nodes={num_nodes!r}: write a whole number of at least 1.")
+    topology = detect(launcher)
+    kind = device_type(accelerator)
+    if isinstance(strategy, str) and strategy not in ("auto", *STRATEGIES):
+        STRATEGIES.get(strategy)  # raises, naming the nearest
+    launched = topology.launcher != "none"
+    indices = _indices(devices, kind, topology if launched else None, strategy)
+    world = topology.world_size if launched else len(indices) * num_nodes
+    if launched and num_nodes > 1 and topology.num_nodes != num_nodes:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes}, but the launcher started {topology.num_nodes} node(s): {topology}. "
+            "Leave num_nodes out, or start as many."
+        )
+    if not launched and num_nodes > 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} needs a launcher on every node, and none was found ({topology}). Start the script "
+            f"with `torchrun --nnodes {num_nodes} --nproc-per-node {len(indices)} …` or with srun."
+        )
+    chosen: Strategy
+    if isinstance(strategy, str):
+        chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
+    else:
+        chosen = strategy
+    if sync_batchnorm:
+        if not hasattr(chosen, "sync_batchnorm"):
+            raise ConfigurationError(
+                f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which has one process."
+            )
+        chosen.sync_batchnorm = True
+    chosen.configure(
+        device_type=kind,
+        device_indices=indices,
+        num_nodes=topology.num_nodes if launched else num_nodes,
+        precision=precision,
+        compile_options=compile_options(compile),
+    )
+    if launched and topology.world_size > 1 and not chosen.is_distributed:
+        raise ConfigurationError(
+            f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "
+            "Use strategy='auto', or start one process."
+        )
+    starts = not launched and len(indices) > 1
+    if not launched and not starts:
+        topology = replace(topology, world_size=1)
+    return Selection(chosen, topology, starts)
+
+
+def _indices(
+    devices: int | str | list[int], kind: str, topology: Topology | None, strategy: str | Strategy
+) -> list[int]:
+    if topology is None:
+        if devices == "auto" and strategy == "single":
+            return device_indices(1, kind)
+        return device_indices(devices, kind)
+    local = topology.local_world_size
+    if devices == "auto" or devices == -1:
+        found = device_indices("auto", kind)
+        return list(range(local)) if kind == "cpu" or len(found) < local else found[:local]
+    indices = device_indices(devices, kind)
+    if len(indices) != local:
+        raise ConfigurationError(
+            f"devices={devices!r} asks for {len(indices)} process(es) on this node, but the launcher started {local} "
+            f"({topology}). Leave devices='auto', or make the two agree."
+        )
+    return indices
+
+
+def compile_options(spec: bool | str | dict[str, Any]) -> dict[str, Any] | None:
+    """Read a `compile=` argument: False, True, a mode, or `torch.compile`'s keyword arguments."""
+    if spec is False or spec is None:
+        return None
+    if spec is True:
+        return {}
+    if isinstance(spec, str):
+        modes = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+        if spec not in modes:
+            raise ConfigurationError(f"compile={spec!r} is not a mode of torch.compile: {', '.join(modes)}.")
+        return {"mode": spec}
+    if isinstance(spec, dict):
+        return dict(spec)
+    raise ConfigurationError(f"compile={spec!r}: write True, False, a mode, or a dict of torch.compile's arguments.")

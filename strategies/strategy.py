@@ -1,0 +1,560 @@
+"""The Strategy contract: everything that depends on hardware, processes or an engine, behind two verbs.
+
+`forward_backward(group)` runs every micro-batch of one optimizer step; `optimizer_step(clip)` ends the step. The loop
+knows nothing else about how a model is trained. This class is the contract and, at the same time, the plain form of
+it: one process, whole gradients, `torch.optim` optimizers. An engine overrides what it does differently.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.callbacks.hook_table import HookTable, overrides
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.process import Topology
+from trainwright.core.run import Run
+from trainwright.core.state import Group
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
+from trainwright.strategies.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.process_group import Processes
+from trainwright.strategies.step_module import StepModule
+
+MakeOptimizers = Callable[[], list[Optimizer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What differs between engines, as facts that callers may ask for instead of the engine's name.
+
+    Attributes:
+        gradients: whether `p.grad` holds the whole gradient (`"full"`), a piece (`"sharded"`) or nothing (`"hidden"`).
+        manual_optimization: tasks may run backward and optimizers themselves.
+        lockstep_evaluation: every rank must run the same number of evaluation batches.
+        owns_optimizer_step: clipping and zeroing happen inside the engine.
+    """
+
+    gradients: str = "full"
+    manual_optimization: bool = True
+    lockstep_evaluation: bool = False
+    owns_optimizer_step: bool = False
+
+
+class SkipRestOfEpoch(Exception):
+    """An `on_train_batch_start` hook returned -1: the epoch ends here."""
+
+
+class Strategy:
+    """How a task is trained on some hardware.
+
+    Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →
+    `prepare` (model, optimizers) → `attach` → steps → `teardown`.
+
+    Attributes:
+        capabilities: see `Capabilities`.
+        num_processes: how many processes this node shall run; more than one without a launcher means that the
+            Trainer starts them.
+        device: the device that this process computes on.
+        precision: the number formats.
+        processes: this process's place among the others, and what they say to each other on the host.
+        optimizers: the optimizers in the task's order.
+    """
+
+    capabilities = Capabilities()
+
+    def __init__(self) -> None:
+        self.precision = Precision.parse("32-true")
+        self.device = torch.device("cpu")
+        self.processes = Processes()
+        self.optimizers: list[Optimizer] = []
+        self.device_type = "cpu"
+        self.device_indices: list[int] = [0]
+        self.num_nodes = 1
+        self.compile_options: dict[str, Any] | None = None
+        # The engine's way to run a step, `step(name, *args)`; None: the task's own method is called.
+        self._step: Callable[..., Any] | None = None
+        self._eval_step: Callable[..., Any] | None = None
+        self._context: Any | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._group: Group | None = None
+        self._zeroed = True
+
+    # Where it runs
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.device_indices)
+
+    @property
+    def dp_rank(self) -> int:
+        """Rank along the data-parallel axis: ranks with different values see different data."""
+        return self.processes.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.processes.world_size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and prints."""
+        return self.processes.rank == 0
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        """Take the Trainer's settings. Touches no device and no process.
+
+        Raises:
+            ConfigurationError: settings that this strategy cannot serve.
+        """
+        self.device_type = device_type
+        self.device_indices = device_indices
+        self.num_nodes = num_nodes
+        self.precision = precision
+        self.compile_options = compile_options
+        if len(device_indices) * num_nodes > 1 and not self.is_distributed:
+            raise ConfigurationError(
+                f"devices={len(device_indices)}, num_nodes={num_nodes} with {type(self).__name__}, which runs one "
+                "process. Use strategy='ddp', or devices=1."
+            )
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether this strategy can run more than one process."""
+        return False
+
+    def setup(self, topology: Topology) -> None:
+        """Choose the device and join the other processes. Collective; blocks until all have come."""
+        self.processes = self._make_processes(topology)
+        index = self.device_indices[topology.local_rank % len(self.device_indices)]
+        self.device = torch.device(self.device_type) if self.device_type == "cpu" else torch.device(
+            self.device_type, index
+        )  # fmt: skip
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(index)
+        self.processes.open(self.device)
+
+    def _make_processes(self, topology: Topology) -> Processes:
+        return Processes(topology)
+
+    # Model and optimizers
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+        """Build the model where it belongs and then its optimizers. Collective.
+
+        Args:
+            task: changed in place: built (`configure_model`), moved, converted.
+            make_optimizers: called once the parameters are final; None when nothing is trained.
+
+        Returns:
+            The optimizers, in the task's order.
+        """
+        self.task = task
+        with self.precision.default_dtype():
+            task.configure_model()
+        if self.precision.param_dtype is not None:
+            task.to(self.precision.param_dtype)
+        task.to(self.device)
+        self.optimizers = make_optimizers() if make_optimizers is not None else []
+        self._context = self.precision.forward_context(self.device.type)
+        if self.precision.scaled and make_optimizers is not None:
+            self._scaler = torch.amp.GradScaler(self.device.type)
+        self._eval_step = self._step = self._compile(StepModule(task)) if self.compile_options is not None else None
+        return self.optimizers
+
+    def _compile(self, module: nn.Module) -> Callable[..., Any]:
+        """Compile a step module; what the task logs stays outside of the graph."""
+        task = self.task
+        if "log" not in vars(task):
+            uncompiled = torch.compiler.disable(task.log)  # type: ignore[no-untyped-call]  # torch has no types here
+            object.__setattr__(task, "log", uncompiled)
+        compiled: Callable[..., Any] = torch.compile(module, **(self.compile_options or {}))
+        return compiled
+
+    def attach(self, run: Run, hooks: HookTable, sink: Any, *, counts_items: bool = True) -> None:
+        """Bind the events of a run to the step. Called after `prepare`, again whenever the listeners change.
+
+        Args:
+            run: handed to listeners.
+            hooks: who listens.
+            sink: takes what the task logs; it is told the present micro-batch.
+            counts_items: weigh micro-batches by `TaskModule.num_items` when the task defines it.
+        """
+        task = self.task
+        self.run, self.hooks, self.sink = run, hooks, sink
+        self._items = task.num_items if counts_items and overrides(task, "num_items", TaskModule) else None
+        self._transfer = self._make_transfer(run)
+        self._backward = task.backward if overrides(task, "backward", TaskModule) else None
+        self._own_step = task.optimizer_step if overrides(task, "optimizer_step", TaskModule) else None
+        self._own_zero = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad", TaskModule) else None
+        self._own_clip = (
+            task.configure_gradient_clipping if overrides(task, "configure_gradient_clipping", TaskModule) else None
+        )
+        self._needs_closure = any(_needs_closure(optimizer) for optimizer in self.optimizers)
+        # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
+        # gets them in Lightning's place instead: after the group's first training_step, before its backward.
+        self._zero_late = bool(hooks.on_before_zero_grad) or self._own_zero is not None
+        self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(self.optimizers))
+        step = task.training_step
+        wrapped = self._step if task.automatic_optimization else None  # by hand, backward runs inside the step
+        self._training_step = _bind(step, "training_step", wrapped, num_arguments=2)
+        self._eval_steps: dict[str, Callable[..., Any]] = {}
+
+    def _make_transfer(self, run: Run) -> Callable[..., Any] | None:
+        """Return what moves a batch to the device, or None when it is there already and nobody wants to see it."""
+        task, owner = self.task, getattr(run, "datamodule", None)
+        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        own: list[Any] = []
+        for name in names:
+            if overrides(task, name, TaskModule):
+                own.append(getattr(task, name))
+            elif owner is not None and _defines(owner, name):
+                own.append(getattr(owner, name))
+            else:
+                own.append(None)
+        before, transfer, after = own
+        if before is transfer is after is None:
+            if self.device.type == "cpu" and self.precision.param_dtype is None:
+                return None
+            return self._move
+        device = self.device
+
+        def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
+            if before is not None:
+                batch = before(batch, dataloader_idx)
+            batch = self._move(batch) if transfer is None else transfer(batch, device, dataloader_idx)
+            return batch if after is None else after(batch, dataloader_idx)
+
+        return hooked
+
+    def _move(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return move(batch, self.device, float_dtype=self.precision.param_dtype)
+
+    # The step
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        """Run every micro-batch of one optimizer step forward and backward.
+
+        Afterwards the gradients are the mean over everything the group consumed, over micro-batches and ranks
+        (see `TaskModule.num_items`), unscaled. Collective under strategies that join several processes.
+
+        Returns:
+            The group's weighted loss on the device (0-dim, detached, not reduced): its mean over ranks is the mean
+            over everything consumed. None when the task optimizes by hand or skipped every micro-batch.
+
+        Raises:
+            TaskError: the loss cannot be trained on.
+            SkipRestOfEpoch: a listener ended the epoch.
+        """
+        if not self.task.automatic_optimization:
+            self._run_by_hand(group)
+            return None
+        run, task, hooks, transfer, context = self.run, self.task, self.hooks, self._transfer, self._context
+        batches = group.batches
+        weights = self._weights(group)
+        last = len(batches) - 1
+        total: torch.Tensor | None = None
+        skipped = 0
+        for i, batch in enumerate(batches):
+            idx = group.first_idx + i
+            if transfer is not None:
+                batch = transfer(batch)
+            self._begin_batch(batch, idx)
+            with self._synchronizing(i == last) if last else _NOTHING:
+                if context is None:
+                    output = self._training_step(batch, idx)
+                else:
+                    with context:
+                        output = self._training_step(batch, idx)
+                if not self._zeroed:
+                    self._zero_gradients(idx)
+                loss = loss_of(output, type(task).__name__)
+                if loss is None:
+                    skipped += 1
+                else:
+                    weighted = loss * weights[i] if weights is not None else loss / (last + 1) if last else loss
+                    self._run_backward(weighted)
+                    total = weighted.detach() if total is None else total + weighted.detach()
+                    del weighted
+            if i < last:
+                for hook in hooks.on_train_batch_end:
+                    hook(run, task, output, batch, idx)
+            elif hooks.on_train_batch_end:
+                group.last_output, group.last_batch = output, batch
+        self.sink.batch = None
+        if skipped:
+            self._make_up_for(skipped, group)
+        if self._scaler is not None and total is not None:
+            for optimizer in self.optimizers:
+                self._scaler.unscale_(optimizer)
+        if self._needs_closure:
+            self._group = group
+        self._zeroed = False
+        return total
+
+    def _begin_batch(self, batch: Any, idx: int) -> None:
+        sink = self.sink
+        sink.batch = batch
+        sink.in_step = True
+        for hook in self.hooks.on_train_batch_start:
+            if hook(self.run, self.task, batch, idx) == -1:
+                sink.batch = None
+                raise SkipRestOfEpoch
+
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        hooks = self.hooks
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        for hook in hooks.on_before_backward:
+            hook(self.run, self.task, loss)
+        if self._backward is None:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        else:
+            self._backward(loss)
+        for hook in hooks.on_after_backward:
+            hook(self.run, self.task)
+
+    def _weights(self, group: Group) -> Sequence[Any] | None:
+        """Return the weight of each micro-batch, or None when each weighs one over their number."""
+        if self._items is None:
+            return group.weights
+        counts = stack_counts([self._items(batch) for batch in group.batches], self.device)
+        if group.weights is not None:  # padding counts for nothing
+            counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(self.device)
+        total = self._sum_over_ranks(counts.sum())
+        # A step without a single item has a gradient of zero, not of NaN.
+        dtype = torch.float64 if self.precision.param_dtype is torch.float64 else torch.float32
+        return (counts * self.dp_size / total.clamp(min=1)).to(dtype).unbind()
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum a 0-dim device tensor over data-parallel ranks, without reading it."""
+        return value
+
+    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        """Return the context of one micro-batch's forward and backward; gradients cross ranks in the last one only."""
+        return _NOTHING
+
+    def _make_up_for(self, skipped: int, group: Group) -> None:
+        """Scale gradients as if the micro-batches that the task skipped had not been in the group."""
+        if self.dp_size > 1:
+            raise TaskError(
+                f"{type(self.task).__name__}.training_step returned None on rank {self.processes.rank}: with several "
+                "processes the others would wait for its gradient. Return a loss of zero that is connected to the "
+                "parameters instead, for example 0 * output.sum()."
+            )
+        rest = len(group.batches) - skipped
+        if rest > 0 and self._items is None:
+            for parameter in parameters_of(self.optimizers):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(len(group.batches) / rest)
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        """Clip, step every optimizer and free the gradients.
+
+        Returns:
+            The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
+        """
+        norm: torch.Tensor | None = None
+        epoch, idx = self.run.state.epoch, self.run.state.batch_in_epoch
+        if self._own_clip is not None:
+            for optimizer in self.optimizers:
+                self._own_clip(
+                    optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm
+                )
+        elif clip is not None:
+            norm = clip_gradients(parameters_of(self.optimizers), clip)
+        for optimizer in self.optimizers:
+            if self._own_step is not None:
+                self._own_step(epoch, idx, optimizer, self._closure())
+            elif self._scaler is not None:
+                self._scaler.step(optimizer)
+            elif self._needs_closure:
+                optimizer.step(self._closure())
+            else:
+                optimizer.step()
+        if self._scaler is not None:
+            self._scaler.update()
+        self._group = None
+        if not self._zero_late:
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self._zeroed = True
+        return norm
+
+    def _closure(self) -> Callable[[], Any]:
+        """Return a closure for `Optimizer.step`: its first call gives the loss at hand, later ones recompute it."""
+        group, calls = self._group, 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1 or group is None:
+                return self.run.last_step.loss if self.run.last_step is not None else None
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self._zeroed = True
+            with torch.enable_grad():
+                return self.forward_backward(group)
+
+        return closure
+
+    def _zero_gradients(self, idx: int) -> None:
+        epoch = self.run.state.epoch
+        for optimizer in self.optimizers:
+            for hook in self.hooks.on_before_zero_grad:
+                hook(self.run, self.task, optimizer)
+            if self._own_zero is not None:
+                self._own_zero(epoch, idx, optimizer)
+            else:
+                optimizer.zero_grad()
+        self._zeroed = True
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of a group that will not be stepped."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._zeroed = True
+
+    # Optimization by hand
+
+    def _run_by_hand(self, group: Group) -> None:
+        transfer, hooks = self._transfer, self.hooks
+        for i, batch in enumerate(group.batches):
+            idx = group.first_idx + i
+            if transfer is not None:
+                batch = transfer(batch)
+            self._begin_batch(batch, idx)
+            with self._context or _NOTHING:
+                output = self._training_step(batch, idx)
+            if hooks.on_train_batch_end:
+                group.last_output, group.last_batch = output, batch
+        self.sink.batch = None
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward for a task that optimizes by hand. Collective under strategies that join processes."""
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        for hook in self.hooks.on_before_backward:
+            hook(self.run, self.task, loss)
+        self.task.backward(loss, *args, **kwargs)
+        self._average_gradients()
+        for hook in self.hooks.on_after_backward:
+            hook(self.run, self.task)
+
+    def _average_gradients(self) -> None:
+        """Average the gradients that a manual backward left over ranks."""
+
+    def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Step one optimizer for a task that optimizes by hand: unscales and tells the listeners first."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(self.run, self.task, optimizer)
+        if self._scaler is None:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        result = self._scaler.step(optimizer)
+        self._scaler.update()
+        return result
+
+    # Evaluation
+
+    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> tuple[Any, Any]:
+        """Run `validation_step`, `test_step` or `predict_step` on one batch and return (output, batch on the device).
+
+        `dataloader_idx` is handed on to steps that take it.
+        """
+        if self._transfer is not None:
+            batch = self._transfer(batch, dataloader_idx)
+        step = self._eval_steps.get(name)
+        if step is None:
+            step = self._eval_steps[name] = _bind(getattr(self.task, name), name, self._eval_step, num_arguments=3)
+        with self._context or _NOTHING:
+            return step(batch, idx, dataloader_idx), batch
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's own state beside weights and optimizers (the loss scale)."""
+        return {"scaler": self._scaler.state_dict()} if self._scaler is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """Return the task's whole weights and buffers by their own names; references, not copies."""
+        return dict(self.task.state_dict())
+
+    def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load weights and buffers by their own names into the prepared task."""
+        self.task.load_state_dict(state, strict=strict)
+
+    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        """Clip the gradients of some parameters in place; returns their norm before (None for `"value"`)."""
+        return clip_gradients(parameters, clip)
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        """Return every rank's tensor (all of one shape) along a new first dimension. Collective."""
+        return tensor.unsqueeze(0)
+
+    def teardown(self) -> None:
+        """Undo what wrapped the task and leave the other processes. Does not wait for them."""
+        task = getattr(self, "task", None)
+        if task is not None:
+            vars(task).pop("log", None)
+        self._step = self._eval_step = None
+        self.processes.close()
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+def _bind(
+    step: Callable[..., Any], name: str, wrapper: Callable[..., Any] | None, *, num_arguments: int
+) -> Callable[..., Any]:
+    """Return a caller of one of the task's steps that takes `num_arguments` arguments and drops those it does not want.
+
+    Args:
+        step: the task's own method.
+        name: what it is called, for the wrapper.
+        wrapper: `wrapper(name, *args)` runs the step through an engine; None calls the method itself.
+        num_arguments: 2 (batch, batch_idx) or 3 (… and dataloader_idx).
+    """
+    call = step if wrapper is None else functools.partial(wrapper, name)
+    wanted = _positional(step)
+    if wanted >= num_arguments:
+        return call
+    return lambda *args: call(*args[:wanted])
+
+
+def _positional(step: Callable[..., Any]) -> int:
+    """Return how many of (batch, batch_idx, dataloader_idx) a step of the task takes."""
+    parameters = list(inspect.signature(step).parameters.values())
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return 3
+    return min(sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), 3)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _defines(owner: object, name: str) -> bool:
+    """Tell whether a data module defines the transfer hook itself rather than inheriting ours."""
+    for cls in type(owner).__mro__:
+        if name in vars(cls):
+            return not cls.__module__.startswith("trainwright.")
+    return False

@@ -1,0 +1,30 @@
+"""A process that the Trainer started: `python -m trainwright.strategies.worker WORK ERROR`."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import traceback
+from pathlib import Path
+
+from trainwright.core.process import variable
+
+
+def main(work_file: str, error_file: str) -> int:
+    """Run the pickled work; leave the traceback in `error_file` if it fails.
+
+    The file was written by the parent process moments ago, in a folder that only this user can read.
+    """
+    try:
+        pickle.loads(Path(work_file).read_bytes())()
+    except BaseException:  # noqa: BLE001  # whatever ended it belongs in the parent's message
+        text = f"rank {variable('RANK')}:\n{traceback.format_exc()}"
+        partial = Path(error_file + ".partial")
+        partial.write_text(text)
+        partial.rename(error_file)  # a reader sees all of it or nothing
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))
