@@ -176,7 +176,8 @@ class Run(Protocol):
         The safe point of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
         `callback_metrics` is up to date: waiting actions make the Trainer flush first. Actions run in the order of
         their asking and before the checkpoints that were asked for are written, so that they may still ask for one,
-        or for a stop. Every rank must ask alike.
+        or for a stop. Asked for in `on_train_end`, they run, and what they ask for is written, right after it. Every
+        rank must ask alike.
         """
 
     def request_save(self, request: SaveRequest) -> None:
