@@ -1,0 +1,156 @@
+"""The package's source files as the architecture rules see them: parsed, named, with their imports resolved."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Each part of the package and where it lies in the checkout. Projects inside templates/ are data, not modules.
+PARTS = {
+    "core": "src/trainwright/core",
+    "data": "src/trainwright/data",
+    "checkpoint": "src/trainwright/checkpoint",
+    "cli": "src/trainwright/cli",
+    "callbacks": "callbacks",
+    "loggers": "loggers",
+    "strategies": "strategies",
+    "templates": "templates",
+    "trainer": "trainer",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name.
+
+    Attributes:
+        target: full dotted name, for `from a import b` it is `a.b`.
+        line: 1-based line.
+        nested: inside a function, so that it runs when first called.
+        type_only: inside `if TYPE_CHECKING:`.
+    """
+
+    target: str
+    line: int
+    nested: bool = False
+    type_only: bool = False
+
+    @property
+    def root(self) -> str:
+        """The distribution's top-level module."""
+        return self.target.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Breach:
+    """One line that breaks a law."""
+
+    module: str
+    line: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line}: {self.what}"
+
+
+class Source:
+    """One module of the package, for example `trainwright.core.task`."""
+
+    def __init__(self, module: str, text: str) -> None:
+        self.module = module
+        self.text = text
+
+    @property
+    def part(self) -> str:
+        """The part that the module belongs to, for example `core`; empty for the package's own face."""
+        pieces = self.module.split(".")
+        return pieces[1] if len(pieces) > 1 and pieces[1] in PARTS else ""
+
+    @property
+    def short(self) -> str:
+        """The module's name without the package's, for example `core.task`."""
+        return self.module.removeprefix("trainwright.")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """The parsed module."""
+        return ast.parse(self.text)
+
+    @cached_property
+    def imports(self) -> list[Import]:
+        """Every import statement, in functions and under TYPE_CHECKING too, one entry for each name."""
+        return list(_imports(self.tree, nested=False, type_only=False))
+
+    @cached_property
+    def docstrings(self) -> set[int]:
+        """The identities of the string nodes that are documentation, not code."""
+        return {
+            id(node.value)
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        }
+
+    def breach(self, node: ast.AST | int, what: str) -> Breach:
+        """Return a breach of this module at a node or a line."""
+        line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+        return Breach(self.module, line, what)
+
+
+def package_sources() -> list[Source]:
+    """Read every module of the package, also from a checkout without links."""
+    found = [Source("trainwright", _read("src/trainwright/__init__.py"))]
+    found.append(Source("trainwright.__main__", _read("src/trainwright/__main__.py")))
+    for part, folder in PARTS.items():
+        base = ROOT / folder
+        paths = base.glob("*.py") if part == "templates" else base.rglob("*.py")
+        for path in sorted(paths):
+            pieces = [piece for piece in path.relative_to(base).with_suffix("").parts if piece != "__init__"]
+            found.append(Source(".".join(["trainwright", part, *pieces]), path.read_text(encoding="utf-8")))
+    return found
+
+
+def outside_sources() -> list[Source]:
+    """Read the tests and the benchmarks, which import the package like any user."""
+    paths = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    return [
+        Source(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text(encoding="utf-8"))
+        for path in sorted(paths)
+    ]
+
+
+def _read(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def _imports(node: ast.AST, *, nested: bool, type_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, nested, type_only)
+        elif isinstance(child, ast.ImportFrom):
+            base = "." * child.level + (child.module or "")
+            for alias in child.names:
+                yield Import(
+                    f"{base}.{alias.name}" if child.module else base + alias.name, child.lineno, nested, type_only
+                )
+        elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _imports(child, nested=True, type_only=type_only)
+        elif isinstance(child, ast.If) and _is_type_checking(child.test):
+            for statement in child.body:
+                holder = ast.Module(body=[statement], type_ignores=[])
+                yield from _imports(holder, nested=nested, type_only=True)
+            for statement in child.orelse:
+                holder = ast.Module(body=[statement], type_ignores=[])
+                yield from _imports(holder, nested=nested, type_only=type_only)
+        else:
+            yield from _imports(child, nested=nested, type_only=type_only)
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    name = test.attr if isinstance(test, ast.Attribute) else test.id if isinstance(test, ast.Name) else ""
+    return name == "TYPE_CHECKING"
