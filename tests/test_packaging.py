@@ -1,0 +1,126 @@
+"""The distribution: what is built from the tree holds all of it, and works from outside it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.sources import PARTS, ROOT
+
+pytestmark = pytest.mark.slow
+
+# Left behind by tools; a fresh clone has none of them.
+_NOT_SOURCE = {"__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis"}
+
+
+def _run(command: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _files_of_the_tree() -> set[str]:
+    """Return every file of the import package, as it should stand in a wheel."""
+    files = {f"trainwright/{name}" for name in ("__init__.py", "__main__.py", "py.typed")}
+    for part, folder in PARTS.items():
+        base = ROOT / folder
+        for path in base.rglob("*"):
+            if path.is_file() and not _NOT_SOURCE & set(path.relative_to(base).parts):
+                files.add(f"trainwright/{part}/{path.relative_to(base).as_posix()}")
+    return files
+
+
+@pytest.fixture(scope="module")
+def tree_files() -> set[str]:
+    """Return the files of the tree as they are when the build starts."""
+    return _files_of_the_tree()
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, tree_files: set[str]) -> Path:
+    """Build the sdist, and the wheel from that sdist, into a folder of their own."""
+    folder = tmp_path_factory.mktemp("dist")
+    _run([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)], cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel_files(built: Path) -> set[str]:
+    """Return the names in the wheel."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if not name.endswith("/")}
+
+
+@pytest.fixture(scope="module")
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel alone into a folder."""
+    target = tmp_path_factory.mktemp("installed")
+    (wheel,) = built.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+    _run([*pip, "--target", str(target), str(wheel)], cwd=target)
+    return target
+
+
+def _environment(installed: Path) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(installed)}
+
+
+def test_the_wheel_holds_every_file_of_the_tree_and_no_other(wheel_files: set[str], tree_files: set[str]) -> None:
+    packaged = {name for name in wheel_files if not name.partition("/")[0].endswith(".dist-info")}
+    assert packaged == tree_files
+
+
+def test_the_wheel_puts_one_name_into_site_packages(wheel_files: set[str]) -> None:
+    roots = {name.partition("/")[0] for name in wheel_files}
+    assert {root for root in roots if not root.endswith(".dist-info")} == {"trainwright"}
+
+
+def test_the_wheel_carries_the_licence(wheel_files: set[str]) -> None:
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_files)
+    assert "TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()
+
+
+def test_the_sdist_carries_the_tests(built: Path) -> None:
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "LICENSE", "README.md", "tests/conftest.py", "tests/helpers/distributed.py"} <= names
+
+
+def test_the_installed_package_is_imported_from_outside_the_tree(installed: Path, tmp_path: Path) -> None:
+    code = "import trainwright, trainwright.core.task as t; print(trainwright.__file__); print(t.__file__)"
+    shown = _run([sys.executable, "-c", code], cwd=tmp_path, env=_environment(installed))
+    assert [Path(line).is_relative_to(installed) for line in shown.splitlines()] == [True, True]
+
+
+def test_the_installed_templates_are_found_as_data(installed: Path, tmp_path: Path, tree_files: set[str]) -> None:
+    code = (
+        "from importlib.resources import files\n"
+        "def walk(folder, prefix=''):\n"
+        "    for entry in folder.iterdir():\n"
+        "        name = prefix + entry.name\n"
+        "        if entry.is_dir():\n"
+        "            yield from walk(entry, name + '/')\n"
+        "        elif '__pycache__' not in name:\n"
+        "            yield name\n"
+        "print('\\n'.join(walk(files('trainwright.templates'))))"
+    )
+    shown = set(_run([sys.executable, "-c", code], cwd=tmp_path, env=_environment(installed)).split())
+    prefix = "trainwright/templates/"
+    assert shown == {name.removeprefix(prefix) for name in tree_files if name.startswith(prefix)}
+    assert any(name.startswith("classifier/") for name in shown)
+
+
+@pytest.mark.parametrize("command", [["-m", "trainwright"], [None]])
+def test_the_installed_command_shows_its_help(installed: Path, tmp_path: Path, command: list[str | None]) -> None:
+    start = [str(installed / "bin/trainwright")] if command == [None] else [str(word) for word in command]
+    shown = _run([sys.executable, *start, "--help"], cwd=tmp_path, env=_environment(installed))
+    assert "fit" in shown
