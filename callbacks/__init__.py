@@ -1,1 +1,77 @@
-"""What happens besides training: the Callback base, the table of its events and the ready-made callbacks."""
+"""What happens besides training: the Callback base, the table of its events and the ready-made callbacks.
+
+Names are imported when they are first touched; `CALLBACKS` holds the short names that a configuration may use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainwright.callbacks.callback import Callback, Order
+    from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor
+    from trainwright.callbacks.early_stopping import EarlyStopping
+    from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+    from trainwright.callbacks.lambda_callback import LambdaCallback
+    from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+    from trainwright.callbacks.model_summary import ModelSummary
+    from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+    from trainwright.callbacks.progress_bar import ProgressBar
+    from trainwright.callbacks.registry import CALLBACKS
+    from trainwright.callbacks.rich_progress_bar import RichProgressBar
+    from trainwright.callbacks.throughput import Throughput
+    from trainwright.callbacks.timer import Timer
+    from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
+
+# Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
+_HOMES = {
+    "CALLBACKS": "registry",
+    "Callback": "callback",
+    "DeviceStatsMonitor": "device_stats_monitor",
+    "EarlyStopping": "early_stopping",
+    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "learning_rate_monitor",
+    "ModelCheckpoint": "model_checkpoint",
+    "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "Order": "callback",
+    "ProgressBar": "progress_bar",
+    "RichProgressBar": "rich_progress_bar",
+    "TQDMProgressBar": "tqdm_progress_bar",
+    "Throughput": "throughput",
+    "Timer": "timer",
+}
+
+__all__ = [
+    "CALLBACKS",
+    "Callback",
+    "DeviceStatsMonitor",
+    "EarlyStopping",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "OnExceptionCheckpoint",
+    "Order",
+    "ProgressBar",
+    "RichProgressBar",
+    "TQDMProgressBar",
+    "Throughput",
+    "Timer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainwright.callbacks' has no attribute {name!r}")
+    value = getattr(import_module(f"trainwright.callbacks.{_HOMES[name]}"), name)
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,53 @@
+"""A clock that all ranks agree on without talking at every step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from trainwright.callbacks.monitored import from_main_rank
+from trainwright.core.run import Run
+
+MAX_STEPS_BETWEEN_CHECKS = 1000
+
+
+class AgreedClock:
+    """Tells every rank at the same step that rank 0's time is up.
+
+    With one process the clock is read at every step. With several, rank 0 is heard only at steps that all ranks know
+    beforehand: at each check it also says after how many steps the next one comes, so that at its present pace half
+    of the remaining time will have passed (at least 1 step, at most 1000). A wait of any length thus costs some
+    twenty broadcasts of two numbers, and all steps between cost one comparison.
+
+    Args:
+        remaining_s: returns the seconds that are left, by this process's clock; only rank 0's answer counts.
+    """
+
+    def __init__(self, remaining_s: Callable[[], float]) -> None:
+        self._remaining_s = remaining_s
+        self._next_check = 0
+        self._checked_at_s = 0.0
+        self._checked_at_step = 0
+
+    def start(self, run: Run) -> None:
+        """Begin to count at the present step; every rank must stand at the same one."""
+        self._next_check = run.state.step + 1
+        self._checked_at_step = run.state.step
+        self._checked_at_s = time.monotonic()
+
+    def is_up(self, run: Run) -> bool:
+        """Tell, after a step, whether time is up. Collective at the agreed steps; never waits for the device."""
+        if run.world_size == 1:
+            return self._remaining_s() <= 0
+        if run.state.step < self._next_check:
+            return False
+        up, wait = from_main_rank(run, self._look(run.state.step))
+        self._next_check = run.state.step + wait
+        return up
+
+    def _look(self, step: int) -> tuple[bool, int]:
+        remaining_s, now_s = self._remaining_s(), time.monotonic()
+        seconds_per_step = max((now_s - self._checked_at_s) / max(step - self._checked_at_step, 1), 1e-6)
+        self._checked_at_s, self._checked_at_step = now_s, step
+        wait = int(0.5 * remaining_s / seconds_per_step) if remaining_s > 0 else 1
+        return remaining_s <= 0, min(max(wait, 1), MAX_STEPS_BETWEEN_CHECKS)

@@ -1,0 +1,74 @@
+"""Log what the device's memory and the host are doing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.core.errors import require_package
+from trainwright.core.run import Run, Stage
+from trainwright.core.state import StepResult
+from trainwright.core.task import TaskModule
+
+_PREFIX = "DeviceStatsMonitor"
+# What a backend offers when it has no `memory_stats`.
+_MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memory_allocated", "memory_reserved")
+
+
+class DeviceStatsMonitor(Callback):
+    """Log the main process's memory statistics at log steps, as `DeviceStatsMonitor/…`.
+
+    On an accelerator these are the allocator's own counters, in bytes and counts, read without waiting for the device;
+    on the CPU they come from psutil: `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` (of the machine) and
+    `process_rss_bytes`.
+
+    Args:
+        cpu_stats: None: the host's statistics only when training runs on the CPU; True: always; False: never.
+
+    Raises:
+        MissingPackageError: the host's statistics are wanted and psutil is not installed; before training starts.
+    """
+
+    order = Order.LAST
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit" and self._wants_host(trainer.device):
+            _host_statistics()  # fails early without psutil; its first percentage is since this call
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if trainer.state.step % trainer.log_every_n_steps or not trainer.is_global_zero:
+            return
+        statistics = memory_statistics(trainer.device)
+        if self._wants_host(trainer.device):
+            statistics |= _host_statistics()
+        if statistics:
+            trainer.log_now({f"{_PREFIX}/{name}": value for name, value in statistics.items()})
+
+    def _wants_host(self, device: torch.device) -> bool:
+        return device.type == "cpu" if self.cpu_stats is None else self.cpu_stats
+
+
+def memory_statistics(device: torch.device) -> dict[str, float]:
+    """Return the counters of `device`'s memory allocator: bytes and counts; empty on the CPU. Never waits."""
+    if device.type == "cpu":
+        return {}
+    backend = torch.get_device_module(device)
+    if hasattr(backend, "memory_stats"):
+        counters: dict[str, Any] = backend.memory_stats(device)
+        return {name: float(value) for name, value in counters.items() if isinstance(value, (int, float))}
+    return {name: float(getattr(backend, name)()) for name in _MEMORY_READINGS if hasattr(backend, name)}
+
+
+def _host_statistics() -> dict[str, float]:
+    psutil = require_package("psutil", purpose="DeviceStatsMonitor on the CPU")
+    return {
+        "cpu_percent": float(psutil.cpu_percent()),
+        "cpu_vm_percent": float(psutil.virtual_memory().percent),
+        "cpu_swap_percent": float(psutil.swap_memory().percent),
+        "process_rss_bytes": float(psutil.Process().memory_info().rss),
+    }

@@ -1,0 +1,187 @@
+"""Stop when a metric has not improved for a while, has become good enough, or has gone wrong."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from enum import StrEnum
+from functools import partial
+from typing import Any
+
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.monitored import (
+    check_mode,
+    from_json,
+    from_main_rank,
+    is_better,
+    missing_metric,
+    to_json,
+    worst,
+)
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import Run
+from trainwright.core.task import TaskModule
+
+
+class EarlyStoppingReason(StrEnum):
+    """Why an EarlyStopping asked for the end."""
+
+    NOT_STOPPED = "not_stopped"
+    STOPPING_THRESHOLD = "stopping_threshold"
+    DIVERGENCE_THRESHOLD = "divergence_threshold"
+    PATIENCE_EXHAUSTED = "patience_exhausted"
+    NON_FINITE_METRIC = "non_finite_metric"
+
+
+class EarlyStopping(Callback):
+    """End training when a monitored metric stops improving.
+
+    It looks after every validation (after every training epoch when there is none), at the step's safe point, when
+    metrics of training and of validation are both known. Rank 0's value is broadcast then and every rank decides by
+    it, so that all stop at the same step. A stop still respects min_epochs and min_steps.
+
+    Args:
+        monitor: the metric to watch.
+        min_delta: an improvement is a change by more than this.
+        patience: stop after so many checks in a row without improvement.
+        verbose: say when the metric improves or training ends.
+        mode: `"min"` or `"max"`: which values are better.
+        strict: a metric that was not logged is an error (True) or a warning (False).
+        check_finite: stop when the metric is NaN or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: True: look at the end of the training epoch, False: after validations; None: see
+            above.
+        log_rank_zero_only: accepted for compatibility: all ranks decide alike, and only the main one prints.
+
+    Attributes:
+        wait_count: checks since the last improvement.
+        stopped_epoch: 0-based epoch in which it asked for the end; 0 when it has not.
+        best_score: the best value so far; ±inf before the first.
+        stopping_reason, stopping_reason_message: why, as a member of `EarlyStoppingReason` and in words.
+
+    Raises:
+        ConfigurationError: an unknown mode; in a run, the metric was not logged (with `strict`).
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        self.mode = check_mode(mode, "EarlyStopping")
+        self.monitor = monitor
+        self.min_delta = abs(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.best_score = worst(self.mode)
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+
+    @property
+    def state_key(self) -> str:
+        """The class with what tells several of them apart."""
+        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": to_json(self.best_score),
+            "stopping_reason": str(self.stopping_reason),
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        best = from_json(state_dict["best_score"])
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self.best_score = worst(self.mode) if best is None else best
+        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
+        self.stopping_reason_message = state_dict["stopping_reason_message"]
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        if trainer.stage == "fit" and not trainer.sanity_checking and not self._looks_at_epoch_end(trainer):
+            trainer.at_safe_point(partial(self._check, trainer, trainer.state.epoch))
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._looks_at_epoch_end(trainer):
+            trainer.at_safe_point(partial(self._check, trainer, trainer.state.epoch))
+
+    def _looks_at_epoch_end(self, run: Run) -> bool:
+        return self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not run.has_validation
+
+    def _check(self, run: Run, epoch: int) -> None:
+        """Look at the metric and ask for the end if need be. Collective with several processes."""
+        if run.fast_dev_run:
+            return
+        value = from_main_rank(run, run.callback_metrics.get(self.monitor))
+        if value is None:
+            self._complain(run)
+            return
+        reason, message = self.judge(float(value))
+        if message is not None and self.verbose:
+            run.print(message)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopped_epoch = epoch
+            self.stopping_reason, self.stopping_reason_message = reason, message
+            run.request_stop(f"EarlyStopping: {message}")
+
+    def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
+        """Take in one more value of the metric; return whether and why to stop, and what to say about it."""
+        name, best = self.monitor, self.best_score
+        compared = "<" if self.mode == "min" else ">"
+        if self.check_finite and not math.isfinite(value):
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{name}={value} is not finite; the best before was {best:.5g}.",
+            )
+        if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{name}={value:.5g} {compared} stopping_threshold={self.stopping_threshold}: good enough.",
+            )
+        if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{name}={value:.5g} is worse than divergence_threshold={self.divergence_threshold}.",
+            )
+        margin = self.min_delta if self.mode == "min" else -self.min_delta
+        if is_better(value + margin, best, self.mode):
+            self.best_score, self.wait_count = value, 0
+            since = f" from {best:.5g}" if math.isfinite(best) else ""
+            return EarlyStoppingReason.NOT_STOPPED, f"{name} improved{since} to {value:.5g}."
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            return (
+                EarlyStoppingReason.PATIENCE_EXHAUSTED,
+                f"{name} did not improve in the last {self.wait_count} checks; the best was {best:.5g}.",
+            )
+        return EarlyStoppingReason.NOT_STOPPED, None
+
+    def _complain(self, run: Run) -> None:
+        message = missing_metric(f"EarlyStopping(monitor={self.monitor!r})", self.monitor, run.callback_metrics)
+        if self.strict:
+            raise ConfigurationError(
+                f"{message} Log it with self.log({self.monitor!r}, ...), choose with check_on_train_epoch_end when to "
+                "look, or pass strict=False to go on without it."
+            )
+        if run.is_global_zero:
+            warnings.warn(message, TrainwrightWarning, stacklevel=2)

@@ -1,0 +1,68 @@
+"""Change how many micro-batches make one optimizer step as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run, Stage
+from trainwright.core.task import TaskModule
+
+
+class GradientAccumulationScheduler(Callback):
+    """Set `accumulate_grad_batches` by epoch.
+
+    Args:
+        scheduling: first epoch (0-based) → micro-batches per optimizer step from there on: `{0: 8, 4: 4, 8: 1}`.
+            Epochs before the first entry accumulate nothing.
+
+    Raises:
+        ConfigurationError: an empty table, a negative epoch, a factor below 1; in a run, a Trainer that has its own
+            accumulate_grad_batches, or a task that optimizes by hand.
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        if not scheduling:
+            raise ConfigurationError(
+                "GradientAccumulationScheduler(scheduling={}): write {epoch: factor}, e.g. {4: 2}."
+            )
+        for epoch, factor in scheduling.items():
+            if not _is_count(epoch, 0) or not _is_count(factor, 1):
+                raise ConfigurationError(
+                    f"GradientAccumulationScheduler: scheduling has {epoch!r}: {factor!r}; an epoch is a whole number "
+                    "from 0 on, a factor one from 1 on."
+                )
+        self._is_setting = False
+        self.scheduling: dict[int, int] = {0: 1, **dict(sorted(scheduling.items()))}
+
+    def factor(self, epoch: int) -> int:
+        """Return how many micro-batches make one step in the 0-based `epoch`."""
+        return self.scheduling[max(first for first in self.scheduling if first <= epoch)]
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage != "fit":
+            return
+        if not task.automatic_optimization:
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler: {type(task).__name__} optimizes by hand "
+                "(automatic_optimization=False), so it decides itself when to step. Take the callback away."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler "
+                "contradict each other. Leave one of them out."
+            )
+        self._is_setting = True
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        trainer.accumulate_grad_batches = self.factor(trainer.state.epoch)
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if self._is_setting:
+            self._is_setting = False
+            trainer.accumulate_grad_batches = 1  # as it was: `setup` made sure
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

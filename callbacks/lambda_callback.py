@@ -1,0 +1,32 @@
+"""A callback made of functions, for what is not worth a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.core.errors import ConfigurationError, nearest
+
+
+class LambdaCallback(Callback):
+    """Call a function at an event: `LambdaCallback(on_train_epoch_end=lambda trainer, task: print(trainer.state))`.
+
+    Args:
+        events: event name → function with the event's arguments, `(trainer, task, …)`. Functions that are to travel
+            to other processes by plain pickle must be functions of a module.
+
+    Raises:
+        ConfigurationError: no such event, or not a function.
+    """
+
+    def __init__(self, **events: Callable[..., Any]) -> None:
+        for name, function in events.items():
+            if name not in EVENTS:
+                raise ConfigurationError(
+                    f"LambdaCallback({name}=...): there is no event {name!r}.{nearest(name, EVENTS)} "
+                    f"Events: {', '.join(EVENTS)}."
+                )
+            if not callable(function):
+                raise ConfigurationError(f"LambdaCallback({name}={function!r}): a function is wanted.")
+            setattr(self, name, function)  # an attribute of the instance: only these events have a listener

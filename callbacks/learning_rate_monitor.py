@@ -1,0 +1,124 @@
+"""Log learning rates, and momentum and weight decay if wanted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+
+
+class LearningRateMonitor(Callback):
+    """Log the learning rate that each optimizer steps with.
+
+    Names are `lr-AdamW`, `lr-AdamW/pg1` and so on when there are several parameter groups (or the groups' own names),
+    `lr-AdamW-1` for a second AdamW, and the scheduler's `name` when its configuration gives one. Rates are read as
+    numbers on the host at log steps only.
+
+    Args:
+        logging_interval: `"step"`: at every log step; `"epoch"`: at the first step of every epoch; None: as the
+            optimizer's scheduler steps, and both for an optimizer without one.
+        log_momentum: also log `…-momentum` (the first beta of an Adam; 0 for an optimizer without momentum).
+        log_weight_decay: also log `…-weight_decay`.
+
+    Attributes:
+        lrs: the latest rate by name.
+
+    Raises:
+        ConfigurationError: an unknown interval; in a run, the Trainer has no logger, or several groups of one
+            optimizer have the same name.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigurationError(
+                f"LearningRateMonitor(logging_interval={logging_interval!r}): write 'step', 'epoch' or None."
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, float] = {}
+        self._pending: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigurationError(
+                "LearningRateMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or "
+                "take the callback away."
+            )
+        self._pending = {}
+        _named_optimizers(trainer)  # finds groups of equal names before the first step
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        if self.logging_interval != "step":
+            self._pending.update(self._read(trainer, "epoch"))
+
+    def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
+        # Read before the step: after it a scheduler has moved on to the next step's rate.
+        if (trainer.state.step + 1) % trainer.log_every_n_steps == 0 and self.logging_interval != "epoch":
+            self._pending.update(self._read(trainer, "step"))
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if self._pending:
+            trainer.log_now(self._pending)
+            self._pending = {}
+
+    def _read(self, run: Run, interval: str) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for optimizer, names, stepped in _named_optimizers(run):
+            if self.logging_interval is None and stepped not in (None, interval):
+                continue
+            for name, group in zip(names, optimizer.param_groups, strict=True):
+                self.lrs[name] = values[name] = float(group["lr"])
+                if self.log_momentum:
+                    values[f"{name}-momentum"] = _momentum(group)
+                if self.log_weight_decay:
+                    values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
+
+
+def _named_optimizers(run: Run) -> list[tuple[Optimizer, list[str], str | None]]:
+    """Return every optimizer with the names of its groups and the interval of its first scheduler, if it has one."""
+    found: list[tuple[Optimizer, list[str], str | None]] = []
+    seen: Counter[str] = Counter()
+    for optimizer in run.optimizers:
+        mine = [c for c in run.lr_scheduler_configs if getattr(c.scheduler, "optimizer", None) is optimizer]
+        name = next((config.name for config in mine if config.name is not None), None)
+        if name is None:
+            kind = f"lr-{type(optimizer).__name__}"
+            name = f"{kind}-{seen[kind]}" if seen[kind] else kind
+            seen[kind] += 1
+        found.append((optimizer, _group_names(name, optimizer), mine[0].interval if mine else None))
+    return found
+
+
+def _group_names(name: str, optimizer: Optimizer) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        own = groups[0].get("name")
+        return [f"{name}/{own}" if own else name]
+    names = [f"{name}/{group.get('name') or f'pg{index}'}" for index, group in enumerate(groups, start=1)]
+    twice = [one for one, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigurationError(
+            f"LearningRateMonitor: several parameter groups of one {type(optimizer).__name__} are called {twice[0]!r}. "
+            "Give each group its own 'name'."
+        )
+    return names
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    if "betas" in group:
+        return float(group["betas"][0])
+    return float(group.get("momentum", 0.0))

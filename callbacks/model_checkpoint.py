@@ -1,0 +1,448 @@
+"""Keep the checkpoints that matter: the best k by a metric, the last one, one every so often."""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.callbacks.agreed_clock import AgreedClock
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
+from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
+from trainwright.callbacks.top_k import TopK
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import Run, SaveRequest, Stage
+from trainwright.core.state import StepResult
+from trainwright.core.task import TaskModule
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """What rank 0 knows when a checkpoint is due; all ranks decide by it, so that they decide alike."""
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
+    present: frozenset[str]
+    index_holds: bool = True
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics with `epoch` and `step`; those that the user logged under these names win, as whole numbers."""
+        counters = {"epoch": self.epoch, "step": self.step}
+        logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
+        return {**self.metrics, **counters, **logged}
+
+
+class ModelCheckpoint(Callback):
+    """Decide when to save, under which name, and what to delete; the Trainer writes.
+
+    By default it saves after every validation (after every training epoch when there is none) and keeps the latest.
+    Scores are compared as `trainer.callback_metrics` holds them at the step's safe point: after validation and, at an
+    epoch's end, after `on_train_epoch_end`; so a metric of training and one of validation can both be monitored. Rank
+    0's numbers decide and are broadcast then, and only then. A NaN counts as the worst score. Only checkpoints in this
+    callback's own index are ever deleted, and the index holds names relative to the folder, so that a run's folder may
+    be moved.
+
+    Args:
+        dirpath: folder of the checkpoints; the run's own (`trainer.checkpoint_dir`) unless told.
+        filename: template of the name, `"{epoch}-{val_loss:.2f}"` → `epoch=3-val_loss=0.12`; a checkpoint is a folder,
+            so there is no extension. `"{epoch}-{step}"` unless told.
+        monitor: the metric to rank by; None keeps the latest.
+        verbose: say what is saved.
+        save_last: True also writes a checkpoint named `last` each time; `"link"` puts a relative symbolic link of that
+            name to the newest one, which costs no second write.
+        save_top_k: how many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 mean something.
+        save_on_exception: save from the main process when an exception ends the run (see `Run.emergency_save`).
+        save_weights_only: leave the optimizer, progress and generators out.
+        mode: `"min"` or `"max"`: which scores are better.
+        auto_insert_metric_name: write `name=` before each value in the name.
+        every_n_train_steps: save when `state.step` is a multiple of it, instead of per epoch.
+        train_time_interval: save whenever so much time has passed since the last such save, instead of per epoch.
+        every_n_epochs: save at the validations (or ends) of every n-th epoch; 0 switches them off.
+        save_on_train_epoch_end: True: at the end of the training epoch, False: at validations; None: see above.
+        enable_version_counter: append `-v1`, `-v2`, … when a name is taken; otherwise the old one is replaced.
+
+    Raises:
+        ConfigurationError: arguments that contradict; and, in a run, a monitored metric that was not logged although
+            validation (or an epoch, without one) is over.
+    """
+
+    order = Order.LAST
+    CHECKPOINT_NAME_LAST = "last"
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: datetime.timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        self.mode = check_mode(mode, "ModelCheckpoint")
+        self.filename = filename
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.every_n_train_steps = every_n_train_steps or 0
+        self.train_time_interval = train_time_interval
+        by_epoch = every_n_train_steps is None and train_time_interval is None
+        self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(by_epoch)
+        self.save_on_train_epoch_end = save_on_train_epoch_end
+        self.enable_version_counter = enable_version_counter
+        self.current_score: float | None = None
+        self._given_dirpath = Path(dirpath).expanduser().absolute() if dirpath is not None else None
+        self._folder: Path | None = self._given_dirpath
+        self._top = TopK(save_top_k, self.mode)
+        self._latest: str | None = None  # without a monitor: the newest, kept in place of a best one
+        self._last: str | None = None
+        self._beside: str | None = None  # with save_last="link": the link's target when it is not among the best
+        self._last_saved_step = 0  # nothing is worth saving before the first step
+        self._saved_at_s = 0.0
+        self._clock = AgreedClock(self._seconds_to_next_save)
+        self._validated = False
+        self._epoch_ended = False
+        self._waiting_for_validation = False
+        self._recorded_folder: Path | None = None  # of the index that `load_state_dict` took; None once it is checked
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        if self.save_top_k < -1:
+            raise ConfigurationError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}): write -1 (all), 0 (none) or more."
+            )
+        if self.monitor is None and self.save_top_k > 1:
+            raise ConfigurationError(
+                f"ModelCheckpoint(save_top_k={self.save_top_k}, monitor=None): there is nothing to rank by. Name a "
+                "metric with monitor=..., or use save_top_k=1 (the latest) or -1 (all)."
+            )
+        for name in ("every_n_train_steps", "every_n_epochs"):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"ModelCheckpoint({name}={getattr(self, name)}): write 0 (never) or more.")
+        if (self.every_n_train_steps > 0) + (self.every_n_epochs > 0) + (self.train_time_interval is not None) > 1:
+            raise ConfigurationError(
+                f"ModelCheckpoint(every_n_train_steps={self.every_n_train_steps}, every_n_epochs={self.every_n_epochs},"
+                f" train_time_interval={self.train_time_interval}): choose one of the three; use several "
+                "ModelCheckpoints for several intervals."
+            )
+        if self.save_last not in (None, True, False, "link"):
+            raise ConfigurationError(f"ModelCheckpoint(save_last={self.save_last!r}): write True, False or 'link'.")
+        check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
+
+    # What it knows
+
+    @property
+    def state_key(self) -> str:
+        """The class with what tells several of them apart."""
+        seconds = self.train_time_interval.total_seconds() if self.train_time_interval is not None else None
+        return (
+            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
+            f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, train_time_interval_s={seconds})"
+        )
+
+    @property
+    def dirpath(self) -> Path | None:
+        """The folder of the checkpoints; None before a run when none was given."""
+        return self._folder
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, or of the latest without a monitor; empty when there is none."""
+        return self._path(self._latest if self.monitor is None else self._top.best)
+
+    @property
+    def best_model_score(self) -> float | None:
+        """Score of the best checkpoint; None without a monitor or before the first."""
+        best = self._top.best
+        return None if best is None else self._top.scores[best]
+
+    @property
+    def best_k_models(self) -> dict[str, float]:
+        """Path → score of every checkpoint that is kept for its score."""
+        return {self._path(name): score for name, score in self._top.scores.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """Path of the worst checkpoint among the kept; empty when there is none."""
+        return self._path(self._top.kth_best)
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the checkpoint (or link) named `last`; empty when there is none."""
+        return self._path(self._last)
+
+    def _path(self, name: str | None) -> str:
+        return "" if name is None or self._folder is None else str(self._folder / name)
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """Return the name of a checkpoint, relative to the folder.
+
+        Args:
+            metrics: values for the template's fields; a missing one is written as `nan`.
+            filename: another template than this callback's.
+            ver: a version to append, `-v1`.
+            prefix: text to put before it, with a hyphen.
+        """
+        template = filename or self.filename or DEFAULT_TEMPLATE
+        name = format_name(template, metrics, insert_names=self.auto_insert_metric_name)
+        name = name if prefix is None else f"{prefix}-{name}"
+        return name if ver is None else f"{name}-v{ver}"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dirpath": str(self._folder) if self._folder is not None else None,
+            "scores": {name: to_json(score) for name, score in self._top.scores.items()},
+            "current_score": to_json(self.current_score),
+            "latest": self._latest,
+            "last": self._last,
+            "beside": self._beside,
+            "last_saved_step": self._last_saved_step,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._top.scores = {name: float(score) for name, score in state_dict["scores"].items()}
+        self.current_score = from_json(state_dict["current_score"])
+        self._latest = state_dict["latest"]
+        self._last = state_dict["last"]
+        self._beside = state_dict["beside"]
+        self._last_saved_step = state_dict["last_saved_step"]
+        self._recorded_folder = Path(state_dict["dirpath"]) if state_dict["dirpath"] is not None else None
+
+    # When to save
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit":
+            folder = self._given_dirpath or trainer.checkpoint_dir
+            if self._folder not in (None, folder):
+                self._forget(self._held_names())  # names of an earlier fit, in another folder
+            self._folder = folder
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._validated = self._epoch_ended = self._waiting_for_validation = False
+        self._last_saved_step = min(self._last_saved_step, trainer.state.step)  # a new run may pass that step again
+        self._saved_at_s = time.monotonic()
+        self._clock.start(trainer)
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if self.every_n_train_steps:
+            if trainer.state.step % self.every_n_train_steps:
+                return
+        elif self.train_time_interval is None or not self._clock.is_up(trainer):
+            return
+        self._saved_at_s = time.monotonic()
+        self._ask(trainer)
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        if trainer.sanity_checking or trainer.stage != "fit":
+            return
+        self._validated = True
+        if self._waiting_for_validation or (not self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer)):
+            self._ask(trainer)
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        self._epoch_ended = True
+        if self._saves_at_epoch_end(trainer) and self._epoch_is_due(trainer):
+            self._ask(trainer)
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        # The end of a run is worth keeping: `last` must be the last, and a run that was shorter than its first
+        # interval must not leave nothing behind.
+        nothing_kept = self.monitor is None and self.save_top_k != 0 and self._latest is None
+        if (self.save_last or nothing_kept) and not trainer.interrupted:
+            self._ask(trainer)
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        step = trainer.state.step
+        if not self.save_on_exception or self._is_idle(trainer) or self._last_saved_step == step:
+            return
+        if trainer.is_global_zero:
+            moment = self._moment(trainer, trainer.state.epoch, step)
+            name = self._free_name(trainer, moment, self.filename, reuse=None)
+            trainer.emergency_save(SaveRequest(name, self._given_dirpath, self.save_weights_only, moment.metrics))
+
+    def _saves_at_epoch_end(self, run: Run) -> bool:
+        return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
+
+    def _epoch_is_due(self, run: Run) -> bool:
+        return self.every_n_epochs > 0 and (run.state.epoch + 1) % self.every_n_epochs == 0
+
+    def _is_idle(self, run: Run) -> bool:
+        return bool(run.fast_dev_run) or run.sanity_checking or run.stage != "fit"
+
+    def _ask(self, run: Run) -> None:
+        state = run.state
+        if not self._is_idle(run) and self._last_saved_step != state.step:
+            # The epoch is taken now: at an epoch's end the clock may move on before the safe point.
+            run.at_safe_point(partial(self._decide, run, state.epoch, state.step))
+
+    def _seconds_to_next_save(self) -> float:
+        interval = self.train_time_interval
+        return 0.0 if interval is None else interval.total_seconds() - (time.monotonic() - self._saved_at_s)
+
+    # What to save
+
+    def _decide(self, run: Run, epoch: int, step: int) -> None:
+        """Ask for the checkpoints of this moment. Collective with several processes."""
+        if self._last_saved_step == step:
+            return
+        moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else _NO_MOMENT)
+        if self._recorded_folder is not None:
+            self._check_index(run, moment)
+        self._waiting_for_validation = False
+        self._check_name_fields(run, moment)
+        request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
+        if self.save_last:
+            self._add_last(run, moment, request)
+        elif request is not None:
+            self._request(run, request, moment)
+
+    def _moment(self, run: Run, epoch: int, step: int) -> _Moment:
+        folder = self._folder
+        present = frozenset(path.name for path in folder.iterdir()) if folder and folder.is_dir() else frozenset[str]()
+        recorded = self._recorded_folder
+        # A folder that is gone was moved, and its index with it. One that still stands beside another dirpath was
+        # left for good: names that happen to be equal there belong to somebody else and must never be deleted.
+        index_holds = recorded is None or recorded == folder or not recorded.exists()
+        return _Moment(epoch, step, dict(run.callback_metrics), present, index_holds)
+
+    def _newest(self, run: Run, moment: _Moment) -> SaveRequest | None:
+        if self.save_top_k == 0:
+            return None
+        previous = self._latest
+        self._latest = self._free_name(run, moment, self.filename, reuse=previous)
+        gone = previous if self.save_top_k == 1 else None
+        return self._new_request(self._latest, moment, gone)
+
+    def _ranked(self, run: Run, moment: _Moment) -> SaveRequest | None:
+        if self.save_top_k == 0 or self.monitor is None:
+            return None
+        score = moment.values.get(self.monitor)
+        if score is None:
+            self._complain_or_wait(run, moment)
+            return None
+        self.current_score = self._top.comparable(float(score))
+        if not self._top.accepts(self.current_score):
+            if self.verbose:
+                run.print(
+                    f"Epoch {moment.epoch}, step {moment.step}: {self.monitor}={score:.5g} was not in the best "
+                    f"{self.save_top_k}."
+                )
+            return None
+        name = self._free_name(run, moment, self.filename, reuse=self._top.displaced())
+        return self._new_request(name, moment, self._top.add(name, self.current_score))
+
+    def _new_request(self, name: str, moment: _Moment, gone: str | None) -> SaveRequest:
+        remove = [gone] if gone is not None and gone != name else []
+        return SaveRequest(name, self._given_dirpath, self.save_weights_only, dict(moment.metrics), remove)
+
+    def _add_last(self, run: Run, moment: _Moment, request: SaveRequest | None) -> None:
+        """Ask for `request`, if any, and for what is to be called `last`."""
+        previous, self._last = self._last, self._free_name(run, moment, self.CHECKPOINT_NAME_LAST, reuse=self._last)
+        if self.save_last != "link":
+            if request is not None:
+                self._request(run, request, moment)
+            self._request(run, self._new_request(self._last, moment, previous), moment)
+            return
+        beside, self._beside = self._beside, None
+        if request is None:
+            # Not among the best: it is written all the same, and kept only for as long as it is the last.
+            self._beside = self._free_name(run, moment, self.filename, reuse=beside)
+            request = self._new_request(self._beside, moment, None)
+        if beside is not None and beside != request.name:
+            request.remove.append(beside)
+        if previous is not None and previous != self._last:
+            request.remove.append(previous)
+        request.link = self._last
+        self._request(run, request, moment)
+
+    def _request(self, run: Run, request: SaveRequest, moment: _Moment) -> None:
+        self._last_saved_step = moment.step
+        run.request_save(request)
+        if self.verbose:
+            score = f", {self.monitor}={moment.values.get(self.monitor)}" if self.monitor is not None else ""
+            run.print(f"Epoch {moment.epoch}, step {moment.step}{score}: saving {request.name!r}.")
+
+    def _free_name(self, run: Run, moment: _Moment, template: str | None, *, reuse: str | None) -> str:
+        """Return a name that nothing in the folder has, `reuse` excepted, which the new checkpoint may replace."""
+        name = self.format_checkpoint_name(moment.values, template)
+        if not self.enable_version_counter:
+            return name
+        taken = set(moment.present)
+        for other in run.callbacks:  # what they asked for at this very moment may not be in the folder yet
+            if isinstance(other, ModelCheckpoint) and other._folder == self._folder:
+                taken.update(other._held_names())
+        taken.discard(reuse or "")
+        version = self.STARTING_VERSION
+        while name in taken:
+            name = self.format_checkpoint_name(moment.values, template, ver=version)
+            version += 1
+        return name
+
+    def _held_names(self) -> set[str]:
+        return {*self._top.scores, *(name for name in (self._latest, self._last, self._beside) if name is not None)}
+
+    def _check_index(self, run: Run, moment: _Moment) -> None:
+        """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""
+        recorded, self._recorded_folder = self._recorded_folder, None
+        missing = self._held_names() - (moment.present if moment.index_holds else frozenset())
+        self._forget(missing)
+        if missing and run.is_global_zero:
+            warnings.warn(
+                f"ModelCheckpoint: {', '.join(sorted(missing))} (saved in {recorded}) not found in {self._folder}; "
+                "the best are ranked without.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    def _forget(self, names: set[str]) -> None:
+        self._top.scores = {name: score for name, score in self._top.scores.items() if name not in names}
+        self._latest, self._last, self._beside = (
+            None if name in names else name for name in (self._latest, self._last, self._beside)
+        )
+
+    def _complain_or_wait(self, run: Run, moment: _Moment) -> None:
+        """Treat a monitored metric that is not there: an error once it should be."""
+        message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics)
+        if self._validated or (self._epoch_ended and not run.has_validation):
+            raise ConfigurationError(
+                f"{message} Log it with self.log({self.monitor!r}, ...). A metric that is logged at the end of the "
+                "training epoch needs save_on_train_epoch_end=True when validation runs within the epoch."
+            )
+        self._waiting_for_validation = True
+        if run.is_global_zero and run.has_validation:
+            warnings.warn(f"{message} Nothing is ranked until validation has run.", TrainwrightWarning, stacklevel=2)
+
+    def _check_name_fields(self, run: Run, moment: _Moment) -> None:
+        if not self._epoch_ended or (run.has_validation and not self._validated):
+            return  # the metric may still come; until then its value is unknown, and is written as nan
+        for name in template_fields(self.filename or ""):
+            if name not in moment.values:
+                owner = f"ModelCheckpoint(filename={self.filename!r})"
+                raise ConfigurationError(missing_metric(owner, name, moment.values))
+
+
+_NO_MOMENT = _Moment(0, 0, {}, frozenset())

@@ -1,0 +1,63 @@
+"""What callbacks that watch one logged metric have in common: which value is better, what to say when it is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.run import Run
+
+Mode = Literal["min", "max"]
+T = TypeVar("T")
+
+
+def check_mode(mode: str, owner: str) -> Mode:
+    """Return `mode`.
+
+    Raises:
+        ConfigurationError: it is neither `"min"` nor `"max"`.
+    """
+    if mode == "min":
+        return "min"
+    if mode == "max":
+        return "max"
+    raise ConfigurationError(f"{owner}(mode={mode!r}): write 'min' (lower is better) or 'max' (higher is better).")
+
+
+def is_better(score: float, than: float, mode: Mode) -> bool:
+    """Tell whether `score` is strictly better; NaN is never better."""
+    return score < than if mode == "min" else score > than
+
+
+def worst(mode: Mode) -> float:
+    """Return the score that everything is better than."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def missing_metric(owner: str, name: str, logged: Iterable[str]) -> str:
+    """Say that `owner` looked for the metric `name` and which ones were logged, the nearest first."""
+    known = sorted(logged)
+    return (
+        f"{owner} needs the metric {name!r}, which was not logged.{nearest(name, known)} "
+        f"Logged so far: {', '.join(map(repr, known)) or 'none'}."
+    )
+
+
+def from_main_rank(run: Run, value: T) -> T:
+    """Return rank 0's `value` on every rank. Collective when there are several processes; blocks the host only."""
+    if run.world_size == 1:
+        return value
+    heard: T = run.broadcast(value)
+    return heard
+
+
+def to_json(number: float | None) -> float | str | None:
+    """Return a form that strict JSON can hold: infinities and NaN become text."""
+    return number if number is None or math.isfinite(number) else str(number)
+
+
+def from_json(value: Any) -> float | None:
+    """Undo `to_json`."""
+    return None if value is None else float(value)

@@ -1,0 +1,45 @@
+"""Save what is there when an exception ends the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.checkpoint_name import check_template
+from trainwright.core.run import Run, SaveRequest
+from trainwright.core.task import TaskModule
+
+
+class OnExceptionCheckpoint(Callback):
+    """Write a checkpoint from the main process when an exception (Ctrl-C too) ends `fit`.
+
+    It communicates with no other rank, so it cannot hang; it saves only what one process holds and only at a step
+    boundary (see `Run.emergency_save`). An earlier checkpoint of the same name is replaced; none is deleted.
+
+    Args:
+        dirpath: folder of the checkpoint.
+        filename: its name, without extension: a checkpoint is a folder.
+    """
+
+    order = Order.LAST
+
+    def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+        check_template(filename, "OnExceptionCheckpoint")
+        self.dirpath = Path(dirpath).expanduser().absolute()
+        self.filename = filename
+
+    @property
+    def state_key(self) -> str:
+        """The class with the path, so that several can be used."""
+        return f"OnExceptionCheckpoint(filename={self.filename!r})"
+
+    @property
+    def ckpt_path(self) -> str:
+        """Where the checkpoint is written."""
+        return str(self.dirpath / self.filename)
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        if trainer.stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
+            trainer.emergency_save(
+                SaveRequest(self.filename, folder=self.dirpath, metrics=dict(trainer.callback_metrics))
+            )

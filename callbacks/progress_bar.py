@@ -1,0 +1,285 @@
+"""Show how far a run is: the base of the progress bars, which writes plain lines by itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run, Stage
+from trainwright.core.state import StepResult
+from trainwright.core.task import TaskModule
+
+Kind = Literal["train", "eval"]
+REDRAW_S = 0.1
+LINE_S = 30.0
+
+
+class ProgressBar(Callback):
+    """Follow the run and tell about it on the main process.
+
+    This class writes lines, for files and logs: one at every epoch's end, and one every 30 s in a long epoch. A
+    sub-class that can draw overrides `can_draw`, `open`, `draw`, `close` and `write`; where it cannot draw (the output
+    is no terminal), it writes the lines too. Progress is counted in micro-batches of one rank.
+
+    A step costs one look at the clock; drawing happens at most ten times a second. The metrics shown are those logged
+    with `prog_bar=True`, as of the last flush: showing them never waits for the device.
+
+    Args:
+        refresh_rate: draw after at least so many batches; 0 switches the bar off.
+        leave: keep every epoch's bar on the screen.
+
+    Raises:
+        ConfigurationError: a negative refresh rate.
+    """
+
+    order = Order.LAST
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        if refresh_rate < 0:
+            raise ConfigurationError(f"{type(self).__name__}(refresh_rate={refresh_rate}): write 0 (off) or more.")
+        self.refresh_rate = refresh_rate
+        self.leave = leave
+        self._enabled = True
+        self._active = False
+        self._draws = False
+        self._next_look_s = 0.0
+        self._training: _Progress | None = None
+        self._evaluating: _Progress | None = None
+
+    # For sub-classes
+
+    def can_draw(self) -> bool:
+        """Tell whether the output can be drawn upon; otherwise lines are written."""
+        return False
+
+    def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
+        """Start a bar at `done` of `total` batches (None: unknown); the one of evaluation stands below the other."""
+
+    def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
+        """Move a bar to `done` batches and show `metrics`."""
+
+    def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
+        """End a bar and keep it on the screen or not; `paused_s`: seconds that the other bar stood still meanwhile."""
+
+    def write(self, text: str) -> None:
+        """Write a line where it does not break a bar."""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+    def get_metrics(self, trainer: Run, task: TaskModule) -> dict[str, Any]:
+        """Return what is shown beside the bar, by name; override to add or to leave out."""
+        return dict(trainer.progress_bar_metrics)
+
+    # For everybody
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it shows anything."""
+        return self._enabled and self.refresh_rate > 0
+
+    def enable(self) -> None:
+        """Show it from the next stage on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = self._active = False
+
+    def print(self, *values: Any) -> None:
+        """Print a line without breaking the bar."""
+        self.write(" ".join(str(value) for value in values))
+
+    # The run
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self._active = self.is_enabled and trainer.is_global_zero and not trainer.barebones
+        self._draws = self._active and self.can_draw()
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        if not self._active:
+            return
+        self._finish_training(trainer, task, leave=self.leave)
+        state = trainer.state
+        last = f"/{trainer.max_epochs - 1}" if trainer.max_epochs is not None and trainer.max_epochs > 0 else ""
+        total = _total([trainer.num_training_batches])
+        self._training = self._begin("train", f"Epoch {state.epoch}{last}", total, state.batch_in_epoch)
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if self._active and time.monotonic() >= self._next_look_s:
+            self._advance(self._training, trainer.state.batch_in_epoch, trainer, task)
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        # The epoch's own metrics are flushed after this event: its bar is finished when the next epoch or the end of
+        # training begins, and then shows them.
+        if self._training is not None:
+            self._training.end(trainer.state.batch_in_epoch)
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        self._finish_training(trainer, task, leave=True)
+
+    def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
+        self._begin_evaluation("Sanity check", trainer)
+
+    def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
+        self._finish_evaluation(trainer, task)
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin_evaluation("Validation", trainer)
+
+    def on_validation_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._count(trainer, task)
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        if not trainer.sanity_checking:
+            self._finish_evaluation(trainer, task)
+
+    def on_test_start(self, trainer: Run, task: TaskModule) -> None:
+        self._begin_evaluation("Test", trainer)
+
+    def on_test_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._count(trainer, task)
+
+    def on_test_end(self, trainer: Run, task: TaskModule) -> None:
+        self._finish_evaluation(trainer, task)
+
+    def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
+        self._begin_evaluation("Predict", trainer)
+
+    def on_predict_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._count(trainer, task)
+
+    def on_predict_end(self, trainer: Run, task: TaskModule) -> None:
+        self._finish_evaluation(trainer, task)
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        self._close_all()
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self._close_all()
+        self._active = self._draws = False
+
+    # How it is done
+
+    def _begin(self, kind: Kind, description: str, total: int | None, done: int) -> _Progress:
+        progress = _Progress(kind, description, total, done)
+        if self._draws:
+            self.open(kind, description, total, done)
+        self._next_look_s = progress.started_s + (REDRAW_S if self._draws else LINE_S)
+        return progress
+
+    def _begin_evaluation(self, description: str, run: Run) -> None:
+        if self._active:
+            self._evaluating = self._begin("eval", description, _total(run.num_eval_batches), 0)
+
+    def _count(self, run: Run, task: TaskModule) -> None:
+        progress = self._evaluating
+        if progress is None:
+            return
+        progress.done += 1
+        if time.monotonic() >= self._next_look_s:
+            self._advance(progress, progress.done, run, task)
+
+    def _advance(self, progress: _Progress | None, done: int, run: Run, task: TaskModule) -> None:
+        if progress is None or done - progress.shown < self.refresh_rate:
+            return
+        progress.done = progress.shown = done
+        metrics = _readable(self.get_metrics(run, task))
+        if self._draws:
+            self.draw(progress.kind, done, metrics)
+        else:
+            self.write(progress.line(metrics))
+        self._next_look_s = time.monotonic() + (REDRAW_S if self._draws else LINE_S)
+
+    def _finish_training(self, run: Run, task: TaskModule, *, leave: bool) -> None:
+        progress, self._training = self._training, None
+        if progress is None:
+            return
+        progress.end(progress.done if progress.ended_s is not None else run.state.batch_in_epoch)
+        metrics = _readable(self.get_metrics(run, task))
+        if self._draws:
+            self.draw("train", progress.done, metrics)
+            self.close("train", leave=leave)
+        else:
+            self.write(progress.line(metrics))
+
+    def _finish_evaluation(self, run: Run, task: TaskModule) -> None:
+        progress, self._evaluating = self._evaluating, None
+        if progress is None:
+            return
+        progress.end(progress.done)
+        within_fit = self._training is not None or run.sanity_checking or run.stage == "fit"
+        paused_s = time.monotonic() - progress.started_s
+        if self._training is not None:
+            self._training.started_s += paused_s
+        if self._draws:
+            self.draw("eval", progress.done, {})
+            self.close("eval", leave=not within_fit, paused_s=paused_s)
+            if self._training is not None:
+                self.draw("train", run.state.batch_in_epoch, _readable(self.get_metrics(run, task)))
+        elif not within_fit:
+            self.write(progress.line(_readable(self.get_metrics(run, task))))
+
+    def _close_all(self) -> None:
+        if self._draws:
+            for progress in (self._evaluating, self._training):
+                if progress is not None:
+                    self.close(progress.kind, leave=True)
+        self._training = self._evaluating = None
+
+
+class _Progress:
+    """How far one epoch or evaluation is, and since when."""
+
+    def __init__(self, kind: Kind, description: str, total: int | None, done: int) -> None:
+        self.kind = kind
+        self.description = description
+        self.total = total
+        self.began_at = done
+        self.done = done
+        self.shown = done
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+
+    def end(self, done: int) -> None:
+        self.done = done
+        if self.ended_s is None:
+            self.ended_s = time.monotonic()
+
+    def line(self, metrics: Mapping[str, str]) -> str:
+        """Return, for example, `Epoch 0/9: 50/100 (50%) [00:10<00:10, 5.0 batch/s] loss=0.5`."""
+        elapsed_s = (self.ended_s if self.ended_s is not None else time.monotonic()) - self.started_s
+        rate = (self.done - self.began_at) / elapsed_s if elapsed_s > 0 else 0.0
+        place, left = f"{self.done}", ""
+        if self.total:
+            place = f"{self.done}/{self.total} ({100 * self.done // self.total}%)"
+            if rate > 0 and self.ended_s is None:
+                left = f"<{_clock((self.total - self.done) / rate)}"
+        shown = "".join(f" {name}={value}" for name, value in metrics.items())
+        return f"{self.description}: {place} [{_clock(elapsed_s)}{left}, {rate:.3g} batch/s]{shown}"
+
+
+def _total(counts: Iterable[int | float]) -> int | None:
+    total = sum(counts)
+    return int(total) if math.isfinite(total) else None
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+
+
+def _readable(metrics: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{value:.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}

@@ -1,0 +1,26 @@
+"""The short names of callbacks that a configuration or the command line may use."""
+
+from __future__ import annotations
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.registry import Registry
+
+CALLBACKS: Registry[type[Callback]] = Registry(
+    "callback",
+    {
+        "device_stats_monitor": "trainwright.callbacks.device_stats_monitor:DeviceStatsMonitor",
+        "early_stopping": "trainwright.callbacks.early_stopping:EarlyStopping",
+        "gradient_accumulation_scheduler": (
+            "trainwright.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler"
+        ),
+        "lambda": "trainwright.callbacks.lambda_callback:LambdaCallback",
+        "learning_rate_monitor": "trainwright.callbacks.learning_rate_monitor:LearningRateMonitor",
+        "model_checkpoint": "trainwright.callbacks.model_checkpoint:ModelCheckpoint",
+        "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
+        "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
+        "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",
+        "throughput": "trainwright.callbacks.throughput:Throughput",
+        "timer": "trainwright.callbacks.timer:Timer",
+        "tqdm_progress_bar": "trainwright.callbacks.tqdm_progress_bar:TQDMProgressBar",
+    },
+)

@@ -1,0 +1,88 @@
+"""A progress bar drawn by rich."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.callbacks.progress_bar import Kind, ProgressBar
+from trainwright.core.errors import require_package
+from trainwright.core.process import in_notebook
+
+_PURPOSE = "RichProgressBar"
+
+
+class RichProgressBar(ProgressBar):
+    """Draw with rich; write plain lines where the output is neither a terminal nor a notebook.
+
+    Args:
+        refresh_rate: draw after at least so many batches (and at most ten times a second); 0 switches it off.
+        leave: keep every epoch's bar on the screen.
+    """
+
+    def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
+        super().__init__(refresh_rate, leave)
+        self._screen: Any = None
+        self._rows: dict[Kind, Any] = {}
+
+    def can_draw(self) -> bool:
+        """Tell whether standard output is a terminal or a notebook."""
+        return sys.stdout.isatty() or in_notebook()
+
+    def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
+        """Start a bar; see `ProgressBar.open`."""
+        if self._screen is None:
+            self._screen = _new_screen()
+            self._screen.start()
+        self._rows[kind] = self._screen.add_task(description, total=total, completed=done, metrics="")
+        self._screen.refresh()
+
+    def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
+        """Move a bar; see `ProgressBar.draw`."""
+        if kind not in self._rows:
+            return
+        shown = " ".join(f"{name}={value}" for name, value in metrics.items())
+        self._screen.update(self._rows[kind], completed=done, **({"metrics": shown} if shown else {}))
+        self._screen.refresh()
+
+    def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
+        """End a bar; see `ProgressBar.close`."""
+        if kind not in self._rows:
+            return
+        row = self._rows.pop(kind)
+        if leave:
+            self._screen.stop_task(row)
+        else:
+            self._screen.remove_task(row)
+        for other in self._rows.values():  # its elapsed time does not count the pause
+            task = self._screen.tasks[self._screen.task_ids.index(other)]
+            task.start_time += paused_s
+        if not self._rows:
+            self._screen.stop()
+            self._screen = None
+
+    def write(self, text: str) -> None:
+        """Write a line above the bars."""
+        if self._screen is None:
+            super().write(text)
+        else:
+            self._screen.console.print(text, markup=False, highlight=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_screen": None, "_rows": {}}
+
+
+def _new_screen() -> Any:
+    progress = require_package("rich.progress", purpose=_PURPOSE)
+    console = require_package("rich.console", purpose=_PURPOSE)
+    return progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        progress.TextColumn("{task.fields[metrics]}", markup=False),
+        console=console.Console(file=sys.stdout),
+        auto_refresh=False,  # no thread: a process with threads must not fork loader workers
+    )

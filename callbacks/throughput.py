@@ -1,0 +1,147 @@
+"""Log how fast training goes: steps, samples and tokens per second, and how much of the hardware's peak is used."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.hook_table import overrides
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run, Stage
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """The counters at one log step; seconds are those of training, evaluations left out."""
+
+    seconds: float
+    step: int
+    samples: int
+    tokens: int
+
+
+class Throughput(Callback):
+    """Log rates at log steps, over about the last `window_size` steps.
+
+    `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (when the task overrides
+    `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. All are sums over every rank. Time in
+    validation does not count. It reads the host's clock only and never waits for the device, so a rate over few steps
+    may show how fast steps were queued; over a window it is the true one.
+
+    Args:
+        window_size: over how many steps to average, at least the two latest log steps.
+        flops_per_step: floating-point operations of one optimizer step over all ranks, forward and backward.
+        flops_per_sample: the same for one sample, instead.
+        peak_flops: peak of one device in FLOP/s, for the model FLOPs utilization (MFU; PaLM, appendix B).
+        measure_flops: count the FLOPs of the first step with torch's FlopCounterMode on each rank's own part, times
+            the number of ranks; operations inside `torch.compile`d code are not seen.
+
+    Raises:
+        ConfigurationError: several sources of FLOPs, or a window below 1.
+    """
+
+    order = Order.LAST
+
+    def __init__(
+        self,
+        window_size: int = 100,
+        flops_per_step: float | None = None,
+        flops_per_sample: float | None = None,
+        peak_flops: float | None = None,
+        measure_flops: bool = False,
+    ) -> None:
+        if window_size < 1:
+            raise ConfigurationError(f"Throughput(window_size={window_size}): write 1 or more steps.")
+        sources = {"flops_per_step": flops_per_step, "flops_per_sample": flops_per_sample}
+        given = [name for name, value in sources.items() if value is not None] + ["measure_flops"] * measure_flops
+        if len(given) > 1:
+            raise ConfigurationError(f"Throughput: {' and '.join(given)} say the same twice. Leave one.")
+        if peak_flops is not None and not given:
+            raise ConfigurationError(
+                "Throughput(peak_flops=...) gives an MFU only together with flops_per_step, flops_per_sample or "
+                "measure_flops=True."
+            )
+        self.window_size = window_size
+        self.flops_per_step = flops_per_step
+        self.flops_per_sample = flops_per_sample
+        self.peak_flops = peak_flops
+        self.measure_flops = measure_flops
+        self._marks: deque[_Mark] = deque()
+        self._paused_s = 0.0
+        self._pause_began_s = 0.0
+        self._counter: FlopCounterMode | None = None
+        self._counting = ExitStack()
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit" and overrides(task, "num_tokens", TaskModule):
+            trainer.count_tokens = True
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._paused_s = 0.0
+        self._marks = deque([self._mark(trainer)])
+
+    def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
+        if self.measure_flops and self.flops_per_step is None and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            self._counter = FlopCounterMode(display=False)
+            self._counting.enter_context(self._counter)
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if self._counter is not None:
+            self._end_count(trainer)
+            self._marks = deque([self._mark(trainer)])  # a counted step is slow: rates begin after it
+        if trainer.state.step % trainer.log_every_n_steps == 0:
+            self._log(trainer)
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        self._pause_began_s = time.monotonic()
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        self._paused_s += time.monotonic() - self._pause_began_s
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self._counting.close()  # an exception may have ended the first step
+        self._counter = None
+
+    def _end_count(self, run: Run) -> None:
+        self._counting.close()
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            self.flops_per_step = float(counter.get_total_flops()) * run.world_size
+
+    def _mark(self, run: Run) -> _Mark:
+        state = run.state
+        return _Mark(time.monotonic() - self._paused_s, state.step, state.samples, state.tokens)
+
+    def _log(self, run: Run) -> None:
+        now = self._mark(run)
+        self._marks.append(now)
+        while len(self._marks) > 2 and now.step - self._marks[1].step >= self.window_size:
+            self._marks.popleft()
+        before = self._marks[0]
+        seconds = now.seconds - before.seconds
+        if now.step == before.step or seconds <= 0:
+            return
+        rates = {
+            "throughput/steps_per_s": (now.step - before.step) / seconds,
+            "throughput/samples_per_s": (now.samples - before.samples) / seconds,
+        }
+        if now.tokens > before.tokens:
+            rates["throughput/tokens_per_s"] = (now.tokens - before.tokens) / seconds
+        if self.flops_per_sample is not None:
+            rates["throughput/flops_per_s"] = self.flops_per_sample * rates["throughput/samples_per_s"]
+        elif self.flops_per_step is not None:
+            rates["throughput/flops_per_s"] = self.flops_per_step * rates["throughput/steps_per_s"]
+        if self.peak_flops is not None and "throughput/flops_per_s" in rates:
+            rates["throughput/mfu"] = rates["throughput/flops_per_s"] / (self.peak_flops * run.world_size)
+        run.log_now(rates)

@@ -1,0 +1,180 @@
+"""Measure how long a run takes, and end it when its time is up."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from trainwright.callbacks.agreed_clock import AgreedClock
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.monitored import from_main_rank
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.run import Run
+from trainwright.core.state import StepResult
+from trainwright.core.task import TaskModule
+
+_STAGES = ("train", "validate", "test", "predict", "sanity_check")
+
+
+class Timer(Callback):
+    """Keep the time of each stage and stop training after `duration`.
+
+    Training time counts on across a resume; time between sessions does not count. Rank 0's clock decides: at
+    `interval="epoch"` it is heard at every epoch's end, at `"step"` at few steps that all ranks know beforehand (see
+    `AgreedClock`), so that most steps cost one comparison.
+
+    Args:
+        duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict
+            (`{"hours": 12}`), or None to measure only.
+        interval: when to look: `"step"` or `"epoch"`.
+        verbose: say that time is up.
+
+    Raises:
+        ConfigurationError: a duration that is no time, an unknown interval or stage.
+    """
+
+    def __init__(
+        self,
+        duration: str | datetime.timedelta | Mapping[str, float] | Duration | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ConfigurationError(f"Timer(interval={interval!r}): write 'step' or 'epoch'.")
+        self.interval = interval
+        self.verbose = verbose
+        self.duration_s = _seconds(duration)
+        self._started_s: dict[str, float] = {}
+        self._ended_s: dict[str, float] = {}
+        self._offset_s = 0.0
+        self._clock = AgreedClock(self._remaining_or_forever)
+        self._is_over = False
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """Return when `stage` last began, in seconds of `time.monotonic`; None when it has not."""
+        return self._started_s.get(_known(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """Return when `stage` last ended, in seconds of `time.monotonic`; None when it has not."""
+        return self._ended_s.get(_known(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Return the seconds spent in `stage`: in all of training, or in the latest evaluation."""
+        start = self.start_time(stage)
+        offset = self._offset_s if stage == "train" else 0.0
+        if start is None:
+            return offset
+        end = self.end_time(stage)
+        return offset + (end if end is not None else time.monotonic()) - start
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Return the seconds left of the duration (negative once it is over); None without a duration."""
+        return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._offset_s = float(state_dict["time_elapsed"]["train"])
+        self._started_s.pop("train", None)
+        self._ended_s.pop("train", None)
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        self._is_over = False
+        if self.duration_s is not None:
+            self._look(trainer)  # a resumed run may have used up its time already
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        self._start("train")
+        self._clock.start(trainer)
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        self._end("train")
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        if "train" in self._started_s and "train" not in self._ended_s:
+            self._end("train")  # so that a later fit does not count the time between
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        if self.duration_s is not None and self.interval == "step" and self._clock.is_up(trainer):
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        if self.duration_s is not None and self.interval == "epoch":
+            self._look(trainer)
+
+    def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
+        self._start("sanity_check")
+
+    def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
+        self._end("sanity_check")
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        if not trainer.sanity_checking:
+            self._start("validate")
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        if not trainer.sanity_checking:
+            self._end("validate")
+
+    def on_test_start(self, trainer: Run, task: TaskModule) -> None:
+        self._start("test")
+
+    def on_test_end(self, trainer: Run, task: TaskModule) -> None:
+        self._end("test")
+
+    def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
+        self._start("predict")
+
+    def on_predict_end(self, trainer: Run, task: TaskModule) -> None:
+        self._end("predict")
+
+    def _start(self, stage: str) -> None:
+        if stage == "train":
+            self._offset_s = self.time_elapsed()  # a second fit goes on from the first
+        self._started_s[stage] = time.monotonic()
+        self._ended_s.pop(stage, None)
+
+    def _end(self, stage: str) -> None:
+        self._ended_s[stage] = time.monotonic()
+
+    def _look(self, run: Run) -> None:
+        """Let rank 0's clock decide. Collective with several processes."""
+        if from_main_rank(run, self._remaining_or_forever() <= 0):
+            self._stop(run)
+
+    def _stop(self, run: Run) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        message = f"Timer: the {self.duration_s:g} s of training are over."
+        run.request_stop(message)
+        if self.verbose:
+            run.print(message)
+
+    def _remaining_or_forever(self) -> float:
+        remaining_s = self.time_remaining()
+        return float("inf") if remaining_s is None else remaining_s
+
+
+def _known(stage: str) -> str:
+    if stage not in _STAGES:
+        raise ConfigurationError(f"there is no stage {stage!r}.{nearest(stage, _STAGES)} Stages: {', '.join(_STAGES)}.")
+    return stage
+
+
+def _seconds(duration: str | datetime.timedelta | Mapping[str, float] | Duration | None) -> float | None:
+    if duration is None:
+        return None
+    if isinstance(duration, Mapping):
+        try:
+            duration = datetime.timedelta(**duration)
+        except TypeError as error:
+            raise ConfigurationError(f"Timer(duration={duration!r}): {error}.") from error
+    length = Duration(duration)
+    if length.unit != "seconds":
+        raise ConfigurationError(f"Timer(duration={str(length)!r}): a time is wanted, for example '12 h' or '30 min'.")
+    return length.value

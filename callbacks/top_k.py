@@ -1,0 +1,60 @@
+"""The best k of what was scored so far: which checkpoints stay and which one goes."""
+
+from __future__ import annotations
+
+import math
+
+from trainwright.callbacks.monitored import Mode, is_better, worst
+
+
+class TopK:
+    """Names with their scores, at most `k` of them.
+
+    Args:
+        k: how many to keep; -1 keeps all.
+        mode: `"min"`: lower scores are better; `"max"`: higher ones.
+    """
+
+    def __init__(self, k: int, mode: Mode) -> None:
+        self.k = k
+        self.mode = mode
+        self.scores: dict[str, float] = {}
+
+    def comparable(self, score: float) -> float:
+        """Return `score`, or the worst possible one for NaN, so that any later number replaces it."""
+        return worst(self.mode) if math.isnan(score) else score
+
+    def accepts(self, score: float) -> bool:
+        """Tell whether `score` is among the best k; a tie with the worst of them is not."""
+        if self.k == -1 or len(self.scores) < self.k:
+            return True
+        kth = self.kth_best
+        return kth is not None and is_better(self.comparable(score), self.scores[kth], self.mode)
+
+    def displaced(self) -> str | None:
+        """Return the name that has to go when one more is added; None while there is room."""
+        return self.kth_best if self.k != -1 and len(self.scores) >= self.k else None
+
+    def add(self, name: str, score: float) -> str | None:
+        """Add an accepted score and return the name that it displaces, if any."""
+        gone = self.displaced()
+        if gone is not None:
+            del self.scores[gone]
+        self.scores[name] = self.comparable(score)
+        return gone
+
+    @property
+    def best(self) -> str | None:
+        """The name with the best score, the earliest of equals; None when there is none."""
+        if not self.scores:
+            return None
+        pick = min if self.mode == "min" else max
+        return pick(self.scores, key=self.scores.__getitem__)
+
+    @property
+    def kth_best(self) -> str | None:
+        """The name with the worst score, the earliest of equals; None when there is none."""
+        if not self.scores:
+            return None
+        pick = max if self.mode == "min" else min
+        return pick(self.scores, key=self.scores.__getitem__)

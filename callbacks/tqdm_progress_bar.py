@@ -1,0 +1,90 @@
+"""The default progress bar, drawn by tqdm in terminals and notebooks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from trainwright.callbacks.progress_bar import Kind, ProgressBar
+from trainwright.core.errors import require_package
+from trainwright.core.process import in_notebook
+
+
+class TQDMProgressBar(ProgressBar):
+    """Draw with tqdm; write plain lines where the output is neither a terminal nor a notebook.
+
+    Args:
+        refresh_rate: draw after at least so many batches (and at most ten times a second); 0 switches it off.
+        process_position: how many lines to leave free above, when several processes draw into one terminal.
+        leave: keep every epoch's bar on the screen.
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__(refresh_rate, leave)
+        self.process_position = process_position
+        self._bars: dict[Kind, Any] = {}
+
+    def can_draw(self) -> bool:
+        """Tell whether standard output is a terminal or a notebook."""
+        return sys.stdout.isatty() or in_notebook()
+
+    def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
+        """Start a bar; see `ProgressBar.open`."""
+        place = self.process_position + (1 if kind == "eval" and "train" in self._bars else 0)
+        self._bars[kind] = _bar_class()(
+            total=total,
+            initial=done,
+            desc=description,
+            position=place,
+            leave=True,  # decided when it is closed
+            dynamic_ncols=True,
+            unit="batch",
+            file=sys.stdout,
+            mininterval=0,  # `ProgressBar` decides when to draw
+            miniters=1,
+            smoothing=0.1,
+        )
+
+    def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
+        """Move a bar; see `ProgressBar.draw`."""
+        bar = self._bars.get(kind)
+        if bar is None:
+            return
+        if metrics:
+            bar.set_postfix(metrics, refresh=False)
+        if done > bar.n:
+            bar.update(done - bar.n)
+        else:
+            bar.refresh()
+
+    def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
+        """End a bar; see `ProgressBar.close`."""
+        bar = self._bars.pop(kind, None)
+        if bar is not None:
+            bar.leave = leave
+            bar.close()
+        for other in self._bars.values():  # its rate and time left do not count the pause
+            other.start_t += paused_s
+            other.last_print_t += paused_s
+
+    def write(self, text: str) -> None:
+        """Write a line above the bars."""
+        if self._bars:
+            _bar_class().write(text, file=sys.stdout)
+        else:
+            super().write(text)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_bars": {}}
+
+
+def _bar_class() -> Any:
+    """Return tqdm's class for a notebook with widgets, else the one for terminals, without its watching thread.
+
+    The thread would only draw bars that are updated rarely; and a process with threads must not fork loader workers.
+    """
+    module = "tqdm.notebook" if in_notebook() and importlib.util.find_spec("ipywidgets") else "tqdm"
+    base = require_package(module, purpose="TQDMProgressBar").tqdm
+    return type("Bar", (base,), {"monitor_interval": 0})
