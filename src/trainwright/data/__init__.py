@@ -1,1 +1,31 @@
-""""""
+"""Data: the order of samples, their division over ranks and workers, resuming at any place, and data modules."""
+
+from trainwright.data.combined import CombinedLoader
+from trainwright.data.datamodule import DataModule
+from trainwright.data.groups import iterate_groups, resolve_limit
+from trainwright.data.iterable import ShardedIterable, shard_info
+from trainwright.data.loader import prepare_loader
+from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOrder, epoch_key
+from trainwright.data.padding import interleave, pad_to, trim
+from trainwright.data.prepared import PreparedLoader
+from trainwright.data.sampler import BatchShard, ShardedBatchSampler
+
+__all__ = [
+    "BatchShard",
+    "CombinedLoader",
+    "DataModule",
+    "KeyedPermutation",
+    "PreparedLoader",
+    "SequentialOrder",
+    "ShardedBatchSampler",
+    "ShardedIterable",
+    "ShuffledOrder",
+    "epoch_key",
+    "interleave",
+    "iterate_groups",
+    "pad_to",
+    "prepare_loader",
+    "resolve_limit",
+    "shard_info",
+    "trim",
+]

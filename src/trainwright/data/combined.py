@@ -1,0 +1,234 @@
+"""Several loaders read side by side, or one after the other, as one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.data.prepared import LoaderSettings, PreparedLoader
+
+Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
+
+_END: Any = object()
+
+
+class CombinedLoader:
+    """Read several loaders as one; a batch is a tree of their batches, shaped like `iterables`.
+
+    Modes, for members of 64 and 16 batches:
+
+    - "min_size": until the shortest ends: 16 batches.
+    - "max_size": until the longest ends; the others give None from their end on: 64 batches.
+    - "max_size_cycle": until the longest ends; the others begin anew, in another order if they shuffle: 64 batches.
+    - "sequential": one member after the other, each batch as its member gives it: 80 batches.
+
+    Args:
+        iterables: loaders in a list, tuple or dict, nested as you like. Lists, tuples and dicts are always structure:
+            to combine lists of batches, hand over loaders of them.
+        mode: see above.
+
+    Raises:
+        ConfigurationError: the mode is unknown, there is no member, or a member cannot be iterated over.
+    """
+
+    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+        if mode not in get_args(Mode):
+            raise ConfigurationError(
+                f"mode={mode!r} is not one of {', '.join(get_args(Mode))}.{nearest(mode, get_args(Mode))}"
+            )
+        members = leaves_of(iterables)
+        if not members:
+            raise ConfigurationError("CombinedLoader has no member.")
+        for member in members:
+            if not hasattr(member, "__iter__"):
+                raise ConfigurationError(f"CombinedLoader: {type(member).__name__} cannot be iterated over.")
+        self.iterables = iterables
+        self.mode: Mode = mode
+
+    @property
+    def flattened(self) -> list[Any]:
+        """The members, in the order of the tree."""
+        return leaves_of(self.iterables)
+
+    def __len__(self) -> int:
+        """Return the number of batches; TypeError when a member that matters has no length."""
+        counts = [len(member) for member in self.flattened]
+        return combined_count(self.mode, counts)
+
+    def __iter__(self) -> Iterator[Any]:
+        members = self.flattened
+        if self.mode == "sequential":
+            return itertools.chain.from_iterable(members)
+        return _Rounds(
+            self.iterables, self.mode, [iter(member) for member in members], lambda which, cycle: iter(members[which])
+        )
+
+
+class PreparedCombined(PreparedLoader):
+    """A CombinedLoader whose members are prepared each by itself; padded between ranks as a whole."""
+
+    raw: CombinedLoader
+
+    def __init__(self, raw: CombinedLoader, members: Any, settings: LoaderSettings) -> None:
+        """Store; `members` is the tree of prepared loaders, none of them in lock step."""
+        super().__init__(raw, settings)
+        self._tree = members
+        self._members: list[PreparedLoader] = leaves_of(members)
+
+    def samples_in_round(self, batch: int) -> int | None:
+        """Return the samples of all members in that round over all ranks; None where arithmetic does not give it."""
+        if self.raw.mode not in ("min_size", "max_size"):
+            return None
+        samples = [m.samples_in_round(batch) for m in self._members]
+        return None if None in samples else sum(s for s in samples if s is not None)
+
+    def position(self, batch: int) -> dict[str, int]:
+        """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
+        if self.raw.mode in ("max_size_cycle", "sequential"):
+            # Ranks reach a member's end in different rounds, so the place has no meaning for another number of ranks.
+            return {"batch": batch, "world": self.settings.world}
+        place = {"batch": batch}
+        for index, member in enumerate(self._members):
+            place.update({f"{index}.{key}": value for key, value in member.position(batch).items()})
+        return place
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        if resume and resume.get("world", self.settings.world) != self.settings.world:
+            raise ConfigurationError(
+                f"{self.settings.name}: mode={self.raw.mode!r} was left by {resume['world']} ranks in the middle of an "
+                f"epoch and cannot go on with {self.settings.world}. Use as many ranks, or resume at an epoch's start."
+            )
+        for index, member in enumerate(self._members):
+            own = {key.partition(".")[2]: n for key, n in (resume or {}).items() if key.startswith(f"{index}.")}
+            member.set_epoch(epoch, own or None)
+
+    def count_batches(self) -> None:
+        """Find out how many batches every rank has; see `PreparedLoader.set_epoch` for when it communicates."""
+        for member in self._members:
+            member.count_batches()
+        super().count_batches()
+
+    def _count(self) -> list[int] | None:
+        by_member = [member.counts for member in self._members]
+        known = [counts for counts in by_member if counts is not None]
+        if len(known) < len(by_member):
+            return None
+        return [combined_count(self.raw.mode, list(of_rank)) for of_rank in zip(*known, strict=True)]
+
+    def _open(self, start_batch: int) -> Iterator[Any]:
+        mode, rank = self.raw.mode, self.settings.rank
+        if mode == "sequential":
+            return self._sequence(start_batch)
+        if mode != "max_size_cycle":
+            return _Rounds(self._tree, mode, [member.iterate(start_batch) for member in self._members], None)
+        begun, ended = [], []
+        for member in self._members:
+            count = member.counts[rank] if member.counts is not None else 0
+            cycle, place = divmod(start_batch, count) if count else (0, start_batch)
+            ended.append(cycle > 0)
+            begun.append((member.cycle(cycle, place), cycle))
+        return _Rounds(
+            self._tree,
+            mode,
+            [batches for batches, _ in begun],
+            lambda which, more: self._members[which].cycle(begun[which][1] + more, 0),
+            ended=ended,
+            limit=self.counts[rank] - start_batch if self.counts is not None else None,
+        )
+
+    def _sequence(self, start_batch: int) -> Iterator[Any]:
+        starts = []
+        for member in self._members:
+            count = member.counts[self.settings.rank] if member.counts is not None else 0
+            here = start_batch if member.counts is None else min(start_batch, count)
+            start_batch -= here
+            if member.counts is None or here < count:
+                starts.append((member, here))
+        # Opened one by one: workers of a later member do not start before its turn.
+        return itertools.chain.from_iterable(member.iterate(here) for member, here in starts)
+
+    def filler(self) -> Any:
+        """Return a tree of the members' first batches."""
+        if self.raw.mode == "sequential":
+            return self._members[0].filler()
+        return map_leaves(lambda member: member.filler(), self._tree)
+
+
+class _Rounds:
+    """An iterator over trees of batches; it keeps none of them."""
+
+    def __init__(
+        self,
+        tree: Any,
+        mode: Mode,
+        batches: list[Iterator[Any]],
+        reopen: Callable[[int, int], Iterator[Any]] | None,
+        *,
+        ended: list[bool] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `ended` says who has had one."""
+        self._tree = tree
+        self._mode = mode
+        self._batches = batches
+        self._reopen = reopen
+        self._ended = ended or [False] * len(batches)
+        self._cycles = [0] * len(batches)
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self._limit is not None:
+            if self._limit <= 0:
+                raise StopIteration
+            self._limit -= 1
+        drawn = [self._draw(which) for which in range(len(self._batches))]
+        if self._mode != "min_size" and all(self._ended):
+            raise StopIteration
+        values = iter(drawn)
+        return map_leaves(lambda _: next(values), self._tree)
+
+    def _draw(self, which: int) -> Any:
+        batch = next(self._batches[which], _END)
+        if batch is not _END:
+            return batch
+        self._ended[which] = True
+        if self._mode == "min_size":
+            raise StopIteration
+        if self._mode == "max_size" or all(self._ended) or self._reopen is None:
+            return None
+        self._cycles[which] += 1
+        self._batches[which] = self._reopen(which, self._cycles[which])
+        batch = next(self._batches[which], _END)
+        if batch is _END:
+            raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled.")
+        return batch
+
+
+def combined_count(mode: Mode, counts: list[int]) -> int:
+    """Return how many batches members of `counts` batches make together in `mode`."""
+    if mode == "min_size":
+        return min(counts)
+    return sum(counts) if mode == "sequential" else max(counts)
+
+
+def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the lists, tuples and dicts of `tree` with `fn` applied to everything else in them."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(fn, value) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_leaves(fn, value) for value in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_leaves(fn, value) for value in tree)
+    return fn(tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return what `map_leaves` would visit, in its order."""
+    found: list[Any] = []
+    map_leaves(found.append, tree)
+    return found

@@ -1,0 +1,135 @@
+"""DataModule: where the data comes from, in one class that can be shared between tasks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainwright.core.hyperparameters import HyperparametersMixin
+from trainwright.core.tree import move
+from trainwright.data.combined import leaves_of, map_leaves
+
+
+class DataModule(HyperparametersMixin):
+    """Downloads, splits and loads the data of a run: sub-class it and hand it to `Trainer.fit(task, datamodule=...)`.
+
+    The loaders are plain `DataLoader`s with `shuffle=` as you like; they are divided over ranks for you. Every hook is
+    optional. `prepare_data` runs on one process, the others on every rank. `save_hyperparameters()` and `hparams` work
+    as on a task.
+
+    Attributes:
+        trainer: the trainer that it is attached to; None before.
+        prepare_data_per_node: call `prepare_data` once on each node; False: once in all, on a shared file system.
+    """
+
+    prepare_data_per_node: bool = True
+    trainer: Any = None
+
+    def prepare_data(self) -> None:
+        """Download or write files; called by one process, before `setup`. Assign nothing to `self`: others miss it."""
+
+    def setup(self, stage: str) -> None:
+        """Make the data sets on every rank; `stage` is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up on every rank when `stage` has ended."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, or several in a list, dict or `CombinedLoader`; None: there is none."""
+        return None
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader, or a list of several; None: there is none."""
+        return None
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader, or a list of several; None: there is none."""
+        return None
+
+    def predict_dataloader(self) -> Any:
+        """Return the prediction loader, or a list of several; None: there is none."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint is to keep of this object: JSON-able values and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called on a rank whose run ends by `exception`; must not communicate."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return `batch`, still on the host, as it is to be moved to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return `batch` on `device`; does not wait for copies from pinned memory."""
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Return `batch`, now on the device, as the step is to see it."""
+        return batch
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> Self:
+        """Return a module of this class whose loaders read these data sets; training shuffles a map-style one.
+
+        Args:
+            train_dataset, val_dataset, test_dataset, predict_dataset: a data set, or several in a list, tuple or dict
+                (then the hook returns as many loaders, in the same shape). None: the class's own hook stays.
+            batch_size: samples in a batch of each loader.
+            num_workers: worker processes of each loader.
+            **datamodule_kwargs: for the class's `__init__`, which is also given `batch_size` and `num_workers` if it
+                names them.
+        """
+        module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, datasets in given.items():
+            if datasets is not None:
+                make = partial(_loader_of, batch_size=batch_size, num_workers=num_workers, shuffle=stage == "train")
+                several = _holds_data_sets(datasets)
+                setattr(module, f"{stage}_dataloader", partial(map_leaves if several else _call, make, datasets))
+        return module
+
+
+def _loader_of(dataset: Any, *, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        shuffle=shuffle and not isinstance(dataset, IterableDataset),
+        num_workers=num_workers,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+def _holds_data_sets(tree: Any) -> bool:
+    """Whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
+    return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
+
+
+def _call(make: Callable[[Any], DataLoader[Any]], dataset: Any) -> DataLoader[Any]:
+    return make(dataset)
+
+
+def _accepted(cls: Callable[..., Any], candidates: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `candidates` that the constructor names or swallows."""
+    parameters = inspect.signature(cls).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(candidates)
+    return {name: value for name, value in candidates.items() if name in parameters}

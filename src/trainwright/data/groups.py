@@ -1,0 +1,262 @@
+"""Cut a loader's batches into groups: the micro-batches of one optimizer step, with their weights.
+
+A group's gradient is the mean over its real micro-batches on all ranks. Ranks average their gradients, so a real
+micro-batch weighs `world / (real micro-batches of all ranks in the group)`, and padding weighs 0. When every rank has
+equally many and all are real, the weights are left out: `1 / len(batches)` each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.state import Group
+from trainwright.data.prepared import Agree, PreparedLoader, Uneven, uneven_error
+
+_END: Any = object()
+
+
+def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | None:
+    """Return how many batches a limit leaves of an epoch; None means no limit that is known.
+
+    Args:
+        limit: an int n: at most n batches. A float up to 1.0: that fraction of the epoch, rounded down; 1.0 is all. A
+            larger float is a number of batches (1e50: all). None: all.
+        num_batches: of the epoch; None when unknown.
+        name: the argument's name, for messages, such as "limit_train_batches".
+
+    Raises:
+        ConfigurationError: the limit is negative or not a number; a float above 1.0 is not whole; or a fraction other
+            than 0.0 and 1.0 is asked of a loader without length.
+    """
+    if limit is None:
+        return num_batches
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit >= 0:
+        raise ConfigurationError(
+            f"{name}={limit!r}: expected an int ≥ 0 (batches), a float from 0.0 to 1.0 (a fraction), or None (all)."
+        )
+    if isinstance(limit, int):
+        return limit if num_batches is None else min(limit, num_batches)
+    if limit > 1.0:
+        if not limit.is_integer() and limit != float("inf"):
+            raise ConfigurationError(f"{name}={limit!r}: a fraction is at most 1.0, and a number of batches is whole.")
+        if num_batches is not None and limit >= num_batches:
+            return num_batches
+        return None if limit == float("inf") else int(limit)
+    if limit == 0.0:
+        return 0
+    if num_batches is None:
+        if limit == 1.0:
+            return None
+        raise ConfigurationError(
+            f"{name}={limit!r} is a fraction of an epoch, but the loader has no length. Pass an int, or 1.0 for all."
+        )
+    return int(limit * num_batches)
+
+
+def iterate_groups(
+    loader: PreparedLoader,
+    *,
+    accumulate: int = 1,
+    limit: int | None = None,
+    start_batch: int = 0,
+    rank: int | None = None,
+    world: int | None = None,
+    uneven: Uneven | None = None,
+    agree: Agree | None = None,
+) -> Iterator[Group]:
+    """Return an iterator over the groups of the loader's present epoch.
+
+    `is_last` of a group is exact: from the count where it is known, else by fetching one batch ahead. The iterator
+    keeps no batch alive once the next group is asked for.
+
+    Args:
+        loader: prepared, its epoch set; in lock step if there are several ranks.
+        accumulate: micro-batches of one rank in a group; the last group may be short.
+        limit: at most so many batches of this epoch, counted from its start; None: all.
+        start_batch: this rank's first batch in this epoch.
+        rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared.
+
+    When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`.
+    Otherwise nothing is communicated.
+
+    Raises:
+        ConfigurationError: `accumulate` is less than 1; the loader is empty; it ends before the length that it says
+            while other ranks go on; ranks are uneven where the policy forbids it; or they cannot agree.
+    """
+    if accumulate < 1:
+        raise ConfigurationError(f"accumulate={accumulate} is not at least 1.")
+    settings = loader.settings
+    rounds = loader.num_batches
+    if rounds is not None:
+        return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch)
+    world = settings.world if world is None else world
+    if world == 1:
+        return _looking_ahead(loader, accumulate, limit, start_batch)
+    agree = agree or settings.agree
+    if agree is None:
+        raise ConfigurationError(
+            f"{settings.name} has no length, so {world} ranks must agree where it ends: pass agree=."
+        )
+    rank = settings.rank if rank is None else rank
+    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(rank, world, uneven or settings.uneven, agree))
+
+
+def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
+    """Groups of a loader whose number of rounds is known."""
+    if start_batch >= rounds:
+        return
+    batches = loader.iterate(start_batch)
+    first = start_batch
+    if accumulate == 1:
+        # All rounds but the epoch's last are alike, so that nothing is computed for them.
+        plain = min(rounds, loader.num_full_rounds) - 1
+        samples = loader.samples_in_round(first)
+        draw = batches.__next__
+        last = rounds - 1
+        try:
+            while first < plain:
+                yield Group([draw()], first, False, samples)
+                first += 1
+            while first <= last:
+                yield _group(loader, [draw()], first, first + 1, is_last=first == last)
+                first += 1
+        except StopIteration:
+            _ended_early(loader, first, rounds)
+        return
+    while first < rounds:
+        stop = min(first + accumulate, rounds)
+        group = _take(loader, batches, first, stop, rounds)
+        if group is None:
+            return
+        ended = group.is_last
+        yield group
+        if ended:
+            return
+        first = stop
+        del group
+
+
+def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int, rounds: int) -> Group | None:
+    taken = list(itertools.islice(batches, stop - first))
+    if len(taken) == stop - first:
+        return _group(loader, taken, first, stop, is_last=stop == rounds)
+    _ended_early(loader, first + len(taken), rounds)
+    return _group(loader, taken, first, first + len(taken), is_last=True) if taken else None
+
+
+def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *, is_last: bool) -> Group:
+    """The group of the rounds `first <= i < stop`, by arithmetic."""
+    group = Group(batches, first, is_last)
+    samples = [loader.samples_in_round(i) for i in range(first, stop)]
+    if None not in samples:
+        group.num_samples = sum(s for s in samples if s is not None)
+    if stop > loader.num_full_rounds:
+        real = [loader.has_batch(i) for i in range(first, stop)]
+        total = sum(loader.real_ranks(i) for i in range(first, stop))
+        group.weights = _weights(real, total, loader.settings.world)
+    return group
+
+
+def _weights(real: list[bool], total_real: int, world: int) -> list[float] | None:
+    """Weights of a rank's micro-batches; None when each rank has `len(real)` of them, all real."""
+    if total_real == len(real) * world:
+        return None
+    return [world / total_real if is_real else 0.0 for is_real in real]
+
+
+def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
+    settings = loader.settings
+    message = f"{settings.name} ended after {batch} of the {rounds} batches that its length promises."
+    if settings.world > 1:
+        raise ConfigurationError(f"{message} The other ranks wait for the rest. Give it its true length, or none.")
+    warnings.warn(message, TrainwrightWarning, stacklevel=3)
+
+
+def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int) -> Iterator[Group]:
+    """Groups of a loader without length, on one rank."""
+    if limit is not None and start_batch >= limit:
+        return
+    batches = loader.iterate(start_batch)
+    ahead = list(itertools.islice(batches, 1))
+    first = start_batch
+    while ahead:
+        size = accumulate if limit is None else min(accumulate, limit - first)
+        group = Group([ahead.pop(), *itertools.islice(batches, size - 1)], first)
+        first += len(group.batches)
+        if first == limit:
+            group.is_last = True
+        else:
+            loader.hold_state()
+            ahead.extend(itertools.islice(batches, 1))
+            group.is_last = not ahead
+        yield group
+        del group
+
+
+class _Agreement:
+    """How ranks that cannot count find out, once a group, how many micro-batches each of them has."""
+
+    def __init__(self, rank: int, world: int, uneven: Uneven, agree: Agree) -> None:
+        self.rank = rank
+        self.world = world
+        self.uneven = uneven
+        self.agree = agree
+
+    def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
+        """Return how many rounds the group has, how many real micro-batches over all ranks, and whether any follow.
+
+        Zero rounds: the epoch is over. Communicates, and raises on every rank alike.
+        """
+        told = self.agree([have, int(has_more), int(can_replay)])
+        counts = [row[0] for row in told]
+        more = [bool(row[1]) for row in told]
+        if first == 0 and max(counts) == 0:
+            raise ConfigurationError(f"{name} is empty: no rank was given a batch.")
+        if self.uneven == "stop":
+            rounds = min(counts)
+            return rounds, rounds * self.world, all(more)
+        if max(counts) > 0 and not all(row[2] for row in told):
+            raise uneven_error(name, [first + count for count in counts], self.uneven)  # nothing to replay
+        if self.uneven == "error" and (min(counts) < max(counts) or any(more) != all(more)):
+            raise uneven_error(name, [first + n + has_more for n, has_more in zip(counts, more, strict=True)], "error")
+        return max(counts), sum(counts), any(more)
+
+
+def _agreeing(
+    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement
+) -> Iterator[Group]:
+    """Groups of a loader without length, on several ranks."""
+    if limit is not None and start_batch >= limit:
+        return
+    name = loader.settings.name
+    batches = loader.iterate(start_batch)
+    ahead = list(itertools.islice(batches, 1))
+    spare: list[Any] = []  # the last real batch, kept only once this rank has run out
+    first = start_batch
+    while True:
+        size = accumulate if limit is None else min(accumulate, limit - first)
+        mine = [*ahead, *itertools.islice(batches, size - len(ahead))] if ahead else []
+        ahead.clear()
+        have = len(mine)
+        if have == size and first + have != limit:
+            loader.hold_state()
+            ahead.extend(itertools.islice(batches, 1))
+        if mine and not ahead:
+            spare = mine[-1:]
+        rounds, total_real, more = agreement.reach(
+            name, first, have, has_more=bool(ahead), can_replay=bool(mine or spare)
+        )
+        if rounds == 0:
+            return
+        group = Group([*mine[:rounds], *(spare * (rounds - have))], first, not more)
+        group.weights = _weights([i < have for i in range(rounds)], total_real, agreement.world)
+        del mine
+        first += rounds
+        yield group
+        if not more:
+            return
+        del group

@@ -1,0 +1,195 @@
+"""Iterable data sets over ranks and workers: each sample goes to exactly one of them, or the loader is refused.
+
+An iterable data set is copied into every loader worker of every rank, and each copy would yield everything. There are
+three ways to say how it is divided: wrap it in `ShardedIterable`, give it a method `shard(index, count)`, or divide it
+inside its own `__iter__` with `shard_info()` and say so with the attribute `is_sharded = True`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainwright.core.errors import ConfigurationError
+
+# (rank, world) of this process, or of the process that started this worker; set by the loader, never guessed.
+_place: tuple[int, int] = (0, 1)
+
+
+def set_place(rank: int, world: int) -> None:
+    """Tell `shard_info` which data-parallel rank this process is, or loads data for."""
+    global _place
+    _place = (rank, world)
+
+
+def shard_info() -> tuple[int, int]:
+    """Return `(index, count)`: which shard this process is to yield, of how many, over ranks times loader workers.
+
+    Ask it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside a worker process the count
+    is the number of data-parallel ranks. Communicates nothing.
+    """
+    return _shard_of(*_place)
+
+
+def _shard_of(rank: int, world: int) -> tuple[int, int]:
+    worker = get_worker_info()
+    if worker is None:
+        return rank, world
+    return worker.id * world + rank, worker.num_workers * world
+
+
+class WorkerPlace:
+    """A `worker_init_fn` that tells a worker process its rank and then calls the user's own; can be pickled."""
+
+    def __init__(self, rank: int, world: int, then: Callable[[int], object] | None) -> None:
+        self.rank = rank
+        self.world = world
+        self.then = then
+
+    def __call__(self, worker_id: int) -> None:
+        set_place(self.rank, self.world)
+        if self.then is not None:
+            self.then(worker_id)
+
+
+class ShardedIterable(IterableDataset[Any]):
+    """Divide any iterable data set over ranks and loader workers, in blocks of one batch.
+
+    Each process iterates over the whole data set and keeps its own blocks: block b of `block` consecutive samples goes
+    to rank b mod world, and there to worker (b div world) mod workers. So a rank's batches are those of one process
+    without workers, micro-batch m going to rank m mod world, and in the same order. Reading (not decoding or collating)
+    is repeated by every process: a data set that can open its own part should have `shard(index, count)` instead.
+
+    Args:
+        dataset: yields samples in the same order in every process. Its `set_epoch(epoch)`, if there is one, is called
+            before each epoch, also inside workers that outlive an epoch. Its length, if there is one, is that of the
+            whole data set.
+        block: samples in a block; None: the loader's batch size (1 when the loader does not batch).
+
+    Raises:
+        ConfigurationError: `block` is less than 1.
+    """
+
+    def __init__(self, dataset: Iterable[Any], *, block: int | None = None) -> None:
+        if block is not None and block < 1:
+            raise ConfigurationError(f"block={block} is not at least 1.")
+        self.dataset = dataset
+        self.block = block
+        self.rank = 0
+        self.world = 1
+        self._epoch = _shared_number()
+
+    def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
+        """Return a copy for one of `world` ranks; `block` counts unless the user has chosen one."""
+        placed = ShardedIterable(self.dataset, block=self.block or block)
+        placed.rank, placed.world = rank, world
+        return placed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the data set's own `set_epoch` called with `epoch` when the next iteration begins."""
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(int(self._epoch))  # type: ignore[attr-defined]
+        worker = get_worker_info()
+        worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        mine = worker_id * self.world + self.rank
+        return _blocks(iter(self.dataset), self.block or 1, mine, workers * self.world)
+
+    def __len__(self) -> int:
+        """Return the length of the whole data set; TypeError when it has none."""
+        if not isinstance(self.dataset, Sized):
+            raise TypeError(f"{type(self.dataset).__name__} has no length.")
+        return len(self.dataset)
+
+
+def _shared_number() -> torch.Tensor:
+    """Return a 0-dim int64 zero in shared memory, so that workers which live on hear of a new epoch."""
+    number = torch.zeros((), dtype=torch.int64)
+    number.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation for it
+    return number
+
+
+def _blocks(samples: Iterator[Any], block: int, mine: int, count: int) -> Iterator[Any]:
+    if count == 1:
+        return samples
+    period = block * count
+    keep = [mine * block <= place < (mine + 1) * block for place in range(period)]
+    return itertools.compress(samples, itertools.cycle(keep))
+
+
+class ByShardMethod(IterableDataset[Any]):
+    """An iterable data set whose `shard(index, count)` opens its own part, asked in the process that iterates.
+
+    Args:
+        dataset: has `shard(index, count)`, which returns an iterable of the samples of one of `count` parts.
+        rank, world: the rank that this loader works for.
+    """
+
+    def __init__(self, dataset: Any, rank: int, world: int) -> None:
+        self.dataset = dataset
+        self.rank = rank
+        self.world = world
+        self._epoch = _shared_number()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Have the data set's own `set_epoch` called with `epoch` when the next iteration begins."""
+        self._epoch.fill_(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(int(self._epoch))
+        index, count = _shard_of(self.rank, self.world)
+        return iter(self.dataset.shard(index=index, count=count))
+
+
+def has_shard_method(dataset: object) -> bool:
+    """Return whether `dataset` has a method `shard` that takes `index` and `count`.
+
+    Asked by name, because other libraries' `shard` takes its arguments the other way round.
+    """
+    method = getattr(dataset, "shard", None)
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(index=0, count=1)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def place_iterable(dataset: Any, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
+    """Return what a loader of one rank is to iterate over instead of `dataset`, so that no sample is seen twice.
+
+    Args:
+        dataset: an iterable data set, or any iterable without random access.
+        rank, world: this rank and the number of data-parallel ranks that share the data.
+        num_workers: worker processes of the loader.
+        block: the loader's batch size, see `ShardedIterable`.
+        name: the loader's name, for messages.
+
+    Raises:
+        ConfigurationError: there are several ranks or workers and nothing says how the data set is divided.
+    """
+    if isinstance(dataset, ShardedIterable):
+        return dataset.placed(rank, world, block=block)
+    if getattr(dataset, "is_sharded", False) is True:
+        return dataset
+    if has_shard_method(dataset):
+        return ByShardMethod(dataset, rank, world)
+    if world == 1 and num_workers <= 1:
+        return dataset
+    kind = type(dataset).__name__
+    raise ConfigurationError(
+        f"{name}: the iterable data set {kind} would be read whole by each of {world} ranks × "
+        f"{max(1, num_workers)} loader workers, so every sample would be seen {world * max(1, num_workers)} times. Say "
+        f"how it is divided: wrap it, ShardedIterable({kind}(...)); or give it a method shard(index, count) that "
+        "returns an iterable over its part; or divide it in __iter__ with shard_info() and set is_sharded = True on "
+        "it. Or pass use_distributed_sampler=False if each process has data of its own."
+    )

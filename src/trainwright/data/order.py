@@ -1,0 +1,173 @@
+"""The order in which samples are visited, as a function that can be asked anywhere: no list is kept, no state advances.
+
+An epoch's order is a keyed permutation of `range(n)`. Its value at any place costs the same, needs no memory that grows
+with `n`, and depends on the key alone, so a run resumes at sample 10⁹ by arithmetic and every rank and worker computes
+the same order by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+_Words = npt.NDArray[np.uint64]
+
+_WORD = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_A = 0xBF58476D1CE4E5B9
+_MIX_B = 0x94D049BB133111EB
+_NUM_ROUNDS = 6
+_MIN_HALF_BITS = 3
+# Words enciphered at once: six such buffers fit a core's second-level cache, which is what makes numpy fast here.
+_BLOCK = 8192
+
+
+def mix64(value: int) -> int:
+    """Return the SplitMix64 finaliser of `value` modulo 2⁶⁴: a fixed bijection of 64-bit words.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, section 5.
+    """
+    z = value & _WORD
+    z = ((z ^ (z >> 30)) * _MIX_A) & _WORD
+    z = ((z ^ (z >> 27)) * _MIX_B) & _WORD
+    return z ^ (z >> 31)
+
+
+def derive_key(key: int, index: int) -> int:
+    """Return the `index`-th 64-bit word of the SplitMix64 stream that starts at `key`; `index` is at least 0."""
+    return mix64(key + (index + 1) * _GAMMA)
+
+
+def epoch_key(seed: int, epoch: int) -> int:
+    """Return the 64-bit key of an epoch's order: `mix64(mix64(seed + γ) + (epoch + 1)·γ)`, γ = 0x9E3779B97F4A7C15.
+
+    Args:
+        seed: any integer; equal modulo 2⁶⁴ is equal.
+        epoch: 0-based.
+    """
+    return derive_key(mix64(seed + _GAMMA), epoch)
+
+
+class Order(Protocol):
+    """What a sampler asks of an order."""
+
+    n: int
+
+    def slice(self, start: int, stop: int) -> Indices:
+        """Return the samples at the places `start <= i < stop`, shape (stop - start,), int64."""
+        ...
+
+    def take(self, places: npt.ArrayLike) -> Indices:
+        """Return the samples at `places`, integers in [0, n) of any shape; int64 of the same shape."""
+        ...
+
+
+class KeyedPermutation:
+    """A pseudo-random permutation of `range(n)` that is computed, not stored.
+
+    The cipher, fixed for ever (a checkpoint's place in the data means nothing without it):
+
+    - Domain: words of 2h bits, h the least integer ≥ 3 with 2^(2h) ≥ n. A word is (left, right), h bits each, left
+      high.
+    - Keys: w(i) = mix64(key + (i + 1)·γ) mod 2⁶⁴ with γ = 0x9E3779B97F4A7C15 and mix64 the SplitMix64 finaliser.
+      Round i of 0..5 has the odd multiplier a = w(2i) | 1 and the offset b = w(2i + 1).
+    - Round: (left, right) → (right, left ⊕ F(right)), where, modulo 2⁶⁴, F(x) is: y = x·a + b; y = y ⊕ (y >> 32);
+      y = y·0xBF58476D1CE4E5B9; the top h bits of y.
+    - Six rounds, no swap undone at the end. A result ≥ n is enciphered again until it is < n ("cycle walking": Black
+      and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002); a Feistel network is a bijection of its domain
+      (Luby and Rackoff 1988), so the walk ends and is a bijection of `range(n)`.
+
+    It is meant for shuffling, not for secrecy.
+
+    Args:
+        n: how many items there are; 0 to 2⁶².
+        key: any integer, taken modulo 2⁶⁴; see `epoch_key`.
+
+    Raises:
+        ValueError: `n` is out of range.
+    """
+
+    def __init__(self, n: int, key: int) -> None:
+        if not 0 <= n <= 1 << 62:
+            raise ValueError(f"n={n} is not in [0, 2**62].")
+        self.n = n
+        self.key = key & _WORD
+        self._half_bits = max(_MIN_HALF_BITS, (max(n - 1, 1).bit_length() + 1) // 2)
+        self._rounds = [
+            (np.uint64(derive_key(self.key, 2 * i) | 1), np.uint64(derive_key(self.key, 2 * i + 1)))
+            for i in range(_NUM_ROUNDS)
+        ]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, place: int) -> int:
+        """Return the item at `place`; raises IndexError outside [0, n)."""
+        if not 0 <= place < self.n:
+            raise IndexError(f"place {place} is not in [0, {self.n}).")
+        return int(self.take([place])[0])
+
+    def slice(self, start: int, stop: int) -> Indices:
+        """Return the items at the places `start <= i < stop`, shape (stop - start,), int64; both ends are clipped."""
+        start, stop = max(0, start), min(stop, self.n)
+        return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
+
+    def take(self, places: npt.ArrayLike) -> Indices:
+        """Return the items at `places`, integers in [0, n) of any shape; int64 of the same shape."""
+        words = np.array(places, dtype=np.uint64)
+        flat = words.reshape(-1)
+        limit = np.uint64(self.n)
+        for first in range(0, flat.size, _BLOCK):
+            block = flat[first : first + _BLOCK]
+            block[:] = self._encipher(block)
+            outside = np.flatnonzero(block >= limit)
+            while outside.size:
+                walked = self._encipher(block[outside])
+                block[outside] = walked
+                outside = outside[walked >= limit]
+        return flat.reshape(words.shape).view(np.int64)
+
+    def _encipher(self, words: _Words) -> _Words:
+        half = np.uint64(self._half_bits)
+        top = np.uint64(64 - self._half_bits)
+        left = words >> half
+        right = words & np.uint64((1 << self._half_bits) - 1)
+        mixed, shifted = np.empty_like(words), np.empty_like(words)
+        for multiplier, offset in self._rounds:
+            np.multiply(right, multiplier, out=mixed)
+            np.add(mixed, offset, out=mixed)
+            np.right_shift(mixed, np.uint64(32), out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.multiply(mixed, np.uint64(_MIX_A), out=mixed)
+            np.right_shift(mixed, top, out=mixed)
+            np.bitwise_xor(left, mixed, out=left)
+            left, right = right, left
+        np.left_shift(left, half, out=left)
+        np.bitwise_or(left, right, out=left)
+        return left
+
+
+class SequentialOrder:
+    """The order 0, 1, …, n - 1, with the interface of `ShuffledOrder`."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def slice(self, start: int, stop: int) -> Indices:
+        """Return `start, …, stop - 1`, shape (stop - start,), int64; both ends are clipped to [0, n]."""
+        start, stop = max(0, start), min(stop, self.n)
+        return np.arange(start, max(start, stop), dtype=np.int64)
+
+    def take(self, places: npt.ArrayLike) -> Indices:
+        """Return `places` themselves as int64."""
+        return np.array(places, dtype=np.int64)
+
+
+class ShuffledOrder(KeyedPermutation):
+    """The shuffled order of one epoch: `KeyedPermutation(n, epoch_key(seed, epoch))`."""
+
+    def __init__(self, n: int, seed: int, epoch: int) -> None:
+        super().__init__(n, epoch_key(seed, epoch))

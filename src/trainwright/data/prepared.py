@@ -1,0 +1,348 @@
+"""A loader made ready for one data-parallel rank: how many rounds an epoch has, which are real, where to begin.
+
+Ranks may hold different numbers of batches. In lock step (training, and evaluation where every forward communicates)
+every rank must do as many rounds as the others, by the declared policy:
+
+- "pad": a rank that has run out replays its last real batch, with weight 0, until all are done;
+- "stop": all stop when the first has run out;
+- "error": refused, before the start where the numbers are known.
+
+Without lock step a rank simply ends when it has run out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.data.sampler import Dealer
+
+Stage = Literal["train", "validate", "test", "predict"]
+Uneven = Literal["pad", "stop", "error"]
+Agree = Callable[[list[int]], list[list[int]]]
+
+_END: Any = object()
+_CYCLE_STRIDE = 1 << 32
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSettings:
+    """What preparing a loader depends on besides the loader; see `prepare_loader` for the fields."""
+
+    stage: Stage
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+    use_distributed_sampler: bool = True
+    uneven: Uneven = "pad"
+    lockstep: bool = False
+    agree: Agree | None = None
+    shuffle: bool | None = None
+    name: str = "train_dataloader"
+
+    def __post_init__(self) -> None:
+        if self.stage not in ("train", "validate", "test", "predict"):
+            raise ConfigurationError(f"stage={self.stage!r} is not one of 'train', 'validate', 'test', 'predict'.")
+        if self.uneven not in ("pad", "stop", "error"):
+            raise ConfigurationError(f"uneven={self.uneven!r} is not one of 'pad', 'stop', 'error'.")
+        if not 0 <= self.rank < self.world:
+            raise ConfigurationError(f"rank={self.rank} is not in [0, world={self.world}).")
+
+
+class PreparedLoader:
+    """A loader of one rank. Made by `prepare_loader`; sub-classes say how batches are come by.
+
+    Attributes:
+        raw: the user's loader, unchanged.
+        settings: what it was prepared with.
+        epoch: the epoch that `set_epoch` chose last.
+    """
+
+    def __init__(self, raw: Any, settings: LoaderSettings, *, dealer: Dealer | None = None) -> None:
+        """Store; `dealer` deals batches to all ranks, or does the arithmetic only (see the sub-classes)."""
+        self.raw = raw
+        self.settings = settings
+        self.epoch = 0
+        self._dealer = dealer
+        self._counts: list[int] | None = None
+        self._fewest = 0
+        self._ended_at: int | None = None
+        self._state_source: Any = None
+        self._restored = False
+        self._held_state: Mapping[str, Any] | None = None
+
+    # What the loop asks
+
+    @property
+    def num_batches(self) -> int | None:
+        """Rounds in this epoch, the same number on every rank; None when it cannot be known before the end."""
+        if self._counts is None:
+            return None
+        return self._fewest if self.settings.lockstep and self.settings.uneven == "stop" else max(self._counts)
+
+    @property
+    def num_full_rounds(self) -> int:
+        """Rounds, from the epoch's start, in which every rank has a batch of its own; 0 when unknown."""
+        return self._fewest
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in one micro-batch of one rank, the last one perhaps excepted; None when unknown."""
+        return None
+
+    @property
+    def stateful(self) -> bool:
+        """Whether the place in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
+        return self._state_source is not None
+
+    @property
+    def counts(self) -> list[int] | None:
+        """Batches of every rank in this epoch, in rank order; None when unknown."""
+        return self._counts
+
+    def has_batch(self, batch: int) -> bool:
+        """Return whether this rank's batch of that round is real; False marks padding. True when not known yet."""
+        if self._counts is None:
+            return self._ended_at is None or batch < self._ended_at
+        return batch < self._counts[self.settings.rank]
+
+    def real_ranks(self, batch: int) -> int:
+        """Return how many ranks have a real batch in that round; all of them when unknown."""
+        if self._counts is None or batch < self._fewest:
+            return self.settings.world
+        return sum(batch < count for count in self._counts)
+
+    def samples_in_round(self, batch: int) -> int | None:
+        """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
+        return None
+
+    def position(self, batch: int) -> dict[str, int]:
+        """Return the place in the data after `batch` rounds of the present epoch, JSON-able, for `set_epoch`.
+
+        It holds `batch` and, where arithmetic gives it, what all ranks have consumed (`samples` or `micro_batches`), so
+        that another number of ranks goes on where these have stopped. The same on every rank.
+        """
+        return {"batch": batch}
+
+    def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
+        """Turn to an epoch (0-based) before iterating over it.
+
+        Args:
+            epoch: passed on to the order, and to the user's sampler or data set where they have a `set_epoch`.
+            resume: what `position` returned when this epoch was left, also under another number of ranks; then
+                `iterate(resume["batch"])` is the next batch, and `num_batches` counts the rounds before it too.
+
+        Every rank must call it: it communicates when each rank has a loader of its own making and `agree` was given.
+
+        Raises:
+            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error".
+        """
+        self.epoch = epoch
+        self._turn_to(epoch, resume)
+        self.count_batches()
+
+    def iterate(self, start_batch: int = 0) -> Iterator[Any]:
+        """Return an iterator over this rank's batches of the present epoch, from round `start_batch` on.
+
+        Nothing before `start_batch` is fetched. Where nothing needs to be added, it is the loader's own iterator. It
+        communicates (`agree`, one call a round) only in evaluation in lock step over a loader without length.
+
+        Raises:
+            ConfigurationError: the loader can neither seek nor was given its state back; or it turns out to be empty.
+        """
+        self._held_state = None
+        self._ended_at = None
+        settings = self.settings
+        if self._counts is None:
+            batches = self._unsized(start_batch)
+            if settings.lockstep and settings.world > 1 and settings.stage != "train":
+                return self._agreed(batches, start_batch)
+            return batches  # in training, iterate_groups agrees once a group
+        own, rounds = self._counts[settings.rank], self.num_batches
+        assert rounds is not None  # counts are known
+        if not settings.lockstep or own == rounds:
+            return self._open(start_batch)
+        if own > rounds:
+            return itertools.islice(self._open(start_batch), max(0, rounds - start_batch))
+        return self._padded(start_batch, own, rounds)
+
+    def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
+        """Return an iterator over one more pass of the present epoch, in an order of its own if the loader shuffles.
+
+        Args:
+            cycle: 0 for the epoch itself.
+            start_batch: this rank's batch of that pass to begin with.
+        """
+        if cycle == 0:
+            return self.iterate(start_batch)
+        epoch = self.epoch
+        try:
+            # Pass c of epoch e visits the data in the order of epoch e + c·2³²: a place of its own, and a function of
+            # both numbers.
+            self.epoch = epoch + cycle * _CYCLE_STRIDE
+            self._turn_to(self.epoch, None)
+            return self._open(start_batch)
+        finally:
+            self.epoch = epoch
+
+    # A loader that keeps its own place
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the loader's own state as of the last batch that the loop has been given (see `stateful`).
+
+        Raises:
+            ConfigurationError: the loader keeps no state.
+        """
+        self._need_state()
+        return dict(self._held_state if self._held_state is not None else self._state_source.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the loader its state back; the next `iterate(start_batch)` continues there.
+
+        Raises:
+            ConfigurationError: the loader keeps no state.
+        """
+        self._need_state()
+        self._state_source.load_state_dict(dict(state))
+        self._restored = True
+
+    def hold_state(self) -> None:
+        """Keep the present state for `state_dict`, because the next batch is fetched before the loop asks for it."""
+        if self._state_source is not None:
+            self._held_state = dict(self._state_source.state_dict())
+
+    def count_batches(self) -> None:
+        """Find out how many batches every rank has in the present epoch; see `set_epoch` for when it communicates."""
+        counts = self._all_counts()
+        self._counts = counts
+        self._fewest = min(counts) if counts else 0
+        if counts is None:
+            return
+        settings = self.settings
+        if max(counts) == 0:
+            raise ConfigurationError(
+                f"{settings.name} is empty: it has no batch. Check the data set, and drop_last with a batch size that "
+                "is larger than the data set."
+            )
+        if not settings.lockstep or min(counts) == max(counts):
+            return
+        if settings.uneven == "error" or (settings.uneven == "stop" and min(counts) == 0):
+            raise uneven_error(settings.name, counts, settings.uneven)
+
+    # What sub-classes say
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        """Tell whatever depends on the epoch."""
+
+    def _count(self) -> list[int] | int | None:
+        """Return the batches of every rank, where arithmetic gives them; or this rank's own number; or None."""
+        raise NotImplementedError
+
+    def _open(self, start_batch: int) -> Iterator[Any]:
+        """Return the iterator over this rank's real batches from `start_batch` on."""
+        raise NotImplementedError
+
+    def filler(self) -> Any:
+        """Return some batch for a rank that has none of its own to replay."""
+        raise ConfigurationError(
+            f"{self.settings.name}: rank {self.settings.rank} has no batch at all, and nothing to pad with. Give every "
+            'rank data, or pass uneven="stop".'
+        )
+
+    # Details
+
+    def _all_counts(self) -> list[int] | None:
+        counts = self._count()
+        if isinstance(counts, list):
+            return counts
+        settings = self.settings
+        if settings.world == 1 or settings.agree is None:
+            return None if counts is None else [counts] * settings.world
+        # Each rank has a loader of its own making. All take part, also one without a length: a collective cannot
+        # depend on what one rank knows.
+        told = [row[0] for row in settings.agree([-1 if counts is None else counts])]
+        return None if min(told) < 0 else told
+
+    def _unsized(self, start_batch: int) -> Iterator[Any]:
+        resumed = self._restored or start_batch > 0
+        batches = self._open(start_batch)
+        if resumed or self.settings.world > 1:
+            return batches  # nothing left may be right; between ranks, `iterate_groups` finds out together
+        first = [next(batches, _END)]
+        if first[0] is _END:
+            raise ConfigurationError(
+                f"{self.settings.name} is empty: it gave no batch in epoch {self.epoch}. A generator gives its items "
+                "once only: pass an object whose __iter__ begins anew each time."
+            )
+        return itertools.chain(_drain(first), batches)
+
+    def _padded(self, start_batch: int, own: int, rounds: int) -> Iterator[Any]:
+        real = own - start_batch
+        last = _END
+        if real > 0:
+            batches = self._open(start_batch)
+            yield from itertools.islice(batches, real - 1)
+            last = next(batches, _END)
+            if last is _END:
+                return  # shorter than it said: the loop finds out by counting
+            yield last
+        if last is _END:
+            last = self.filler()
+        for _ in range(rounds - max(own, start_batch)):
+            yield last
+
+    def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
+        settings = self.settings
+        if settings.agree is None:
+            raise ConfigurationError(
+                f"{settings.name} has no length, and in lock step {settings.world} ranks must agree where it ends: "
+                "prepare it with agree=."
+            )
+        for index in itertools.count(first_round):
+            batch = next(batches, _END) if self._ended_at is None else _END
+            if batch is _END and self._ended_at is None:
+                self._ended_at = index
+            have = [row[0] for row in settings.agree([int(batch is not _END)])]
+            if not any(have) or (settings.uneven == "stop" and not all(have)):
+                return
+            if settings.uneven == "error" and not all(have):
+                raise uneven_error(settings.name, [index + has for has in have], "error")
+            if batch is not _END:
+                last = batch
+            elif index == first_round:
+                last = self.filler()
+            del batch
+            yield last
+
+    def _begin(self, start_batch: int, *, seekable: bool) -> None:
+        """Check that the epoch can begin at `start_batch`, and use up a state that was given back."""
+        restored, self._restored = self._restored, False
+        if start_batch and not seekable and not restored:
+            raise ConfigurationError(
+                f"{self.settings.name} cannot begin at batch {start_batch}: {type(self.raw).__name__} can neither seek "
+                "nor was its state given back, and replaying would fetch again what was consumed. Use a map-style data "
+                "set, a list, or a loader with state_dict and load_state_dict (such as torchdata's "
+                "StatefulDataLoader); or resume at an epoch's start."
+            )
+
+    def _need_state(self) -> None:
+        if self._state_source is None:
+            raise ConfigurationError(f"{self.settings.name} keeps no state of its own; its place is `position(batch)`.")
+
+
+def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationError:
+    """Return the error for ranks with different numbers of batches, naming the numbers and the ways out."""
+    return ConfigurationError(
+        f"{name}: the ranks have different numbers of batches, {counts}, which uneven={policy!r} does not allow. "
+        'Pass uneven="pad" (ranks that have run out replay a batch with weight 0), or uneven="stop" with at least one '
+        "batch on every rank, or make the number of batches divisible by the number of ranks."
+    )
+
+
+def _drain(items: list[Any]) -> Iterator[Any]:
+    """Yield the items without keeping them."""
+    while items:
+        yield items.pop(0)

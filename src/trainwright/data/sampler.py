@@ -1,0 +1,376 @@
+"""Which rank takes which micro-batch, and where to begin: arithmetic on the place in the epoch, never a replay.
+
+Micro-batch m of an epoch goes to rank m mod world. So `world` ranks that accumulate once see, step by step, what one
+rank that accumulates `world` times sees, no sample is visited twice, and the last micro-batch may be short.
+
+A *round* is what all ranks take together: round i is the i-th batch of every rank, counted from the epoch's start.
+A resumed epoch has an *anchor*: the round, and the place in the data, where this process group took over. The rounds
+before it belong to whoever ran them, perhaps with another world size; the samples behind it are dealt anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, Sampler, get_worker_info
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.rng import isolate_rng
+from trainwright.data.order import Order, SequentialOrder, ShuffledOrder, derive_key, epoch_key
+
+_END: Any = object()
+# Indices computed at once by a running sampler: enough to amortise numpy, few enough that a resume starts at once.
+_CHUNK = 8192
+
+
+class SeededIndices(list[int]):
+    """The indices of one batch, with the seed that a loader worker takes on when it begins to fetch them.
+
+    A worker's random augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on
+    how many batches that worker fetched before, and not on a resume in between. Iterating over it inside a worker
+    process seeds `random`, numpy's global generator and torch's CPU generator; elsewhere it is a plain list.
+    """
+
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[int]:
+        if get_worker_info() is not None:
+            seed_global_generators(self.seed)
+        return super().__iter__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # list's own way to pickle iterates over the object; a slice copies without.
+        return SeededIndices, (self[:], self.seed)
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed `random`, numpy's global generator and torch's CPU generator of this process with a 64-bit `seed`."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+
+
+class Dealer(Sampler[Any]):
+    """What the two samplers share: dealing micro-batches to ranks, and the arithmetic of rounds.
+
+    Args:
+        rank: this rank on the data axis.
+        world: number of data-parallel ranks.
+        seed_batches: hand out `SeededIndices` (see there) where the batch is a list.
+
+    Raises:
+        ConfigurationError: `rank` is not in [0, world).
+    """
+
+    def __init__(self, *, rank: int, world: int, seed: int, seed_batches: bool = False) -> None:
+        if not 0 <= rank < world:
+            raise ConfigurationError(f"rank={rank} is not in [0, world={world}).")
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.seed_batches = seed_batches
+        # Tells apart the batch seeds of ranks whose loaders are not dealt: each of them has a micro-batch 0.
+        self.stream = 0
+        self.epoch = 0
+        self._anchor_round = 0
+        self._start_round = 0
+
+    @property
+    def micro_batches_left(self) -> int | None:
+        """Micro-batches of this epoch behind the anchor, over all ranks; None when nothing tells."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
+        """Turn to `epoch` (0-based); `resume` is what `position` gave when the epoch was left, None for its start."""
+        self.epoch = epoch
+        self._anchor_round = int(resume["batch"]) if resume else 0
+        self._start_round = self._anchor_round
+
+    def start(self, batch: int) -> None:
+        """Let the next iteration begin at this rank's batch `batch` of the epoch (a round), by arithmetic.
+
+        Raises:
+            ConfigurationError: the round lies before the anchor that `set_epoch` was given.
+        """
+        if batch < self._anchor_round:
+            raise ConfigurationError(
+                f"start batch {batch} lies before batch {self._anchor_round}, where this epoch was resumed."
+            )
+        self._start_round = batch
+
+    def counts(self) -> list[int] | None:
+        """Return how many batches each rank has in this epoch, rounds before the anchor included; None when unknown."""
+        left = self.micro_batches_left
+        if left is None:
+            return None
+        return [self._anchor_round + max(0, -((rank - left) // self.world)) for rank in range(self.world)]
+
+    @property
+    def num_rounds(self) -> int | None:
+        """The most batches that any rank has in this epoch; None when unknown."""
+        left = self.micro_batches_left
+        return None if left is None else self._anchor_round + -(-left // self.world)
+
+    def has_batch(self, round_index: int) -> bool:
+        """Return whether this rank has a batch of its own in the round; True when the number is unknown."""
+        left = self.micro_batches_left
+        return left is None or self._first_micro_batch(round_index) + self.rank < left
+
+    def real_ranks(self, round_index: int) -> int:
+        """Return how many ranks have a batch of their own in the round; all of them when the number is unknown."""
+        left = self.micro_batches_left
+        if left is None:
+            return self.world
+        return min(self.world, max(0, left - self._first_micro_batch(round_index)))
+
+    def samples_in_round(self, round_index: int) -> int | None:
+        """Return the number of samples in the round over all ranks, or None when arithmetic does not give it."""
+        return None
+
+    def position(self, batch: int) -> dict[str, int]:
+        """Return the place in the data after `batch` rounds of this epoch, JSON-able, for `set_epoch(resume=...)`."""
+        raise NotImplementedError
+
+    def first(self) -> Any:
+        """Return the indices of the epoch's first batch, whoever's it is; there must be one."""
+        alone = copy.copy(self)
+        alone.rank, alone.world, alone.seed_batches = 0, 1, False
+        Dealer.set_epoch(alone, self.epoch)
+        alone._rewind()
+        return next(iter(alone))
+
+    def _rewind(self) -> None:
+        """Forget the anchor's place in the data."""
+
+    def __len__(self) -> int:
+        """Return how many batches the next iteration gives this rank; TypeError when unknown."""
+        counts = self.counts()
+        if counts is None:
+            raise TypeError("The number of batches is unknown.")
+        return max(0, counts[self.rank] - self._start_round)
+
+    def _first_micro_batch(self, round_index: int) -> int:
+        """The first micro-batch of a round, counted from the anchor."""
+        return (round_index - self._anchor_round) * self.world
+
+    def _batch_seeds(self, first: int) -> Iterator[int]:
+        """Seeds of this rank's batches from micro-batch `first` (counted from the epoch's start) on."""
+        # Another stream than the order's own key, which the cipher's rounds are drawn from.
+        key = derive_key(epoch_key(self.seed, self.epoch), (1 << 32) + self.stream)
+        return (derive_key(key, m) for m in itertools.count(first, self.world))
+
+
+class ShardedBatchSampler(Dealer):
+    """Index batches of one rank, from an order that is a pure function of (seed, epoch).
+
+    Micro-batch m behind the anchor is the slice [m·batch_size, (m + 1)·batch_size) of the epoch's order; rank r takes
+    m = r, r + world, r + 2·world, … A resume begins anywhere in constant time and looks at no index before.
+
+    Args:
+        num_samples: samples in the data set.
+        batch_size: samples in a micro-batch; the last one of the epoch may be short.
+        shuffle: visit the samples in `ShuffledOrder(num_samples, seed, epoch)`, otherwise in their own order.
+        seed: of the order; the same on every rank.
+        drop_last: leave out a short last micro-batch.
+        rank, world: this rank and the number of data-parallel ranks.
+        single: yield bare indices instead of lists of one; asks for `batch_size=1`.
+        seed_batches: see `SeededIndices`.
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        single: bool = False,
+        seed_batches: bool = False,
+    ) -> None:
+        super().__init__(rank=rank, world=world, seed=seed, seed_batches=seed_batches)
+        if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
+            raise ConfigurationError(
+                f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
+                f"{', exactly 1 for bare indices' if single else ''}."
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.single = single
+        self._anchor_sample = 0
+
+    @property
+    def micro_batches_left(self) -> int:
+        """Micro-batches of this epoch behind the anchor, over all ranks."""
+        samples = self.num_samples - self._anchor_sample
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+    def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
+        """Turn to `epoch`; `resume` holds `batch` and `samples` (over all ranks) consumed in it so far, if any."""
+        super().set_epoch(epoch, resume)
+        consumed = resume.get("samples", int(resume["batch"]) * self.world * self.batch_size) if resume else 0
+        self._anchor_sample = min(self.num_samples, int(consumed))
+
+    def _rewind(self) -> None:
+        self._anchor_sample = 0
+
+    def samples_in_round(self, round_index: int) -> int:
+        """Return the number of samples in the round over all ranks."""
+        return self._samples_before(round_index + 1) - self._samples_before(round_index)
+
+    def position(self, batch: int) -> dict[str, int]:
+        """Return `batch` itself and `samples`, those all ranks have consumed when `batch` rounds are done."""
+        return {"batch": batch, "samples": self._samples_before(batch)}
+
+    def order(self) -> Order:
+        """Return the present epoch's order."""
+        if self.shuffle:
+            return ShuffledOrder(self.num_samples, self.seed, self.epoch)
+        return SequentialOrder(self.num_samples)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Everything is read now, not while iterating: loader workers run ahead, and set_epoch may be called meanwhile.
+        first = self._first_micro_batch(self._start_round) + self.rank
+        batches = self._batches(self.order(), self._anchor_sample, first, self.micro_batches_left)
+        if self.single:
+            return (batch[0] for batch in batches)
+        if self.seed_batches:
+            before = self._anchor_sample // self.batch_size
+            return map(SeededIndices, batches, self._batch_seeds(before + first))
+        return batches
+
+    def _batches(self, order: Order, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
+        size = self.batch_size
+        rows_at_once = max(1, _CHUNK // size)
+        within = np.arange(size, dtype=np.int64)
+        micro_batches = range(first, stop, self.world)
+        for chunk in range(0, len(micro_batches), rows_at_once):
+            rows = micro_batches[chunk : chunk + rows_at_once]
+            places = anchor + np.asarray(rows, dtype=np.int64)[:, None] * size + within
+            if places[-1, -1] < order.n:
+                yield from order.take(places).tolist()
+            else:
+                full = order.take(places[:-1]).tolist()
+                yield from full
+                yield order.take(places[-1][places[-1] < order.n]).tolist()
+
+    def _samples_before(self, round_index: int) -> int:
+        micro_batches = min(max(0, self._first_micro_batch(round_index)), self.micro_batches_left)
+        return min(self._anchor_sample + micro_batches * self.batch_size, self.num_samples)
+
+
+class BatchShard(Dealer):
+    """A user's own batches of indices, kept as they are and dealt to the ranks: micro-batch m goes to rank m mod world.
+
+    Skipping draws the user's indices and drops them; no data is touched. So that every rank, and a resumed run, draws
+    the same indices, the global CPU generators are seeded by (seed, epoch) while the sampler begins (up to its first
+    batch) and restored after, a `torch.Generator` that it holds is seeded likewise, and `set_epoch` is passed on to it.
+
+    Args:
+        batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch is to have one.
+        rank, world: this rank and the number of data-parallel ranks. `0, 1`: every batch is this rank's own.
+        seed: of the run.
+        seed_batches: see `SeededIndices`.
+    """
+
+    def __init__(
+        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seed_batches: bool = False
+    ) -> None:
+        super().__init__(rank=rank, world=world, seed=seed, seed_batches=seed_batches)
+        self.batch_sampler = batch_sampler
+        inner = getattr(batch_sampler, "sampler", None)
+        self._parts: list[Any] = [part for part in (batch_sampler, inner) if part is not None]
+        self._generators = [
+            (part.generator, part.generator.initial_seed())
+            for part in self._parts
+            if isinstance(getattr(part, "generator", None), torch.Generator)
+        ]
+        self._anchor_micro_batch = 0
+        # torch's own BatchSampler says what its batches hold, unless a subclass changes it.
+        plain = type(batch_sampler) is BatchSampler
+        self.batch_size: int | None = batch_sampler.batch_size if plain else None  # type: ignore[attr-defined]
+
+    @property
+    def micro_batches_left(self) -> int | None:
+        """Micro-batches of this epoch behind the anchor, over all ranks; None for a sampler without length."""
+        if not isinstance(self.batch_sampler, Sized):
+            return None
+        try:
+            return max(0, len(self.batch_sampler) - self._anchor_micro_batch)
+        except TypeError:  # a BatchSampler has a length only when its sampler has one
+            return None
+
+    def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
+        """Turn to `epoch` and tell the user's sampler if it listens; `resume` is what `position` gave."""
+        super().set_epoch(epoch, resume)
+        for part in self._parts:
+            if callable(getattr(part, "set_epoch", None)):
+                part.set_epoch(epoch)
+        self._anchor_micro_batch = self._consumed_micro_batches(resume) if resume else 0
+
+    def _rewind(self) -> None:
+        self._anchor_micro_batch = 0
+
+    def samples_in_round(self, round_index: int) -> int | None:
+        """Return the samples of the round over all ranks; None unless torch's own BatchSampler tells its sizes."""
+        left, size = self.micro_batches_left, self.batch_size
+        if left is None or size is None:
+            return None
+        first = min(self._first_micro_batch(round_index), left)
+        stop = min(self._first_micro_batch(round_index + 1), left)
+        samples = (stop - first) * size
+        sampler = self.batch_sampler
+        if first < stop == left and not sampler.drop_last:  # type: ignore[attr-defined]
+            samples -= len(sampler) * size - len(sampler.sampler)  # type: ignore[arg-type, attr-defined]
+        return samples
+
+    def position(self, batch: int) -> dict[str, int]:
+        """Return `batch` itself and `micro_batches`, those dealt to all ranks when `batch` rounds are done."""
+        return {"batch": batch, "micro_batches": self._anchor_micro_batch + max(0, self._first_micro_batch(batch))}
+
+    def __iter__(self) -> Iterator[Any]:
+        first = self._anchor_micro_batch + self._first_micro_batch(self._start_round) + self.rank
+        key = epoch_key(self.seed, self.epoch)
+        for generator, initial_seed in self._generators:
+            generator.manual_seed(derive_key(mix_seeds(initial_seed, key), self.epoch) & 0x7FFFFFFFFFFFFFFF)
+        with isolate_rng():
+            seed_global_generators(key)
+            batches = iter(self.batch_sampler)
+            # A sampler that is a generator function draws its order when the first batch is asked for.
+            head = next(batches, _END)
+        if head is _END:
+            return iter(())
+        mine = itertools.islice(itertools.chain((head,), batches), first, None, self.world)
+        if not self.seed_batches:
+            return mine
+        return (
+            SeededIndices(batch, seed) if type(batch) is list else batch
+            for batch, seed in zip(mine, self._batch_seeds(first), strict=False)
+        )
+
+    def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
+        if "micro_batches" in resume:
+            return int(resume["micro_batches"])
+        if self.batch_size is not None and "samples" in resume:
+            return -(-int(resume["samples"]) // self.batch_size)
+        return int(resume["batch"]) * self.world
+
+
+def mix_seeds(a: int, b: int) -> int:
+    """Return a 64-bit word that depends on both integers."""
+    return derive_key(a ^ derive_key(b, 0), 0)

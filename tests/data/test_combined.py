@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.data.sources import Numbers, NumberStream, flat, prepared
+from trainwright.core.errors import ConfigurationError
+from trainwright.data import CombinedLoader, prepare_loader
+
+
+def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
+    return CombinedLoader({"a": DataLoader(Numbers(long)), "b": DataLoader(Numbers(short))}, mode)
+
+
+@pytest.mark.parametrize(
+    ("mode", "batches"), [("min_size", 16), ("max_size", 64), ("max_size_cycle", 64), ("sequential", 80)]
+)
+def test_a_mode_makes_so_many_batches(mode: Any, batches: int) -> None:
+    combined = pair(mode)
+    loader = prepared(combined)
+    assert len(combined) == len(list(combined)) == batches
+    assert loader.num_batches == len(list(loader.iterate())) == batches
+
+
+def test_the_default_mode_is_min_size() -> None:
+    assert len(CombinedLoader([range(3), range(5)])) == 3
+
+
+def test_a_batch_has_the_shape_of_the_iterables() -> None:
+    combined = CombinedLoader({"x": [range(2), range(3)], "y": (range(4),)})
+    assert list(combined) == [{"x": [0, 0], "y": (0,)}, {"x": [1, 1], "y": (1,)}]
+    assert list(prepared(combined).iterate()) == list(combined)
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+def test_max_size_gives_none_for_what_has_ended(prepare: bool) -> None:
+    combined = CombinedLoader([range(1), range(3)], "max_size")
+    assert list(prepared(combined).iterate() if prepare else combined) == [[0, 0], [None, 1], [None, 2]]
+
+
+@pytest.mark.parametrize("prepare", [False, True])
+@pytest.mark.parametrize("order", [[2, 5], [5, 2]])
+def test_max_size_cycle_begins_the_short_one_anew(prepare: bool, order: list[int]) -> None:
+    combined = CombinedLoader([range(n) for n in order], "max_size_cycle")
+    got = list(prepared(combined).iterate() if prepare else combined)
+    assert got == [[i % n for n in order] for i in range(5)]
+
+
+def test_a_cycle_of_a_shuffled_member_has_an_order_of_its_own() -> None:
+    source = CombinedLoader([DataLoader(Numbers(40), 1), DataLoader(Numbers(20), 1, shuffle=True)], "max_size_cycle")
+    second = [batch[1].item() for batch in prepared(source).iterate()]
+    assert sorted(second[:20]) == sorted(second[20:]) == list(range(20))
+    assert second[:20] != second[20:]
+
+
+def test_sequential_reads_one_after_the_other() -> None:
+    combined = CombinedLoader([range(2), range(3)], "sequential")
+    assert list(combined) == list(prepared(combined).iterate()) == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_resuming_after_any_batch_gives_the_uninterrupted_list(mode: Any) -> None:
+    def loader() -> Any:
+        members = [DataLoader(Numbers(11), 2, shuffle=True), DataLoader(Numbers(5), 2, shuffle=True), range(3)]
+        return prepared(CombinedLoader(members, mode), epoch=1)
+
+    whole = list(map(str, loader().iterate()))
+    for k in range(len(whole) + 1):
+        assert whole[:k] + list(map(str, loader().iterate(k))) == whole
+
+
+def test_members_are_dealt_to_the_ranks_each_by_itself() -> None:
+    for rank in range(2):
+        batches = list(prepared(pair("min_size", 8, 4), rank=rank, world=2).iterate())
+        assert [flat([b["a"], b["b"]]) for b in batches] == [[rank, rank], [rank + 2, rank + 2]]
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
+def test_p15_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
+    loaders = [prepared(pair(mode, 7, 3), rank=rank, world=2) for rank in range(2)]
+    rounds = [len(list(loader.iterate())) for loader in loaders]
+    assert rounds == [loaders[0].num_batches] * 2
+    assert [sum(loader.has_batch(i) for i in range(rounds[0])) for loader in loaders] == loaders[0].counts
+
+
+def test_p07_another_number_of_ranks_goes_on_side_by_side() -> None:
+    def run(world: int, place: dict[str, int] | None, stop: int) -> tuple[list[int], dict[str, int]]:
+        first = place["batch"] if place else 0
+        seen: list[int] = []
+        for rank in range(world):
+            loader = prepare_loader(pair("min_size", 24, 24), stage="train", rank=rank, world=world)
+            loader.set_epoch(0, place)
+            batches = list(loader.iterate(first))[: stop - first]
+            seen += flat(b["a"] for i, b in enumerate(batches, first) if loader.has_batch(i))
+        return seen, loader.position(stop)
+
+    first, place = run(4, None, 3)
+    rest, _ = run(3, place, 100)
+    assert sorted(first + rest) == list(range(24))
+
+
+def test_cycles_do_not_go_on_with_another_number_of_ranks() -> None:
+    place = prepared(pair("max_size_cycle"), world=4).position(3)
+    loader = prepare_loader(pair("max_size_cycle"), stage="train", world=2)
+    with pytest.raises(ConfigurationError, match=r"left by 4 ranks .* cannot go on with 2"):
+        loader.set_epoch(0, place)
+
+
+def test_samples_of_all_members_are_counted() -> None:
+    loader = prepared(pair("max_size", 5, 2), world=2)
+    assert [loader.samples_in_round(i) for i in range(3)] == [4, 2, 1]
+
+
+def test_a_member_without_length_makes_the_whole_uncounted() -> None:
+    loader = prepared(CombinedLoader([DataLoader(NumberStream(3)), DataLoader(Numbers(5))]))
+    assert loader.num_batches is None
+    assert len(list(loader.iterate())) == 3
+
+
+def test_a_list_or_dict_of_loaders_is_combined() -> None:
+    loader = prepared({"a": DataLoader(Numbers(4)), "b": DataLoader(Numbers(2))})
+    assert (loader.num_batches, list(next(loader.iterate()))) == (4, ["a", "b"])
+
+
+def test_an_unknown_mode_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'max_size'"):
+        CombinedLoader([range(2)], "maxsize")  # type: ignore[arg-type]
+
+
+def test_no_member_or_no_loader_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no member"):
+        CombinedLoader([])
+    with pytest.raises(ConfigurationError, match="int cannot be iterated over"):
+        CombinedLoader([1])

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from tests.data.sources import Numbers, NumberStream
+from trainwright.data import DataModule
+
+
+def test_a_bare_module_has_no_loader_and_changes_no_batch() -> None:
+    module = DataModule()
+    assert module.train_dataloader() is module.val_dataloader() is module.test_dataloader() is None
+    assert module.predict_dataloader() is None
+    assert module.state_dict() == {}
+    assert module.trainer is None
+    assert module.prepare_data_per_node
+    assert module.on_before_batch_transfer([1], 0) == module.on_after_batch_transfer([1], 0) == [1]
+
+
+def test_transfer_moves_the_whole_batch() -> None:
+    batch = {"x": torch.ones(2), "name": "a"}
+    moved = DataModule().transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert (moved["x"].device.type, moved["name"]) == ("meta", "a")
+
+
+def test_hyperparameters_are_remembered() -> None:
+    class Mine(DataModule):
+        def __init__(self, path: str, batch_size: int = 3) -> None:
+            self.save_hyperparameters()
+
+    assert Mine("here").hparams == {"path": "here", "batch_size": 3}
+
+
+def test_from_datasets_shuffles_training_only() -> None:
+    module = DataModule.from_datasets(Numbers(8), val_dataset=Numbers(4), batch_size=2)
+    assert isinstance(module.train_dataloader().sampler, RandomSampler)
+    assert isinstance(module.val_dataloader().sampler, SequentialSampler)
+    assert module.train_dataloader().batch_size == 2
+    assert module.test_dataloader() is None
+
+
+def test_from_datasets_takes_streams_and_several_data_sets() -> None:
+    module = DataModule.from_datasets(
+        train_dataset={"a": NumberStream(3), "b": Numbers(2)}, val_dataset=[Numbers(1), Numbers(2)], test_dataset=[5, 6]
+    )
+    assert list(module.train_dataloader()) == ["a", "b"]
+    assert [len(loader) for loader in module.val_dataloader()] == [1, 2]
+    assert [batch.item() for batch in module.test_dataloader()] == [5, 6]
+
+
+def test_from_datasets_builds_the_class_with_what_it_accepts() -> None:
+    class Mine(DataModule):
+        def __init__(self, batch_size: int, tag: str) -> None:
+            self.got: tuple[Any, ...] = (batch_size, tag)
+
+    assert Mine.from_datasets(Numbers(2), batch_size=7, tag="t").got == (7, "t")

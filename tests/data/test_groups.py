@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.data.sources import Numbers, NumberStream, flat, on_ranks, prepared
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.state import Group
+from trainwright.data import iterate_groups, resolve_limit
+
+N, SIZE, WORLD, ACCUMULATE = st.integers(1, 60), st.integers(1, 7), st.integers(1, 4), st.integers(1, 5)
+
+
+def groups_of(n: int, size: int, world: int, accumulate: int, **more: Any) -> list[list[Group]]:
+    loaders = [prepared(DataLoader(Numbers(n), size, shuffle=True), rank=r, world=world) for r in range(world)]
+    return [list(iterate_groups(loader, accumulate=accumulate, **more)) for loader in loaders]
+
+
+@given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
+@settings(deadline=None, max_examples=60)
+def test_p02_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
+    n: int, size: int, world: int, accumulate: int
+) -> None:
+    for together in zip(*groups_of(n, size, world, accumulate), strict=True):
+        weights = [group.weights or [1 / len(group.batches)] * len(group.batches) for group in together]
+        real = [w for rank in weights for w in rank if w > 0]
+        assert real == pytest.approx([world / len(real)] * len(real))
+
+
+@given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
+@settings(deadline=None, max_examples=60)
+def test_p15_p16_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
+    n: int, size: int, world: int, accumulate: int
+) -> None:
+    ranks = groups_of(n, size, world, accumulate)
+    shapes = [[(g.first_idx, len(g.batches), g.is_last, g.num_samples) for g in rank] for rank in ranks]
+    assert shapes == [shapes[0]] * world
+    seen = [
+        number
+        for rank in ranks
+        for group in rank
+        for batch, weight in zip(group.batches, group.weights or itertools.repeat(1.0), strict=False)
+        if weight
+        for number in batch.tolist()
+    ]
+    assert sorted(seen) == list(range(n))
+    assert sum(group.num_samples or 0 for group in ranks[0]) == n
+
+
+@given(n=N, size=SIZE, world=st.integers(1, 4))
+@settings(deadline=None, max_examples=40)
+def test_ranks_that_accumulate_once_do_what_one_rank_does_that_accumulates_for_all(
+    n: int, size: int, world: int
+) -> None:
+    alone = groups_of(n, size, 1, world)[0]
+    together = list(zip(*groups_of(n, size, world, 1), strict=True))
+    assert len(alone) == len(together)
+    for group, ranks in zip(alone, together, strict=True):
+        real = [rank.batches[0].tolist() for rank in ranks if rank.weights is None or rank.weights[0]]
+        assert real == [batch.tolist() for batch in group.batches]
+
+
+@pytest.mark.parametrize("batches", [64, 51])
+def test_the_last_group_is_short(batches: int) -> None:
+    groups = list(iterate_groups(prepared(list(range(64))), accumulate=3, limit=batches))
+    assert [len(group.batches) for group in groups] == [3] * (batches // 3) + [batches % 3] * (batches % 3 > 0)
+    assert [group.first_idx for group in groups] == list(range(0, batches, 3))
+    assert [group.is_last for group in groups] == [False] * (len(groups) - 1) + [True]
+
+
+@given(n=st.integers(1, 20), accumulate=ACCUMULATE, limit=st.none() | st.integers(1, 25), start=st.integers(0, 4))
+@settings(deadline=None)
+def test_a_loader_without_length_gives_the_groups_of_one_with(
+    n: int, accumulate: int, limit: int | None, start: int
+) -> None:
+    start = min(start, n - 1, (limit or n) - 1)
+    sized = prepared(list(range(n)))
+    unsized = prepared(Resumable(n))
+    if start:
+        unsized.load_state_dict({"place": start})
+    kwargs: dict[str, Any] = {"accumulate": accumulate, "limit": limit, "start_batch": start}
+    assert list(map(shape, iterate_groups(unsized, **kwargs))) == list(map(shape, iterate_groups(sized, **kwargs)))
+
+
+def shape(group: Group) -> tuple[Any, ...]:
+    return group.batches, group.first_idx, group.is_last, group.weights
+
+
+class Resumable:
+    """An iterable of numbers that keeps its own place."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.place = self.place, 0
+        for i in range(start, self.n):
+            self.place = i + 1
+            yield i
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("k", range(1, 5))
+def test_p05_the_state_of_a_loader_that_was_read_ahead_is_that_of_the_loop(k: int) -> None:
+    loader = prepared(Resumable(9))
+    seen = [number for group in itertools.islice(iterate_groups(loader, accumulate=2), k) for number in group.batches]
+    resumed = prepared(Resumable(9))
+    resumed.load_state_dict(loader.state_dict())
+    rest = iterate_groups(resumed, accumulate=2, start_batch=2 * k)
+    assert seen + [number for group in rest for number in group.batches] == list(range(9))
+
+
+def test_a_limit_on_a_loader_without_length_needs_no_batch_ahead() -> None:
+    fetched: list[int] = []
+
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            for i in range(100):
+                fetched.append(i)
+                yield i
+
+    groups = list(iterate_groups(prepared(Source()), accumulate=2, limit=5))
+    assert [group.is_last for group in groups] == [False, False, True]
+    assert fetched == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_starting_in_the_middle_keeps_the_batch_numbers(accumulate: int) -> None:
+    groups = list(iterate_groups(prepared(list(range(10))), accumulate=accumulate, start_batch=6))
+    assert [group.first_idx for group in groups] == list(range(6, 10, accumulate))
+    assert [batch for group in groups for batch in group.batches] == [6, 7, 8, 9]
+
+
+def test_starting_at_the_end_gives_nothing() -> None:
+    assert list(iterate_groups(prepared([1, 2]), start_batch=2)) == []
+
+
+@pytest.mark.parametrize("source", ["sized", "unsized"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_no_batch_lives_longer_than_until_the_next_group_is_asked_for(source: str, accumulate: int) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    before_fetch: list[int] = []
+
+    class Watched(NumberStream):
+        def __iter__(self) -> Iterator[Any]:
+            for i in range(8):
+                if i % accumulate == 0:
+                    before_fetch.append(sum(ref() is not None for ref in alive))
+                batch = torch.tensor([i])
+                alive.append(weakref.ref(batch))
+                yield batch
+                del batch
+
+    loader = prepared(Watched(8))
+    if source == "sized":
+        loader._counts, loader._fewest = [8], 8
+    for group in iterate_groups(loader, accumulate=accumulate):
+        del group
+    # Without a length one batch is fetched ahead, while the group before it is still the loop's.
+    assert max(before_fetch) <= (0 if source == "sized" else accumulate)
+
+
+@pytest.mark.slow
+def test_a_group_costs_less_than_two_microseconds() -> None:
+    batches = [None] * 100_000
+    loader = prepared(batches)
+    fastest_s = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for _group in iterate_groups(loader):
+            pass
+        fastest_s = min(fastest_s, time.perf_counter() - began)
+    assert fastest_s / 100_000 < 2e-6
+
+
+def test_a_loader_shorter_than_it_says_ends_with_a_warning_on_one_rank() -> None:
+    class Liar:
+        def __len__(self) -> int:
+            return 5
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.warns(TrainwrightWarning, match="ended after 3 of the 5 batches"):
+        groups = list(iterate_groups(prepared(Liar()), accumulate=2))
+    assert [group.batches for group in groups] == [[0, 1], [2]]
+    assert groups[-1].is_last
+
+
+# Ranks that cannot count
+
+
+def agreed(counts: list[int], accumulate: int, **more: Any) -> list[list[Group]]:
+    def work(rank: int, agree: Any) -> list[Group]:
+        loader = prepared(
+            (i for i in range(counts[rank])),
+            rank=rank,
+            world=len(counts),
+            use_distributed_sampler=False,
+            agree=agree,
+        )
+        return list(iterate_groups(loader, accumulate=accumulate, **more))
+
+    return on_ranks(len(counts), work)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_p15_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
+    three, five = agreed([3, 5], accumulate)
+    assert [len(group.batches) for group in three] == [len(group.batches) for group in five]
+    assert [group.is_last for group in three] == [group.is_last for group in five] == [False] * (len(five) - 1) + [True]
+    assert [number for group in five for number in group.batches] == [0, 1, 2, 3, 4]
+    assert [number for group in three for number in group.batches] == [0, 1, 2, 2, 2]
+    weights = [w for group in three for w in group.weights or [1.0] * len(group.batches)]
+    assert [w > 0 for w in weights] == [True] * 3 + [False] * 2
+
+
+def test_p15_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:
+    three, five = agreed([3, 5], 2)
+    assert [group.weights for group in three] == [None, [2 / 3, 0.0], [0.0]]
+    assert [group.weights for group in five] == [None, [2 / 3, 2 / 3], [2.0]]
+
+
+def test_p15_ranks_without_length_stop_with_the_shortest() -> None:
+    for rank in agreed([3, 5], 2, uneven="stop"):
+        assert [group.batches for group in rank] == [[0, 1], [2]]
+        assert [(group.is_last, group.weights) for group in rank] == [(False, None), (True, None)]
+
+
+def test_p15_ranks_without_length_are_refused_when_told_to() -> None:
+    with pytest.raises(ConfigurationError, match=r"different numbers of batches, \[3, 4\]"):
+        agreed([3, 5], 1, uneven="error")
+
+
+def test_p15_a_rank_with_nothing_to_replay_is_an_error_on_every_rank() -> None:
+    with pytest.raises(ConfigurationError, match=r"\[0, 1\]"):
+        agreed([0, 5], 1)
+
+
+def test_ranks_without_any_batch_find_out_together() -> None:
+    with pytest.raises(ConfigurationError, match="no rank was given a batch"):
+        agreed([0, 0], 1)
+
+
+def test_a_limit_holds_on_ranks_without_length() -> None:
+    for rank in agreed([9, 9], 2, limit=3):
+        assert [(group.batches, group.is_last) for group in rank] == [([0, 1], False), ([2], True)]
+
+
+def test_ranks_without_length_need_a_way_to_agree() -> None:
+    loader = prepared(iter([1]), world=2, use_distributed_sampler=False)
+    with pytest.raises(ConfigurationError, match="2 ranks must agree where it ends"):
+        iterate_groups(loader)
+
+
+def test_accumulate_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="accumulate=0"):
+        iterate_groups(prepared([1]), accumulate=0)
+
+
+# Limits
+
+
+@pytest.mark.parametrize(
+    ("limit", "batches", "expected"),
+    [
+        (0.2, 64, 12),
+        (0.4, 64, 25),
+        (0.7, 64, 44),
+        (0.0, 64, 0),
+        (1.0, 64, 64),
+        (1, 64, 1),
+        (10, 64, 10),
+        (100, 64, 64),
+        (1e50, 64, 64),
+        (10.0, 64, 10),
+        (float("inf"), 64, 64),
+        (None, 64, 64),
+        (10, None, 10),
+        (1.0, None, None),
+        (0.0, None, 0),
+        (None, None, None),
+        (float("inf"), None, None),
+    ],
+)
+def test_a_limit_is_a_fraction_up_to_one_and_a_number_above(
+    limit: int | float | None, batches: int | None, expected: int | None
+) -> None:
+    assert resolve_limit(limit, batches, "limit_train_batches") == expected
+
+
+@pytest.mark.parametrize("limit", [-1, -0.5, float("nan"), True, "3", 2.5])
+def test_a_limit_that_means_nothing_is_refused_by_name(limit: Any) -> None:
+    with pytest.raises(ConfigurationError, match="limit_val_batches="):
+        resolve_limit(limit, 10, "limit_val_batches")
+
+
+def test_a_fraction_of_an_unknown_length_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"limit_test_batches=0\.5 is a fraction .* no length"):
+        resolve_limit(0.5, None, "limit_test_batches")
+
+
+def test_the_whole_epoch_is_in_the_groups() -> None:
+    loader = prepared(DataLoader(Numbers(10), 3, shuffle=True))
+    assert flat(b for g in iterate_groups(loader, accumulate=2) for b in g.batches) == flat(loader.iterate())

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+
+from tests.data.sources import Numbers, NumberStream, SizedStream, flat, ids, on_ranks, prepared
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.data import ShuffledOrder, prepare_loader
+
+
+def test_shuffle_true_is_replaced_by_the_keyed_order_in_one_process_too() -> None:
+    loader = prepared(DataLoader(Numbers(20), batch_size=4, shuffle=True), epoch=3, seed=9)
+    assert flat(loader.iterate()) == ShuffledOrder(20, 9, 3).slice(0, 20).tolist()
+
+
+def test_a_loader_that_does_not_shuffle_keeps_the_datas_order() -> None:
+    assert ids(prepared(DataLoader(Numbers(5), batch_size=2)).iterate()) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_global_order_depends_neither_on_ranks_nor_on_workers(world: int, workers: int) -> None:
+    data = Numbers(23)
+    whole = ids(prepared(DataLoader(data, batch_size=4, shuffle=True)).iterate())
+    dealt = [
+        ids(prepared(DataLoader(data, 4, True, num_workers=workers), rank=rank, world=world, lockstep=False).iterate())
+        for rank in range(world)
+    ]
+    assert [own[i] for i in range(len(dealt[0])) for own in dealt if i < len(own)] == whole
+
+
+def test_the_users_loader_is_not_changed() -> None:
+    loader = DataLoader(Numbers(8), batch_size=2, shuffle=True)
+    before = dict(vars(loader))
+    list(prepared(loader, world=2).iterate())
+    assert vars(loader) == before
+    assert type(loader.sampler) is RandomSampler
+
+
+class Doubling(DataLoader[Any]):
+    """A sub-class with a constructor of its own and its own way to iterate."""
+
+    def __init__(self, factor: int, dataset: Dataset[Any]) -> None:
+        super().__init__(dataset, batch_size=3, collate_fn=torch.stack)
+        self.factor = factor
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return (batch * self.factor for batch in super().__iter__())
+
+
+def test_a_sub_class_keeps_its_type_and_its_own_ways() -> None:
+    assert ids(prepared(Doubling(2, Numbers(6)), world=2, rank=1).iterate()) == [[6, 8, 10]]
+
+
+def test_the_fast_path_hands_out_the_loaders_own_iterator() -> None:
+    loader = prepared(DataLoader(Numbers(6), batch_size=3))
+    assert type(loader.iterate()) is type(iter(DataLoader(Numbers(6))))
+    batches = [1, 2, 3]
+    assert type(prepared(batches).iterate()) is type(iter(batches))
+
+
+def test_drop_last_drops_only_the_short_batch() -> None:
+    loaders = [prepared(DataLoader(Numbers(11), 2, drop_last=True), rank=r, world=2, lockstep=False) for r in range(2)]
+    assert [ids(loader.iterate()) for loader in loaders] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
+    assert [loader.num_batches for loader in loaders] == [3, 3]
+
+
+def test_a_loader_without_batching_is_dealt_by_index() -> None:
+    loader = DataLoader(Numbers(5), batch_size=None)
+    assert [flat(prepared(loader, rank=r, world=2, lockstep=False).iterate()) for r in range(2)] == [[0, 2, 4], [1, 3]]
+
+
+def test_a_users_sampler_is_kept_and_its_batches_are_dealt() -> None:
+    loader = DataLoader(Numbers(20), batch_size=2, sampler=[9, 8, 7, 6, 5, 4])
+    dealt = [ids(prepared(loader, rank=r, world=2, lockstep=False).iterate()) for r in range(2)]
+    assert dealt == [[[9, 8], [5, 4]], [[7, 6]]]
+
+
+def test_a_users_random_sampler_visits_each_sample_once_over_ranks() -> None:
+    loaders = [DataLoader(Numbers(20), 2, sampler=SubsetRandomSampler(range(5, 18))) for _ in range(3)]
+    dealt = [flat(prepared(x, rank=r, world=3, lockstep=False).iterate()) for r, x in enumerate(loaders)]
+    assert sorted(number for own in dealt for number in own) == list(range(5, 18))
+
+
+def test_a_users_batch_sampler_is_kept() -> None:
+    loader = DataLoader(Numbers(20), batch_sampler=[[1, 2, 3], [4], [5, 6]])
+    assert ids(prepared(loader).iterate()) == [[1, 2, 3], [4], [5, 6]]
+    assert ids(prepared(loader).iterate(1)) == [[4], [5, 6]]
+
+
+def test_a_users_distributed_sampler_is_left_alone_and_hears_of_each_epoch() -> None:
+    def dataloader(rank: int) -> DataLoader[Any]:
+        sampler = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=4)
+        return DataLoader(Numbers(20), batch_size=5, sampler=sampler)
+
+    for rank in range(2):
+        alone = dataloader(rank)
+        alone.sampler.set_epoch(3)  # type: ignore[union-attr]
+        assert ids(prepared(dataloader(rank), epoch=3, rank=rank, world=2).iterate()) == ids(alone)
+
+
+def test_without_use_distributed_sampler_each_rank_reads_everything_it_has() -> None:
+    loader = prepared(DataLoader(Numbers(6), batch_size=2), rank=1, world=2, use_distributed_sampler=False)
+    assert ids(loader.iterate()) == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_is_dealt_in_the_datas_order(stage: str) -> None:
+    dealt = [ids(prepared(DataLoader(Numbers(6), 2), stage=stage, rank=r, world=2).iterate()) for r in range(2)]
+    assert dealt == [[[0, 1], [4, 5]], [[2, 3]]]
+
+
+def test_a_shuffled_evaluation_loader_is_kept_with_a_warning_on_one_rank() -> None:
+    with pytest.warns(TrainwrightWarning, match="val_dataloader has shuffle=True"):
+        loader = prepared(DataLoader(Numbers(30), 30, shuffle=True), stage="validate")
+    assert flat(loader.iterate()) == ShuffledOrder(30, 0, 0).slice(0, 30).tolist()
+
+
+def test_a_shuffled_evaluation_loader_is_not_shuffled_on_several_ranks() -> None:
+    with pytest.warns(TrainwrightWarning, match="with 2 ranks the data is visited in its own order"):
+        loader = prepared(DataLoader(Numbers(30), 5, shuffle=True), stage="test", world=2)
+    assert flat(loader.iterate(2)) == [20, 21, 22, 23, 24]
+
+
+def test_shuffle_false_overrides_the_loader() -> None:
+    assert flat(prepared(DataLoader(Numbers(9), 3, shuffle=True), shuffle=False).iterate()) == list(range(9))
+
+
+def test_a_list_of_batches_is_dealt_by_index() -> None:
+    dealt = [list(prepared(list("abcde"), rank=r, world=2, lockstep=False).iterate()) for r in range(2)]
+    assert dealt == [["a", "c", "e"], ["b", "d"]]
+
+
+def test_an_empty_loader_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="val_dataloader is empty"):
+        prepare_loader(DataLoader(Numbers(3), batch_size=4, drop_last=True), stage="validate")
+    with pytest.raises(ConfigurationError, match="my_loader is empty"):
+        prepare_loader([], stage="train", name="my_loader")
+
+
+def test_an_empty_stream_is_found_when_it_is_begun() -> None:
+    with pytest.raises(ConfigurationError, match="train_dataloader is empty: it gave no batch in epoch 0"):
+        prepared(DataLoader(NumberStream(0))).iterate()
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="int is no loader"):
+        prepare_loader(3, stage="train")
+    with pytest.raises(ConfigurationError, match="dict is no loader"):
+        prepare_loader({"a": [1]}, stage="train")
+    with pytest.raises(ConfigurationError, match="uneven='wait'"):
+        prepare_loader([1], stage="train", uneven="wait")  # type: ignore[arg-type]
+
+
+# Rounds, sizes and places
+
+
+def test_sizes_and_rounds_come_from_arithmetic() -> None:
+    loaders = [prepared(DataLoader(Numbers(10), batch_size=4), rank=r, world=2) for r in range(2)]
+    assert [loader.num_batches for loader in loaders] == [2, 2]
+    assert [[loader.has_batch(i) for i in range(2)] for loader in loaders] == [[True, True], [True, False]]
+    assert [loaders[0].real_ranks(i) for i in range(2)] == [2, 1]
+    assert [loaders[0].samples_in_round(i) for i in range(2)] == [8, 2]
+    assert loaders[0].batch_size == 4
+
+
+def test_a_stream_without_length_has_no_number_of_batches() -> None:
+    loader = prepared(DataLoader(NumberStream(10), batch_size=4))
+    assert (loader.num_batches, loader.samples_in_round(0), loader.batch_size) == (None, None, 4)
+
+
+def test_a_stream_with_length_is_counted_on_one_rank() -> None:
+    loader = prepared(DataLoader(SizedStream(10), batch_size=4))
+    assert loader.num_batches == len(list(loader.iterate())) == 3
+
+
+@pytest.mark.parametrize("size", [1, 4, 7])
+def test_p06_nothing_that_was_consumed_is_fetched_again(size: int) -> None:
+    data = Numbers(50)
+    whole = flat(prepared(DataLoader(data, size, shuffle=True)).iterate())
+    data.fetched.clear()
+    assert flat(prepared(DataLoader(data, size, shuffle=True)).iterate(3)) == whole[3 * size :]
+    assert data.fetched == whole[3 * size :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_p05_resuming_after_any_batch_gives_the_uninterrupted_list(workers: int, world: int, shuffle: bool) -> None:
+    def loader(rank: int) -> Any:
+        source = DataLoader(Numbers(17), batch_size=3, shuffle=shuffle, num_workers=workers)
+        return prepared(source, epoch=1, rank=rank, world=world, lockstep=False)
+
+    for rank in range(world):
+        whole = ids(loader(rank).iterate())
+        for k in range(len(whole) + 1):
+            assert whole[:k] + ids(loader(rank).iterate(k)) == whole
+
+
+def test_p06_a_stream_that_cannot_seek_refuses_to_begin_in_the_middle() -> None:
+    with pytest.raises(ConfigurationError, match="cannot begin at batch 2: DataLoader can neither seek"):
+        prepared(DataLoader(NumberStream(10))).iterate(2)
+    with pytest.raises(ConfigurationError, match="cannot begin at batch 1"):
+        prepared(iter([1, 2])).iterate(1)
+
+
+def test_p07_other_numbers_of_ranks_go_on_where_the_first_stopped() -> None:
+    def run(world: int, place: dict[str, int] | None, rounds: int | None) -> tuple[list[int], dict[str, int]]:
+        loaders = [
+            prepare_loader(DataLoader(Numbers(100), 3, True), stage="train", rank=r, world=world) for r in range(world)
+        ]
+        first = place["batch"] if place else 0
+        seen: list[int] = []
+        for loader in loaders:
+            loader.set_epoch(0, place)
+        stop = loaders[0].num_batches if rounds is None else first + rounds
+        batches = [ids(loader.iterate(first)) for loader in loaders]
+        for i in range(first, stop or 0):
+            for loader, own in zip(loaders, batches, strict=True):
+                seen += own[i - first] if loader.has_batch(i) else []
+        return seen, loaders[0].position(stop or 0)
+
+    four, place = run(4, None, 3)
+    two, place = run(2, place, 4)
+    three, _ = run(3, place, None)
+    assert four + two + three == ShuffledOrder(100, 0, 0).slice(0, 100).tolist()
+
+
+class Remembering:
+    """An iterable of batches that keeps its own place."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.place = self.place, 0
+        for i in range(start, self.n):
+            self.place = i + 1
+            yield i
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def test_a_loader_with_a_state_continues_from_it() -> None:
+    loader = prepared(Remembering(6))
+    running = loader.iterate()
+    seen = [next(running) for _ in range(4)]
+    resumed = prepared(Remembering(6))
+    assert resumed.stateful
+    resumed.load_state_dict(loader.state_dict())
+    assert seen + list(resumed.iterate(4)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_loader_without_a_state_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="keeps no state"):
+        prepared([1]).state_dict()
+
+
+# Uneven ranks
+
+
+def own_loaders(counts: list[int], **settings: Any) -> list[tuple[int | None, list[list[int]], list[bool]]]:
+    """What ranks get that have different loaders of their own, nothing dealt."""
+
+    def work(rank: int, agree: Any) -> tuple[int | None, list[list[int]], list[bool]]:
+        source = DataLoader(Numbers(counts[rank]), batch_size=1)
+        loader = prepared(source, rank=rank, world=len(counts), use_distributed_sampler=False, agree=agree, **settings)
+        batches = ids(loader.iterate())
+        return loader.num_batches, batches, [loader.has_batch(i) for i in range(len(batches))]
+
+    return on_ranks(len(counts), work)
+
+
+def test_p15_padding_replays_the_last_batch_until_all_are_done() -> None:
+    three, five = own_loaders([3, 5])
+    assert three == (5, [[0], [1], [2], [2], [2]], [True, True, True, False, False])
+    assert five == (5, [[0], [1], [2], [3], [4]], [True] * 5)
+
+
+def test_p15_stop_ends_all_ranks_with_the_first() -> None:
+    assert [own[:2] for own in own_loaders([3, 5], uneven="stop")] == [(3, [[0], [1], [2]])] * 2
+
+
+def test_p15_error_refuses_before_the_start_and_names_the_numbers() -> None:
+    with pytest.raises(ConfigurationError, match=r"different numbers of batches, \[3, 5\]"):
+        own_loaders([3, 5], uneven="error")
+
+
+def test_p15_error_is_known_by_arithmetic_for_a_dealt_loader() -> None:
+    with pytest.raises(ConfigurationError, match=r"\[2, 1\], which uneven='error' does not allow"):
+        prepare_loader(DataLoader(Numbers(3)), stage="train", world=2, uneven="error")
+
+
+def test_p15_a_rank_without_any_batch_pads_with_the_epochs_first() -> None:
+    loader = prepared(DataLoader(Numbers(4), batch_size=4), rank=2, world=3)
+    assert (ids(loader.iterate()), loader.has_batch(0)) == ([[0, 1, 2, 3]], False)
+
+
+def test_p15_a_rank_that_resumes_after_its_last_batch_pads() -> None:
+    loader = prepared(DataLoader(Numbers(6), batch_size=2), rank=1, world=2)
+    assert (len(ids(loader.iterate(1))), loader.has_batch(1)) == (1, False)
+
+
+def test_evaluation_ends_at_different_rounds_unless_it_is_in_lock_step() -> None:
+    source = DataLoader(Numbers(3), batch_size=1)
+    assert ids(prepared(source, stage="validate", rank=1, world=2).iterate()) == [[1]]
+    padded = prepared(source, stage="validate", rank=1, world=2, lockstep=True)
+    assert ids(padded.iterate()) == [[1], [1]]
+    assert [padded.has_batch(i) for i in range(2)] == [True, False]
+
+
+def test_evaluation_in_lock_step_agrees_on_the_end_of_a_stream() -> None:
+    def work(rank: int, agree: Any) -> tuple[list[int], list[bool]]:
+        source = (i for i in range(3 + rank))
+        loader = prepared(
+            source, stage="test", rank=rank, world=2, lockstep=True, use_distributed_sampler=False, agree=agree
+        )
+        batches = list(loader.iterate())
+        return batches, [loader.has_batch(i) for i in range(len(batches))]
+
+    short, long = on_ranks(2, work)
+    assert short == ([0, 1, 2, 2], [True, True, True, False])
+    assert long == ([0, 1, 2, 3], [True] * 4)
+
+
+# Workers and random numbers
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Samples with noise from the three global generators."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), float(np.random.rand())])
+
+
+def augmented(start: int = 0, **settings: Any) -> torch.Tensor:
+    workers = settings.pop("workers", 2)
+    loader = prepared(DataLoader(Augmented(), 4, shuffle=True, num_workers=workers), epoch=1, **settings)
+    return torch.cat(list(loader.iterate(start)))
+
+
+def test_augmentation_in_workers_does_not_depend_on_their_number_or_on_a_resume() -> None:
+    whole = augmented()
+    assert torch.equal(augmented(workers=1), whole)
+    assert torch.equal(augmented(start=3), whole[12:])
+    assert torch.equal(augmented(rank=1, world=2), whole.reshape(6, 4, 4)[1::2].reshape(-1, 4))
+
+
+def test_augmentation_differs_between_batches() -> None:
+    assert augmented()[:, 1:].unique().numel() == 24 * 3
+
+
+def test_beginning_an_epoch_draws_nothing_from_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    list(prepared(DataLoader(TensorDataset(torch.arange(6)), 2, shuffle=True)).iterate(1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
+    source = DataLoader(Numbers(12), 3, shuffle=True, num_workers=1, persistent_workers=True)
+    loader = prepare_loader(source, stage="train")
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        assert flat(loader.iterate(epoch)) == ShuffledOrder(12, 0, epoch).slice(3 * epoch, 12).tolist()
+
+
+def test_the_users_own_batch_sampler_object_is_not_replaced() -> None:
+    own = BatchSampler(range(6), 2, False)
+    loader = DataLoader(Numbers(6), batch_sampler=own)
+    prepared(loader, world=2)
+    assert loader.batch_sampler is own

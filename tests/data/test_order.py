@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOrder, derive_key, epoch_key, mix64
+
+GOLDEN_TEN = [2, 4, 6, 9, 7, 8, 0, 3, 1, 5]
+GOLDEN_LARGE = [32121317467, 60575524022, 353494843430, 507878208663]
+GOLDEN_KEYS = ["0x57e1faba65107204", "0xf4abd143feb24055"]
+
+KEYS = st.integers(-(2**70), 2**70)
+
+
+def reference(n: int, key: int, place: int) -> int:
+    """The cipher in plain integers, written from its description alone."""
+    word = 2**64
+    half = 3
+    while 4**half < n:
+        half += 1
+    value = place
+    while True:
+        left, right = value >> half, value % 2**half
+        for i in range(6):
+            a = mix64(key + (2 * i + 1) * 0x9E3779B97F4A7C15) | 1
+            b = mix64(key + (2 * i + 2) * 0x9E3779B97F4A7C15)
+            y = (right * a + b) % word
+            y ^= y >> 32
+            y = y * 0xBF58476D1CE4E5B9 % word
+            left, right = right, left ^ (y >> (64 - half))
+        value = left << half | right
+        if value < n:
+            return value
+
+
+@given(n=st.integers(0, 5000), key=KEYS)
+@settings(deadline=None)
+def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
+    assert sorted(KeyedPermutation(n, key).slice(0, n).tolist()) == list(range(n))
+
+
+@given(n=st.integers(1, 2**50), key=KEYS, data=st.data())
+@settings(deadline=None)
+def test_it_is_the_documented_cipher(n: int, key: int, data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, n - 1))
+    assert KeyedPermutation(n, key)[place] == reference(n, key, place)
+
+
+def test_its_values_never_change() -> None:
+    assert KeyedPermutation(10, 0).slice(0, 10).tolist() == GOLDEN_TEN
+    assert KeyedPermutation(10**12, 2026).slice(10**11, 10**11 + 4).tolist() == GOLDEN_LARGE
+    assert [mix64(0), mix64(1), derive_key(0, 0)] == [0, 0x5692161D100B05E5, 0xE220A8397B1DCDAF]
+    assert [hex(epoch_key(42, epoch)) for epoch in (0, 1)] == GOLDEN_KEYS
+
+
+@given(n=st.integers(1, 3000), key=KEYS, data=st.data())
+@settings(deadline=None)
+def test_a_slice_is_the_same_however_it_is_cut(n: int, key: int, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(0, n))
+    permutation = KeyedPermutation(n, key)
+    whole = permutation.slice(0, n).tolist()
+    assert permutation.slice(0, cut).tolist() + permutation.slice(cut, n).tolist() == whole
+
+
+def test_take_keeps_the_shape_of_the_places() -> None:
+    permutation = KeyedPermutation(100, 1)
+    places = np.arange(100).reshape(4, 25)
+    assert permutation.take(places).tolist() == permutation.slice(0, 100).reshape(4, 25).tolist()
+
+
+def test_a_place_outside_is_an_index_error() -> None:
+    with pytest.raises(IndexError, match=r"place 5 is not in \[0, 5\)"):
+        KeyedPermutation(5, 0)[5]
+
+
+def test_seeking_in_a_million_million_items_allocates_nothing_of_their_size() -> None:
+    tracemalloc.start()
+    try:
+        found = KeyedPermutation(10**12, 3).slice(10**12 - 1000, 10**12)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(set(found.tolist())) == 1000
+    assert peak_bytes < 1_000_000
+
+
+@pytest.mark.slow
+def test_five_million_indices_a_second() -> None:
+    permutation = KeyedPermutation(2**20 + 1, 9)  # the worst case: three of four words are walked on
+    fastest_s = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        permutation.slice(0, 500_000)
+        fastest_s = min(fastest_s, time.perf_counter() - began)
+    assert 500_000 / fastest_s > 4e6  # 6e6 measured; room for a busy machine
+
+
+def test_every_sample_is_equally_often_first() -> None:
+    first = np.array([ShuffledOrder(7, 0, epoch)[0] for epoch in range(2100)])
+    expected = 2100 / 7
+    chi_square = ((np.bincount(first, minlength=7) - expected) ** 2 / expected).sum()
+    assert chi_square < 22.5  # 6 degrees of freedom, p = 0.001
+
+
+def test_every_order_of_four_samples_is_equally_frequent() -> None:
+    seen: dict[tuple[int, ...], int] = {}
+    for epoch in range(4800):
+        order = tuple(ShuffledOrder(4, 5, epoch).slice(0, 4).tolist())
+        seen[order] = seen.get(order, 0) + 1
+    assert len(seen) == 24
+    assert sum((count - 200) ** 2 / 200 for count in seen.values()) < 49.7  # 23 degrees of freedom, p = 0.001
+
+
+def test_neighbours_are_uncorrelated() -> None:
+    order = ShuffledOrder(20_000, 1, 0).slice(0, 20_000)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(np.arange(20_000), order)[0, 1]) < 0.03
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {tuple(ShuffledOrder(50, seed, epoch).slice(0, 50)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_the_sequential_order_is_the_identity() -> None:
+    order = SequentialOrder(10)
+    assert order.slice(3, 99).tolist() == [3, 4, 5, 6, 7, 8, 9]
+    assert order.take([[1, 2]]).tolist() == [[1, 2]]

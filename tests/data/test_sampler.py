@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.data.sampler import BatchShard, SeededIndices, ShardedBatchSampler
+
+SIZES = {
+    "n": st.integers(0, 200),
+    "size": st.integers(1, 9),
+    "world": st.integers(1, 5),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+    "epoch": st.integers(0, 3),
+}
+
+
+def samplers(n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int) -> list[ShardedBatchSampler]:
+    found = [
+        ShardedBatchSampler(n, size, shuffle=shuffle, seed=1, drop_last=drop_last, rank=rank, world=world)
+        for rank in range(world)
+    ]
+    for sampler in found:
+        sampler.set_epoch(epoch)
+    return found
+
+
+def by_round(ranks: list[list[list[int]]]) -> list[list[int]]:
+    """The batches of all ranks in the global order: round by round, rank by rank."""
+    return [rank[i] for i in range(max(map(len, ranks), default=0)) for rank in ranks if i < len(rank)]
+
+
+@given(**SIZES)
+@settings(deadline=None)
+def test_the_global_order_does_not_depend_on_the_world_size(
+    n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
+) -> None:
+    alone = samplers(n, size, 1, shuffle, drop_last, epoch)[0]
+    together = [list(sampler) for sampler in samplers(n, size, world, shuffle, drop_last, epoch)]
+    assert by_round(together) == list(alone)
+
+
+@given(**SIZES)
+@settings(deadline=None)
+def test_every_sample_is_visited_exactly_once(
+    n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
+) -> None:
+    seen = [i for sampler in samplers(n, size, world, shuffle, drop_last, epoch) for batch in sampler for i in batch]
+    assert len(seen) == len(set(seen)) == (n // size * size if drop_last else n)
+
+
+@given(**SIZES)
+@settings(deadline=None)
+def test_the_arithmetic_of_rounds_is_what_iterating_gives(
+    n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
+) -> None:
+    ranks = samplers(n, size, world, shuffle, drop_last, epoch)
+    batches = [list(sampler) for sampler in ranks]
+    assert ranks[0].counts() == [len(own) for own in batches] == [len(sampler) for sampler in ranks]
+    assert ranks[0].num_rounds == max(map(len, batches))
+    for i in range(ranks[0].num_rounds + 1):
+        real = [i < len(own) for own in batches]
+        assert [sampler.has_batch(i) for sampler in ranks] == real
+        assert ranks[0].real_ranks(i) == sum(real)
+        assert ranks[0].samples_in_round(i) == sum(len(own[i]) for own in batches if i < len(own))
+
+
+@given(start=st.integers(0, 60), **SIZES)
+@settings(deadline=None)
+def test_starting_at_any_batch_gives_the_rest_of_the_list(
+    n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int, start: int
+) -> None:
+    for sampler in samplers(n, size, world, shuffle, drop_last, epoch):
+        whole = list(sampler)
+        sampler.start(start)
+        assert list(sampler) == whole[start:]
+
+
+@given(
+    n=st.integers(1, 200),
+    size=st.integers(1, 6),
+    worlds=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    rounds=st.lists(st.integers(0, 6), min_size=4, max_size=4),
+    shuffle=st.booleans(),
+)
+@settings(deadline=None)
+def test_p07_ranks_that_change_in_number_visit_each_sample_once_in_the_same_order(
+    n: int, size: int, worlds: list[int], rounds: list[int], shuffle: bool
+) -> None:
+    whole = list(samplers(n, size, 1, shuffle, False, 2)[0])
+    seen: list[list[int]] = []
+    place = None
+    for world, more in zip(worlds, rounds, strict=False):
+        ranks = samplers(n, size, world, shuffle, False, 2)
+        for sampler in ranks:
+            sampler.set_epoch(2, place)
+        first = place["batch"] if place else 0
+        seen += by_round([list(sampler)[:more] for sampler in ranks])
+        place = ranks[-1].position(first + more)
+    assert seen == whole[: len(seen)]
+    remaining = samplers(n, size, 3, shuffle, False, 2)
+    for sampler in remaining:
+        sampler.set_epoch(2, place)
+    assert seen + by_round([list(sampler) for sampler in remaining]) == whole
+
+
+def test_p06_starting_at_batch_a_million_is_immediate() -> None:
+    sampler = ShardedBatchSampler(10**9, 512, shuffle=True, seed=0)
+    began = time.perf_counter()
+    sampler.start(10**6)
+    first = next(iter(sampler))
+    assert time.perf_counter() - began < 0.5
+    assert first == sampler.order().slice(512 * 10**6, 512 * 10**6 + 512).tolist()
+
+
+def test_a_running_iteration_does_not_hear_of_the_next_epoch() -> None:
+    sampler = ShardedBatchSampler(30_000, 4, shuffle=True, seed=0)
+    expected = list(sampler)
+    running = iter(sampler)
+    begun = [next(running)]
+    sampler.set_epoch(1)
+    assert begun + list(running) == expected
+
+
+def test_starting_before_the_place_of_the_resume_is_refused() -> None:
+    sampler = ShardedBatchSampler(100, 5, shuffle=False, seed=0)
+    sampler.set_epoch(0, {"batch": 4, "samples": 20})
+    with pytest.raises(ConfigurationError, match="start batch 3 lies before batch 4"):
+        sampler.start(3)
+
+
+def test_single_gives_bare_indices() -> None:
+    assert list(ShardedBatchSampler(3, 1, shuffle=False, seed=0, single=True)) == [0, 1, 2]
+
+
+def test_a_batch_size_of_zero_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="batch_size=0"):
+        ShardedBatchSampler(3, 0, shuffle=False, seed=0)
+
+
+class Listening(BatchSampler):
+    """A batch sampler that shuffles by its epoch and counts the batches that were drawn."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(SequentialSampler(range(n)), 4, False)
+        self.epoch = -1
+        self.drawn = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            self.drawn += 1
+            yield [i + 1000 * self.epoch for i in batch]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_users_batches_are_dealt_as_they_are(world: int) -> None:
+    whole = [[i, i] for i in range(10)]
+    ranks = [list(BatchShard(whole, rank=rank, world=world)) for rank in range(world)]
+    assert by_round(ranks) == whole
+    assert BatchShard(whole, rank=0, world=world).counts() == [len(own) for own in ranks]
+
+
+def test_a_users_batch_sampler_hears_of_the_epoch() -> None:
+    shard = BatchShard(Listening(8))
+    shard.set_epoch(2)
+    assert list(shard) == [[2000, 2001, 2002, 2003], [2004, 2005, 2006, 2007]]
+
+
+@given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())
+@settings(deadline=None)
+def test_samples_are_counted_for_torchs_own_batch_sampler(n: int, size: int, world: int, drop_last: bool) -> None:
+    def shard(rank: int) -> BatchShard:
+        return BatchShard(BatchSampler(SequentialSampler(range(n)), size, drop_last), rank=rank, world=world)
+
+    ranks = [list(shard(rank)) for rank in range(world)]
+    for i in range((shard(0).num_rounds or 0) + 1):
+        assert shard(0).samples_in_round(i) == sum(len(own[i]) for own in ranks if i < len(own))
+
+
+def test_a_users_random_sampler_draws_the_same_on_every_rank_and_leaves_the_generators_alone() -> None:
+    def shard(rank: int) -> BatchShard:
+        random_sampler = RandomSampler(range(40), replacement=True)
+        found = BatchShard(BatchSampler(random_sampler, 5, False), rank=rank, world=2, seed=3)
+        found.set_epoch(1)
+        return found
+
+    before = torch.get_rng_state(), random.getstate()
+    first = list(shard(0))
+    torch.manual_seed(123)
+    assert list(shard(0)) == first
+    assert list(shard(1)) != first
+    torch.set_rng_state(before[0])
+    list(shard(0))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_a_users_generator_makes_each_epoch_repeatable() -> None:
+    def shard() -> BatchShard:
+        generator = torch.Generator().manual_seed(8)
+        return BatchShard(BatchSampler(RandomSampler(range(40), replacement=True, generator=generator), 5, False))
+
+    uninterrupted, resumed = shard(), shard()
+    list(uninterrupted)
+    uninterrupted.set_epoch(1)
+    resumed.set_epoch(1)
+    resumed.start(3)
+    assert list(resumed) == list(uninterrupted)[3:]
+
+
+def test_another_number_of_ranks_takes_over_a_users_batches() -> None:
+    whole = [[i] for i in range(23)]
+    ranks = [BatchShard(whole, rank=rank, world=4) for rank in range(4)]
+    seen = by_round([list(shard)[:2] for shard in ranks])
+    place = ranks[0].position(2)
+    others = [BatchShard(whole, rank=rank, world=3) for rank in range(3)]
+    for shard in others:
+        shard.set_epoch(0, place)
+    assert seen + by_round([list(shard) for shard in others]) == whole
+
+
+def test_a_batch_sampler_without_length_has_no_counts() -> None:
+    shard = BatchShard(iter([[1], [2]]))
+    assert shard.counts() is None
+    with pytest.raises(TypeError):
+        len(shard)
+
+
+def test_seeded_indices_are_a_plain_list_outside_a_worker() -> None:
+    before = torch.get_rng_state()
+    indices = pickle.loads(pickle.dumps(SeededIndices([3, 1, 2], 7)))
+    assert (list(indices), indices.seed, type(indices)) == ([3, 1, 2], 7, SeededIndices)
+    assert torch.equal(torch.get_rng_state(), before)
