@@ -59,6 +59,11 @@ def test_b_threads(): assert torch.get_num_threads() == 1
 def test_b_gradients(): assert torch.is_grad_enabled() and not torch.is_anomaly_enabled()
 def test_b_process_group(): assert not dist.is_initialized()
 
+def test_b_generators_start_from_one_seed():
+    seed = torch.initial_seed()
+    assert random.random() == random.Random(seed).random()
+    assert np.random.rand() == np.random.RandomState(seed).rand()
+
 _drawn = set()
 def test_c_draws(): _drawn.add((random.random(), np.random.rand(), torch.rand(()).item()))
 def test_d_draws_the_same(): test_c_draws(); assert len(_drawn) == 1
