@@ -1,1 +1,51 @@
-""""""
+"""The on-disk format of checkpoints: codec, writer, reader, verification and retention."""
+
+from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.durable import fault_point, set_fault_hook
+from trainwright.checkpoint.layout import FORMAT_VERSION, FileEntry, Manifest, Part
+from trainwright.checkpoint.load_task import load_task_from_checkpoint
+from trainwright.checkpoint.model import load_plain_state, plain_name, read_model, write_model
+from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
+from trainwright.checkpoint.reader import (
+    FoundCheckpoint,
+    find_checkpoints,
+    newest_valid,
+    read_checkpoint,
+    read_manifest,
+    verify,
+)
+from trainwright.checkpoint.retention import IndexEntry, RunIndex
+from trainwright.checkpoint.safetensors_io import read_safetensors, write_safetensors
+from trainwright.checkpoint.staging import clean_stale
+from trainwright.checkpoint.writer import Snapshot, write_checkpoint
+
+__all__ = [
+    "FORMAT_VERSION",
+    "FileEntry",
+    "FoundCheckpoint",
+    "IndexEntry",
+    "Manifest",
+    "Part",
+    "RunIndex",
+    "Snapshot",
+    "clean_stale",
+    "decode",
+    "encode",
+    "fault_point",
+    "find_checkpoints",
+    "load_named_optimizer_state",
+    "load_plain_state",
+    "load_task_from_checkpoint",
+    "named_optimizer_state",
+    "newest_valid",
+    "plain_name",
+    "read_checkpoint",
+    "read_manifest",
+    "read_model",
+    "read_safetensors",
+    "set_fault_hook",
+    "verify",
+    "write_checkpoint",
+    "write_model",
+    "write_safetensors",
+]

@@ -1,0 +1,181 @@
+"""Writing that survives a crash: files and folders are on the disk before anything points at them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import xxhash
+
+from trainwright.checkpoint.layout import FileEntry
+
+CHUNK_BYTES = 8 * 2**20
+
+FaultHook = Callable[[str, Path], None]
+_fault_hook: FaultHook | None = None
+
+
+def set_fault_hook(hook: FaultHook | None) -> None:
+    """Have `hook(event, path)` called after every operation that a crash could follow; None takes it away.
+
+    For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
+    `"fsync_folder"`, `"rename"`, `"delete"`.
+    """
+    global _fault_hook
+    _fault_hook = hook
+
+
+def fault_point(event: str, path: Path) -> None:
+    """Tell the hook of `set_fault_hook`, if there is one, that `event` has just happened to `path`."""
+    if _fault_hook is not None:
+        _fault_hook(event, path)
+
+
+class HashingFile:
+    """A new file that is hashed while it is written and synced when it is closed.
+
+    Args:
+        path: must not exist.
+
+    Attributes:
+        entry: size and hash of the bytes written; set once the `with` block has ended without an error.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entry = FileEntry(0, "")
+        self._hash = xxhash.xxh3_128()
+        self._size = 0
+
+    def __enter__(self) -> HashingFile:
+        self._file: BinaryIO = open(self.path, "xb")
+        try:
+            fault_point("open", self.path)
+        except BaseException:
+            self._file.close()  # __exit__ is not called for what __enter__ raises
+            raise
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data` in pieces, each hashed while it is still in the processor's cache."""
+        view = memoryview(data)
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            self._hash.update(piece)
+            self._file.write(piece)
+            fault_point("write", self.path)
+        self._size += len(view)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            if kind is not None:
+                return
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        fault_point("fsync", self.path)
+        self.entry = FileEntry(self._size, self._hash.hexdigest())
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write `data` to the new file `path` and wait until it is on the disk."""
+    with HashingFile(path) as file:
+        file.write(data)
+    return file.entry
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk. File systems that cannot do this are taken as they are."""
+    if os.name == "nt":
+        return  # Windows cannot open a folder for syncing; its journal keeps renames in order
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems have no sync for folders and say so with these.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+    fault_point("fsync_folder", folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents, each synced into the folder above it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    # Another process may make the same parent at the same moment.
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    fault_point("mkdir", folder)
+    sync_folder(folder.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename `source` to `target` in the same folder and wait until that is on the disk.
+
+    A file at `target` is replaced; a folder there that holds anything is an OSError.
+    """
+    os.replace(source, target)
+    fault_point("rename", target)
+    sync_folder(target.parent)
+
+
+def hidden(path: Path, role: str) -> Path:
+    """Return a new hidden name beside `path`; `role` is `"tmp"`, `"old"` or `"del"` (see `staging`)."""
+    return path.with_name(f".{path.name}.{role}-{secrets.token_hex(8)}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` in the place of the file `path`: after a crash it holds the old bytes or the new ones, whole."""
+    temporary = hidden(path, "tmp")
+    try:
+        write_file(temporary, data)
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark `folder` as in use by this process until the block ends or the process dies; see `is_held`."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # A file system without locks only loses the protection against a cleaner that runs at the same moment.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_held(folder: Path) -> bool:
+    """Tell whether a living process holds `folder`."""
+    if os.name == "nt":
+        return False
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # this file system has no locks
+    finally:
+        os.close(handle)
+    return False

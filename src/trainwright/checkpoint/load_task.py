@@ -1,0 +1,76 @@
+"""Building a task from a checkpoint: its constructor's arguments and its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from trainwright.checkpoint.model import load_plain_state
+from trainwright.checkpoint.reader import read_checkpoint
+from trainwright.core.errors import CheckpointError
+
+HYPER_PARAMETERS = "hyper_parameters"
+
+TaskT = TypeVar("TaskT", bound=torch.nn.Module)
+
+
+def load_task_from_checkpoint(
+    cls: type[TaskT],
+    path: Path | str,
+    *,
+    map_location: torch.device | str | None = None,
+    strict: bool = True,
+    hparams_overrides: Mapping[str, Any] | None = None,
+) -> TaskT:
+    """Construct a task with the hyper-parameters of a checkpoint and load its weights.
+
+    Args:
+        cls: the task's class. Saved hyper-parameters that its constructor does not take are left out, unless it takes
+            `**kwargs`. If it defines `configure_model`, that is called before loading.
+        path: a checkpoint folder of either kind.
+        map_location: the device for the task; None leaves it where it builds itself.
+        strict: raise when names of weights are missing or left over.
+        hparams_overrides: values that replace saved hyper-parameters, or that were not saved.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        CheckpointError: the checkpoint is damaged, the constructor needs an argument that was neither saved nor given
+            or does not take one that was given, or the weights do not fit.
+    """
+    snapshot = read_checkpoint(path, parts=("trainer", "model"), copy_model=False)
+    saved = snapshot.trainer.get(HYPER_PARAMETERS) or {}
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
+    task = cls(**_arguments(cls, saved, hparams_overrides or {}, path))
+    configure_model = getattr(task, "configure_model", None)
+    if callable(configure_model):
+        configure_model()
+    if map_location is not None:
+        task.to(map_location)
+    load_plain_state(task, snapshot.model or {}, strict=strict)
+    return task
+
+
+def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
+    signature = inspect.signature(cls)
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    known = {
+        name
+        for name, parameter in signature.parameters.items()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    }
+    kept = {name: value for name, value in saved.items() if takes_any or name in known}
+    arguments = {**kept, **overrides}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise CheckpointError(
+            f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
+            f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}; give the others as keyword arguments, "
+            "or call save_hyperparameters() in the constructor and save again."
+        ) from error
+    return arguments

@@ -1,0 +1,177 @@
+"""The model part of a checkpoint: Hugging Face's sharded safetensors layout, readable by other libraries as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.durable import write_file
+from trainwright.checkpoint.layout import FileEntry, dump_json, inside, load_json
+from trainwright.checkpoint.safetensors_io import from_storable, read_safetensors, to_storable, write_safetensors
+from trainwright.checkpoint.trees import read_tree, write_tree
+from trainwright.core.errors import CheckpointError
+
+MODEL_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+EXTRA_STEM = "extra_state"
+MAX_SHARD_BYTES = 5 * 10**9
+
+# What torch.compile, activation checkpointing and FSDP1 put between the dots of a parameter's name.
+_WRAPPER = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without what wrappers added: `net._orig_mod.weight` → `net.weight`."""
+    return _WRAPPER.sub("", name).removeprefix(".")
+
+
+def load_plain_state(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load a state dict of plain names into `module`, compiled or wrapped as it may be.
+
+    Args:
+        module: any module; its values are overwritten in place.
+        state: name → tensor; names with or without wrappers.
+        strict: raise when names are missing or left over.
+
+    Raises:
+        CheckpointError: shapes differ, or names do and `strict`.
+    """
+    own = {plain_name(name): name for name in module.state_dict()}
+    renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
+    try:
+        module.load_state_dict(renamed, strict=strict)
+    except RuntimeError as error:
+        hint = " Pass strict=False to load what fits by name." if strict else ""
+        raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
+
+
+def write_model(
+    folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, FileEntry]:
+    """Write a state dict into `folder` as numbered safetensors shards with an index.
+
+    Names that are tied (the same memory seen in the same way) are stored once, under the first of them, and recorded
+    in the index, so that `read_model` gives all of them. Complex and rare 1-byte dtypes are stored as views of plain
+    ones and recorded likewise. Values that are no tensors (`get_extra_state`) go through the codec. Blocks until
+    everything is synced. The extra memory is one tensor.
+
+    Args:
+        folder: exists and is empty.
+        state_dict: name → tensor, on any device. Wrappers' infixes are taken out of the names.
+        max_shard_bytes: size of a shard's tensors; a larger tensor gets a shard of its own.
+
+    Returns:
+        Size and hash of each file by its name.
+
+    Raises:
+        CheckpointError: a tensor has no plain bytes, or two names are one without their wrappers' infixes.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for long_name, value in state_dict.items():
+        name = plain_name(long_name)
+        if name in tensors or name in tied or name in extra:
+            raise CheckpointError(f"two entries of the state dict are called {name!r} (one is {long_name!r}).")
+        if not isinstance(value, torch.Tensor):
+            extra[name] = value
+            continue
+        try:
+            stored, dtype = to_storable(value)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.{name}: {error}") from error
+        same = first.setdefault((*_memory(stored, name), value.dtype), name)
+        if same != name:
+            tied[name] = same
+            continue
+        tensors[name] = stored
+        if dtype is not None:
+            dtypes[name] = dtype
+    files, index = _write_shards(folder, tensors, max_shard_bytes)
+    index["metadata"]["trainwright"] = {"tied": tied, "dtypes": dtypes}
+    if extra:
+        index["metadata"]["trainwright"]["extra"] = EXTRA_STEM
+        files |= write_tree(folder, EXTRA_STEM, extra)
+    files[MODEL_INDEX] = write_file(folder / MODEL_INDEX, dump_json(index, indent=2).encode() + b"\n")
+    return files
+
+
+def _memory(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that are the same memory seen in the same way."""
+    if tensor.numel() == 0:
+        return (name,)  # empty tensors all begin at address 0
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
+
+
+def _write_shards(
+    folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int
+) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = total = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+        total += size
+    files: dict[str, FileEntry] = {}
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files[file] = write_safetensors(folder / file, shard)
+        weight_map |= dict.fromkeys(shard, file)
+    return files, {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def read_model(folder: Path, device: torch.device | str = "cpu", *, copy: bool = True) -> dict[str, Any]:
+    """Read what `write_model` wrote, or any folder of Hugging Face safetensors.
+
+    Args:
+        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        device: where the tensors go.
+        copy: see `read_safetensors`; False avoids a second copy in host memory when the values are only copied into
+            a module.
+
+    Returns:
+        Name → tensor; tied names hold the same tensor.
+
+    Raises:
+        CheckpointError: the index is damaged, points outside `folder` or at a shard that is missing or lacks a tensor.
+    """
+    path = folder / MODEL_INDEX
+    if not path.is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
+        raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
+    index = load_json(path.read_bytes(), str(path))
+    try:
+        weight_map: dict[str, str] = dict(index["weight_map"])
+        notes = dict(index.get("metadata", {}).get("trainwright", {}))
+        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(file, []).append(name)
+    tensors: dict[str, torch.Tensor] = {}
+    for file, names in by_file.items():
+        shard = inside(folder, file, str(path))
+        if not shard.is_file():
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+        tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
+    values: dict[str, Any] = {name: from_storable(tensors[name], dtypes.get(name)) for name in weight_map}
+    for name, same in tied.items():
+        if same not in values:
+            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not hold.")
+        values[name] = values[same]
+    if "extra" in notes:
+        values |= read_tree(folder, EXTRA_STEM)
+    return values

@@ -1,0 +1,215 @@
+"""The model part: Hugging Face's layout, ties, odd dtypes, names without wrappers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.checkpoint.snapshots import same
+from trainwright.checkpoint import load_plain_state, plain_name, read_model, write_model
+from trainwright.checkpoint.model import MODEL_INDEX
+from trainwright.core.errors import CheckpointError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(()))
+
+
+def index_of(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / MODEL_INDEX).read_text()))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
+@given(sizes=st.lists(st.integers(0, 6), max_size=8), limit=st.integers(1, 60))
+def test_shards_hold_every_tensor_once_and_none_is_needlessly_large(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], limit: int
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    state = {f"w{number}": torch.rand(size) for number, size in enumerate(sizes)}
+    write_model(folder, state, max_shard_bytes=limit)
+    index = index_of(folder)
+    shards = {file: safetensors.torch.load_file(folder / file) for file in {*index["weight_map"].values()}}
+    assert {name: file for file, shard in shards.items() for name in shard} == index["weight_map"]
+    assert index["metadata"]["total_size"] == 4 * sum(sizes)
+    for shard in shards.values():
+        nbytes = [tensor.nbytes for tensor in shard.values()]
+        assert sum(nbytes) <= limit or len([size for size in nbytes if size]) == 1
+    assert same(read_model(folder), state)
+
+
+def test_file_names_and_index_are_those_that_other_libraries_expect(tmp_path: Path) -> None:
+    files = write_model(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4)}, max_shard_bytes=16)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert (
+        sorted(files) == [*shards, "model.safetensors.index.json"] == sorted(path.name for path in tmp_path.iterdir())
+    )
+    assert index_of(tmp_path)["weight_map"] == {"a": shards[0], "b": shards[1]}
+    assert all(entry.size == (tmp_path / name).stat().st_size for name, entry in files.items())
+
+
+def test_tied_weights_are_stored_once_and_both_names_come_back(tmp_path: Path) -> None:
+    model = Tied()
+    write_model(tmp_path, model.state_dict())
+    assert set(safetensors.torch.load_file(tmp_path / "model-00001-of-00001.safetensors")) == {"embed.weight", "scale"}
+    back = read_model(tmp_path)
+    assert back["head.weight"] is back["embed.weight"]
+    other = Tied()
+    other.load_state_dict(back)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_two_views_of_one_memory_that_differ_are_both_stored(tmp_path: Path) -> None:
+    base = torch.arange(4.0).reshape(2, 2)
+    state = {"whole": base, "row": base[0], "turned": base.t(), "as_ints": base.view(torch.int32)}
+    write_model(tmp_path, state)
+    assert same(read_model(tmp_path), state)
+
+
+def test_empty_tensors_are_not_taken_for_tied(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(0), "b": torch.zeros(0, 3)}
+    write_model(tmp_path, state)
+    assert same(read_model(tmp_path), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fnuz, torch.bfloat16, torch.bool], ids=str)
+def test_odd_dtypes_come_back_as_they_were(tmp_path: Path, dtype: torch.dtype) -> None:
+    state = {"x": torch.tensor([0.0, 1.0, 2.0]).to(dtype), "y": torch.tensor(1.0).to(dtype)}
+    write_model(tmp_path, state)
+    assert same(read_model(tmp_path), state)
+
+
+def test_extra_state_that_is_no_tensor_is_kept(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1), "_extra_state": {"amax": torch.ones(2), "calls": 3}}
+    write_model(tmp_path, state)
+    assert same(read_model(tmp_path), state)
+
+
+def test_a_state_dict_without_entries_comes_back_empty(tmp_path: Path) -> None:
+    write_model(tmp_path, {})
+    assert read_model(tmp_path) == {}
+
+
+def test_a_tensor_without_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.net\.w: a meta tensor"):
+        write_model(tmp_path, {"net.w": torch.zeros(1, device="meta")})
+
+
+def test_a_folder_with_a_single_unsharded_file_is_read(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert same(read_model(tmp_path), {"w": torch.ones(2)})
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/tmp/other.safetensors", "out.safetensors"])
+def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
+    (folder / "out.safetensors").symlink_to(tmp_path / "other.safetensors")
+    (folder / MODEL_INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(CheckpointError, match="refused"):
+        read_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index["weight_map"].update(w="gone.safetensors"), "'gone.safetensors', which is missing"),
+        (lambda index: index["weight_map"].update(v=index["weight_map"]["w"]), "no tensor 'v'"),
+        (lambda index: index["metadata"]["trainwright"].update(tied={"v": "u"}), "ties 'v' to 'u'"),
+        (lambda index: index["metadata"]["trainwright"].update(dtypes={"w": "torch.complex64"}), "cannot be read as"),
+        (lambda index: index.pop("weight_map"), "no index"),
+        (lambda index: index.update(weight_map=3), "no index"),
+        (lambda index: index["weight_map"].update(w=3), "no plain relative path"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_shards_is_an_error(tmp_path: Path, change: Any, message: str) -> None:
+    write_model(tmp_path, {"w": torch.ones(3)})
+    index = index_of(tmp_path)
+    change(index)
+    (tmp_path / MODEL_INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        read_model(tmp_path)
+
+
+def test_an_index_with_a_key_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MODEL_INDEX).write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
+    with pytest.raises(CheckpointError, match="'w' stands twice"):
+        read_model(tmp_path)
+
+
+def test_a_shard_with_an_absurd_header_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, {"w": torch.ones(3)})
+    (tmp_path / "model-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    with pytest.raises(CheckpointError, match="header"):
+        read_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_orig_mod.weight", "weight"),
+        ("net._orig_mod.0.weight", "net.0.weight"),
+        ("net._orig_mod._checkpoint_wrapped_module.w", "net.w"),
+        ("net.my_orig_mod.w", "net.my_orig_mod.w"),
+        ("_orig_mod", ""),
+        ("w", "w"),
+    ],
+)
+def test_p25_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:
+    assert plain_name(name) == plain
+
+
+@pytest.mark.parametrize("saved", ["plain", "compiled", "inner"])
+@pytest.mark.parametrize("loaded", ["plain", "compiled", "inner"])
+def test_p25_compiled_and_plain_models_load_each_others_weights(tmp_path: Path, saved: str, loaded: str) -> None:
+    source, target = wrapped(saved), wrapped(loaded)
+    write_model(tmp_path, source.state_dict())
+    state = read_model(tmp_path)
+    assert list(state) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    load_plain_state(target, state)
+    assert same(list(target.state_dict().values()), list(source.state_dict().values()))
+
+
+def wrapped(form: str) -> nn.Module:
+    model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    if form == "inner":
+        model[0] = compiled(model[0])  # type: ignore[operator]  # a Sequential, typed as Module
+    return compiled(model) if form == "compiled" else model
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    result: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]  # typed as a function
+    return result
+
+
+def test_names_that_differ_only_by_a_wrapper_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="two entries of the state dict are called 'w'"):
+        write_model(tmp_path, {"w": torch.ones(1), "_orig_mod.w": torch.ones(1)})
+
+
+def test_strict_loading_fails_on_missing_and_extra_names_and_lenient_loading_does_not() -> None:
+    model = nn.Linear(2, 1)
+    state = {"weight": torch.ones(1, 2), "other": torch.ones(1)}
+    with pytest.raises(CheckpointError, match=r"(?s)strict=False.*bias.*other"):
+        load_plain_state(model, state)
+    load_plain_state(model, state, strict=False)
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+def test_another_shape_is_an_error_even_when_lenient() -> None:
+    with pytest.raises(CheckpointError, match="size mismatch for weight"):
+        load_plain_state(nn.Linear(2, 1), {"weight": torch.ones(3, 3)}, strict=False)

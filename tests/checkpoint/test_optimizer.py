@@ -1,0 +1,268 @@
+"""Optimizer state by parameter name, against torch's own positions."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.snapshots import same
+from trainwright.checkpoint import decode, encode, load_named_optimizer_state, named_optimizer_state
+from trainwright.core.errors import CheckpointError
+
+Make = Callable[[list[Any]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.1, amsgrad=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), capturable=False, foreach=False),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "Adadelta": lambda parameters: torch.optim.Adadelta(parameters),
+    "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+    "RAdam": lambda parameters: torch.optim.RAdam(parameters, lr=0.1),
+    "ASGD": lambda parameters: torch.optim.ASGD(parameters, lr=0.1),
+    "Rprop": lambda parameters: torch.optim.Rprop(parameters, lr=0.1),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def names_of(module: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    x = torch.arange(12.0).reshape(4, 3) / 12
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = (module(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(steps):
+        optimizer.step(closure)  # type: ignore[arg-type]  # torch asks for a float, and takes a tensor
+
+
+def through_disk(tree: Any) -> Any:
+    return decode(*encode(tree))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2]], ids=str)
+def test_training_goes_on_bit_for_bit_after_a_reload_with_the_parameters_in_any_order(
+    name: str, order: list[int]
+) -> None:
+    first = model()
+    optimizer = OPTIMIZERS[name](list(first.parameters()))
+    train(first, optimizer, 3)
+    tree = through_disk(named_optimizer_state(optimizer, names_of(first)))
+    second = copy.deepcopy(first)
+    parameters = list(second.parameters())
+    resumed = OPTIMIZERS[name]([parameters[index] for index in order])
+    load_named_optimizer_state(resumed, tree, names_of(second))
+    train(first, optimizer, 3)
+    train(second, resumed, 3)
+    assert same(second.state_dict(), first.state_dict())
+
+
+def test_lbfgs_goes_on_bit_for_bit_after_a_reload() -> None:
+    first = model()
+    optimizer = torch.optim.LBFGS(first.parameters(), lr=0.1, max_iter=4, history_size=3)
+    train(first, optimizer, 2)
+    second = copy.deepcopy(first)
+    resumed = torch.optim.LBFGS(second.parameters(), lr=0.1, max_iter=4, history_size=3)
+    tree = through_disk(named_optimizer_state(optimizer, names_of(first)))
+    load_named_optimizer_state(resumed, tree, names_of(second))
+    train(first, optimizer, 2)
+    train(second, resumed, 2)
+    assert same(second.state_dict(), first.state_dict())
+
+
+def test_lbfgs_in_another_order_is_refused_since_its_history_is_one_flat_vector() -> None:
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters())
+    train(module, optimizer, 1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = torch.optim.LBFGS(list(module.parameters())[::-1])
+    with pytest.raises(CheckpointError, match="LBFGS was saved with the parameters in the order"):
+        load_named_optimizer_state(other, tree, names_of(module))
+
+
+def test_the_tree_is_keyed_by_names_and_holds_every_hyper_parameter() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    train(module, optimizer, 1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    assert tree["class"] == "SGD"
+    assert tree["groups"][0]["lr"] == 0.5
+    assert tree["groups"][0]["params"] == list(tree["state"]) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert tree["state"]["0.bias"]["momentum_buffer"].shape == (4,)
+
+
+def groups(module: nn.Module, weights_lr: float, biases_lr: float, *, biases_first: bool) -> list[dict[str, Any]]:
+    weights = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    biases = [parameter for parameter in module.parameters() if parameter.dim() == 1]
+    result = [{"params": weights, "lr": weights_lr}, {"params": biases, "lr": biases_lr}]
+    return result[::-1] if biases_first else result
+
+
+def test_groups_that_changed_places_find_their_own_hyper_parameters() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(groups(module, 0.1, 0.2, biases_first=False), momentum=0.9)
+    train(module, optimizer, 1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = torch.optim.SGD(groups(module, 9.0, 9.0, biases_first=True), momentum=0.9)
+    load_named_optimizer_state(other, tree, names_of(module))
+    assert [group["lr"] for group in other.param_groups] == [0.2, 0.1]
+    assert same(named_optimizer_state(other, names_of(module))["state"]["0.bias"], tree["state"]["0.bias"])
+
+
+def test_a_parameter_that_moved_to_another_group_keeps_its_state_and_takes_the_groups_hyper_parameters() -> None:
+    module = model()
+    parameters = list(module.parameters())
+    optimizer = torch.optim.Adam([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:], "lr": 0.2}])
+    train(module, optimizer, 2)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = torch.optim.Adam([{"params": parameters[:1]}, {"params": parameters[1:]}])
+    load_named_optimizer_state(other, tree, names_of(module))
+    assert [group["lr"] for group in other.param_groups] == [0.1, 0.2]
+    assert all(same(other.state[parameter], optimizer.state[parameter]) for parameter in parameters)
+
+
+def test_a_parameter_without_state_yet_is_saved_and_loaded_without() -> None:
+    module = model()
+    module[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 1)
+    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
+    assert tree["state"]["0.weight"] == {}
+    other = torch.optim.Adam(module.parameters())
+    load_named_optimizer_state(other, tree, names_of(module))
+    assert set(other.state) == {module[2].weight, module[2].bias}
+
+
+def test_state_takes_the_parameters_dtype_except_for_the_step_as_torch_does_it() -> None:
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    train(module, optimizer, 1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = model().to(torch.float64)
+    resumed = torch.optim.Adam(other.parameters())
+    load_named_optimizer_state(resumed, tree, names_of(other))
+    state = resumed.state[other[0].weight]
+    assert (state["exp_avg"].dtype, state["step"].dtype) == (torch.float64, torch.float32)
+
+
+def test_an_optimizer_trains_on_without_touching_the_tree_it_was_loaded_from() -> None:
+    module = model()
+    optimizer = OPTIMIZERS["Adam"](list(module.parameters()))
+    train(module, optimizer, 1)
+    tree = copy.deepcopy(named_optimizer_state(optimizer, names_of(module)))
+    before = copy.deepcopy(tree)
+    load_named_optimizer_state(optimizer, tree, names_of(module))
+    train(module, optimizer, 2)
+    assert same(tree, before)
+
+
+def test_the_optimizers_own_hooks_run() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen: list[str] = []
+    optimizer.register_state_dict_post_hook(lambda _optimizer, state: state.update(version=7))
+    optimizer.register_load_state_dict_pre_hook(lambda _optimizer, state: seen.append(f"version {state['version']}"))
+    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
+    load_named_optimizer_state(optimizer, tree, names_of(module))
+    assert seen == ["version 7"]
+
+
+def test_state_that_belongs_to_no_parameter_is_kept() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.state["rounds"] = 3  # type: ignore[index,assignment]  # torch allows it and some optimizers do it
+    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
+    other = torch.optim.SGD(module.parameters(), lr=0.1)
+    load_named_optimizer_state(other, tree, names_of(module))
+    assert dict(other.state) == {"rounds": 3}
+
+
+def test_present_parameter_names_of_the_group_stay_those_of_the_present_order() -> None:
+    module = model()
+    named = list(module.named_parameters())
+    optimizer = torch.optim.SGD(named, lr=0.1)
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = torch.optim.SGD(named[::-1], lr=0.1)
+    load_named_optimizer_state(other, tree, names_of(module))
+    assert other.param_groups[0]["param_names"] == [name for name, _ in named[::-1]]
+
+
+def refuses(tree: Any, message: str, make: Make = OPTIMIZERS["Adam"]) -> None:
+    """Check that loading `tree` raises and leaves the optimizer as it was."""
+    module = model()
+    optimizer = make(list(module.parameters()))
+    train(module, optimizer, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=message):
+        load_named_optimizer_state(optimizer, tree, names_of(module))
+    assert same(optimizer.state_dict(), before)
+
+
+def saved() -> dict[str, Any]:
+    module = model()
+    optimizer = OPTIMIZERS["Adam"](list(module.parameters()))
+    train(module, optimizer, 2)
+    return named_optimizer_state(optimizer, names_of(module))
+
+
+def test_p10_a_parameter_that_the_checkpoint_lacks_is_named() -> None:
+    tree = saved()
+    tree["groups"][0]["params"].remove("2.bias")
+    refuses(tree, "'2.bias' is not in the checkpoint")
+
+
+def test_p10_a_parameter_that_only_the_checkpoint_has_is_named() -> None:
+    tree = saved()
+    tree["groups"][0]["params"].append("4.bias")
+    refuses(tree, "'4.bias' is in the checkpoint and not in this optimizer")
+
+
+def test_p10_a_parameter_whose_state_is_absent_is_named() -> None:
+    tree = saved()
+    del tree["state"]["2.weight"]
+    refuses(tree, "'2.weight' has no saved state")
+
+
+@pytest.mark.parametrize("key", ["class", "groups", "state"])
+def test_a_tree_without_one_of_its_keys_is_an_error(key: str) -> None:
+    tree = saved()
+    del tree[key]
+    refuses(tree, f"incomplete.*{key}")
+
+
+def test_the_state_of_another_optimizer_class_is_refused() -> None:
+    refuses(saved(), "holds the state of Adam, and this optimizer is SGD", OPTIMIZERS["SGD"])
+
+
+def test_another_number_of_groups_is_refused() -> None:
+    tree = saved()
+    tree["groups"] = [
+        {**tree["groups"][0], "params": tree["groups"][0]["params"][:2]},
+        {**tree["groups"][0], "params": tree["groups"][0]["params"][2:]},
+    ]
+    refuses(tree, "2 parameter groups and has 1 now")
+
+
+def test_a_parameter_without_a_name_cannot_be_saved() -> None:
+    module = model()
+    optimizer = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"shape \(7,\) that is no parameter of the task"):
+        named_optimizer_state(optimizer, names_of(module))

@@ -1,0 +1,303 @@
+"""The writer: all of a checkpoint or none of it, synced in the right order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
+from trainwright.checkpoint import (
+    Snapshot,
+    clean_stale,
+    find_checkpoints,
+    newest_valid,
+    read_checkpoint,
+    read_manifest,
+    set_fault_hook,
+    verify,
+    write_checkpoint,
+)
+from trainwright.checkpoint.durable import held, hidden, replace_file
+from trainwright.core.errors import CheckpointError
+
+
+@pytest.fixture
+def events() -> Iterator[list[tuple[str, Path]]]:
+    """Everything that the writer does, in order."""
+    seen: list[tuple[str, Path]] = []
+    set_fault_hook(lambda event, path: seen.append((event, path)))
+    yield seen
+    set_fault_hook(None)
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_left() -> Iterator[None]:
+    yield
+    set_fault_hook(None)
+
+
+def test_a_snapshot_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    snapshot = small_snapshot(12, rng=[{"python": (1, (2, 3), None)}, {"torch": torch.get_rng_state()}], world_size=2)
+    path = write_checkpoint(tmp_path / "new" / "folder" / "step", snapshot)
+    assert same(vars(read_checkpoint(path)), {**vars(snapshot), "model": dict(snapshot.model or {})})
+
+
+def test_the_folder_has_the_documented_layout(tmp_path: Path) -> None:
+    path = write_small(tmp_path)
+    assert [str(file.relative_to(path)) for file in files_of(path)] == [
+        "manifest.json",
+        "model/model-00001-of-00001.safetensors",
+        "model/model.safetensors.index.json",
+        "optimizer/optimizer-00000.json",
+        "optimizer/optimizer-00000.safetensors",
+        "rng/rank-00000.json",
+        "rng/rank-00000.safetensors",
+        "trainer.json",
+        "trainer.safetensors",
+    ]
+
+
+def test_the_manifest_says_what_is_inside(tmp_path: Path) -> None:
+    path = write_small(tmp_path, 25, world_size=1, metrics={"loss": torch.tensor(0.5)})
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.epoch, manifest.kind, manifest.metrics) == (25, 2, "full", {"loss": 0.5})
+    assert set(manifest.parts) == {"model", "optimizer", "trainer", "rng"}
+    assert manifest.topology == {"world_size": 1}
+    assert set(manifest.versions) == {"trainwright", "torch", "python"}
+    listed = {file for part in manifest.parts.values() for file in part.files}
+    assert listed == {str(file.relative_to(path)) for file in files_of(path)} - {"manifest.json"}
+
+
+def test_a_weights_checkpoint_leaves_optimizers_and_rng_out(tmp_path: Path) -> None:
+    path = write_small(tmp_path, kind="weights")
+    back = read_checkpoint(path)
+    assert (back.optimizers, back.rng, back.kind) == ([], [], "weights")
+    assert back.model is not None
+    assert not (path / "optimizer").exists()
+
+
+def test_several_optimizers_come_back_in_their_order(tmp_path: Path) -> None:
+    path = write_small(tmp_path, optimizers=[{"class": str(number)} for number in range(11)])
+    assert [tree["class"] for tree in read_checkpoint(path).optimizers] == [str(number) for number in range(11)]
+
+
+def test_a_checkpoint_is_replaced_by_a_newer_one_of_the_same_name(tmp_path: Path) -> None:
+    write_small(tmp_path, 1, "last")
+    path = write_small(tmp_path, 2, "last")
+    assert read_manifest(path).step == 2
+    assert os.listdir(tmp_path) == ["last"]
+
+
+def test_an_empty_folder_at_the_place_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert read_manifest(write_small(tmp_path, 1, "a")).step == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_no_checkpoint_is_never_replaced(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "mine"
+    if kind == "folder":
+        target.mkdir()
+        (target / "thesis.txt").write_text("x")
+    elif kind == "file":
+        target.write_text("x")
+    else:
+        target.symlink_to(write_small(tmp_path, 1, "other"))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match="not replaced"):
+        write_small(tmp_path, 2, "mine")
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("name", [".hidden", ""])
+def test_a_hidden_or_empty_name_is_refused(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name if name else Path("/")
+    with pytest.raises(CheckpointError, match="no name for a checkpoint"):
+        write_checkpoint(path, small_snapshot())
+
+
+def test_p08_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="world_size=2 got 1 RNG states"):
+        write_small(tmp_path, world_size=2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_p08_saving_changes_no_random_state(tmp_path: Path) -> None:
+    snapshot = small_snapshot()
+    before = torch.get_rng_state()
+    write_checkpoint(tmp_path / "a", snapshot)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"trainer": {"callbacks": {"EarlyStopping": {"best": object()}}}}, r"callbacks\.EarlyStopping\.best is a"),
+        ({"optimizers": [{"a": object()}]}, r"optimizer\[0\]\.a is a"),
+        ({"rng": [{"a": object()}]}, r"rng\[0\]\.a is a"),
+        ({"model": {"w": torch.zeros(1, device="meta")}}, r"model\.w: a meta"),
+        ({"trainer": {"progress": 1}}, "this name is taken"),
+        ({"kind": "partial"}, "expected one of full, weights"),
+    ],
+)
+def test_what_cannot_be_saved_is_named_and_nothing_is_left_behind(tmp_path: Path, changes: dict, place: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(CheckpointError, match=place):
+        write_small(tmp_path, **changes)
+    assert os.listdir(tmp_path) == []
+
+
+def test_every_file_and_folder_is_synced_before_the_rename_and_the_manifest_comes_last(
+    tmp_path: Path, events: list[tuple[str, Path]]
+) -> None:
+    path = write_small(tmp_path)
+    renamed = events.index(("rename", path))
+    before = events[:renamed]
+    opened = [file for event, file in before if event == "open"]
+    assert len(opened) == len(files_of(path)) == 9
+    assert opened[-1].name == "manifest.json"
+    for file in opened:
+        writes = [index for index, event in enumerate(before) if event == ("write", file)]
+        assert max(writes) < before.index(("fsync", file))
+        synced_after = [index for index, event in enumerate(before) if event == ("fsync_folder", file.parent)]
+        assert max(synced_after) > before.index(("fsync", file))
+    manifest_opened = before.index(("open", opened[-1]))
+    for folder in {file.parent for file in opened}:
+        assert ("fsync_folder", folder) in before[:manifest_opened]
+    assert events[renamed + 1] == ("fsync_folder", tmp_path)
+
+
+def test_newly_made_parent_folders_are_synced_too(tmp_path: Path, events: list[tuple[str, Path]]) -> None:
+    write_small(tmp_path / "a" / "b")
+    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert events.index(("mkdir", folder)) < events.index(("fsync_folder", folder.parent))
+
+
+class Interrupted(BaseException):
+    """Stands for KeyboardInterrupt, which pytest would take for its own."""
+
+
+@pytest.mark.parametrize("error", [OSError, Interrupted])
+@pytest.mark.parametrize("name", ["last", "other"])
+def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_nothing_hidden(
+    tmp_path: Path, name: str, error: type[BaseException]
+) -> None:
+    reached = -1
+    for count in range(1000):
+        folder = tmp_path / str(count)
+        write_small(folder, 1, "last")
+        seen = 0
+
+        def fail(event: str, path: Path, count: int = count) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == count + 1:
+                raise error(f"at {event} {path}")
+
+        set_fault_hook(fail)
+        try:
+            write_small(folder, 2, name)
+            finished = True
+        except error:
+            finished = False
+        set_fault_hook(None)
+        newest = newest_valid(folder)
+        assert newest is not None
+        assert newest.name in ("last", name)
+        assert not [entry for entry in os.listdir(folder) if entry.startswith(".")]
+        assert len(os.listdir(folder)) == len(find_checkpoints(folder))
+        if finished:
+            reached = count
+            break
+    assert reached > 40  # mkdir, open, write, fsync, ... of nine files in four folders
+
+
+def test_clean_stale_deletes_only_what_is_ours(tmp_path: Path) -> None:
+    whole = write_small(tmp_path, 1)
+    ours = [hidden(tmp_path / "step-00000002", role) for role in ("tmp", "del")]
+    for folder in ours:
+        folder.mkdir()
+        (folder / "trainer.json").write_text("{")
+    temporary = hidden(tmp_path / "index.json", "tmp")
+    temporary.write_text("{")
+    foreign = [tmp_path / ".git", tmp_path / ".step.tmp-xyz", hidden(tmp_path / "thesis", "tmp")]
+    for folder in foreign:
+        folder.mkdir()
+        (folder / "thesis.txt").write_text("x")
+    plain = hidden(tmp_path / "notes.txt", "tmp")
+    plain.write_text("x")
+    link = hidden(tmp_path / "link", "tmp")
+    link.symlink_to(whole)
+    gone = clean_stale(tmp_path)
+    assert sorted(gone) == sorted([*ours, temporary])
+    assert sorted(tmp_path.iterdir()) == sorted([whole, *foreign, plain, link])
+    assert verify(whole) == []
+
+
+def test_clean_stale_leaves_what_a_living_writer_holds(tmp_path: Path) -> None:
+    folder = hidden(tmp_path / "step", "tmp")
+    folder.mkdir()
+    with held(folder):
+        assert clean_stale(tmp_path) == []
+        assert folder.is_dir()
+    assert clean_stale(tmp_path) == [folder]
+
+
+def test_a_checkpoint_that_stepped_aside_is_read_and_then_put_back(tmp_path: Path) -> None:
+    path = write_small(tmp_path, 7, "last")
+    aside = hidden(path, "old")
+    path.rename(aside)
+    assert newest_valid(tmp_path) == aside
+    assert read_checkpoint(path).state["step"] == 7
+    clean_stale(tmp_path)
+    assert os.listdir(tmp_path) == ["last"]
+    assert verify(path) == []
+
+
+def test_a_checkpoint_that_stepped_aside_for_one_that_came_is_stale(tmp_path: Path) -> None:
+    aside = hidden(tmp_path / "last", "old")
+    write_small(tmp_path, 9, "last").rename(aside)
+    write_small(tmp_path, 5, "last")
+    newest = newest_valid(tmp_path)
+    assert newest == tmp_path / "last"
+    clean_stale(tmp_path)
+    assert os.listdir(tmp_path) == ["last"]
+    assert read_manifest(newest).step == 5
+
+
+def test_cleaning_a_folder_that_does_not_exist_does_nothing(tmp_path: Path) -> None:
+    assert clean_stale(tmp_path / "none") == []
+
+
+def test_replacing_a_small_file_keeps_the_old_bytes_on_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "index.json"
+    replace_file(file, b"old")
+
+    def fail(event: str, path: Path) -> None:
+        if event == "fsync":
+            raise OSError("disk full")
+
+    set_fault_hook(fail)
+    with pytest.raises(OSError, match="disk full"):
+        replace_file(file, b"new")
+    assert file.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_folders_get_the_permissions_of_the_process_not_private_ones(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        path = write_small(tmp_path)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == 0o755
+    assert all(file.stat().st_mode & 0o777 == 0o644 for file in files_of(path))
+
+
+def test_a_snapshot_with_defaults_only_needs_its_rng(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "a", Snapshot(rng=[None]))
+    back = read_checkpoint(path, parts=["trainer", "rng", "optimizer"])
+    assert (back.state, back.trainer, back.rng, back.optimizers) == ({}, {}, [None], [])
