@@ -21,7 +21,8 @@ Listeners = tuple[Listener, ...]
 
 # A task's hook of the same name has the arguments of the callback's, less the first two.
 _TASK_EVENTS = frozenset(EVENTS) & frozenset(vars(TaskHooks)) - {"setup", "teardown"}
-# Fired by other means: the task's own `setup` and `teardown` are called by the Trainer beside the data module's.
+# The Trainer calls the task's own `setup` and `teardown` beside the data module's.
+_TASK_ONLY_EVENTS = tuple(name for name in vars(TaskHooks) if name.endswith(("_model_eval", "_model_train")))
 
 
 class HookTable:
@@ -29,16 +30,19 @@ class HookTable:
 
     Args:
         callbacks: in any order; sorted by `Callback.order`, equal ones as given.
-        task: its own hooks come last.
+        task: its own hooks come last; None: nobody listens but the callbacks.
     """
 
-    def __init__(self, callbacks: Iterable[Callback], task: TaskModule) -> None:
+    def __init__(self, callbacks: Iterable[Callback] = (), task: TaskModule | None = None) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.order)
-        for event in EVENTS:
+        for event in (*EVENTS, *_TASK_ONLY_EVENTS):
             listeners: list[Listener] = [
-                getattr(callback, event) for callback in ordered if overrides(callback, event, Callback)
+                getattr(callback, event)
+                for callback in ordered
+                if event in EVENTS and overrides(callback, event, Callback)
             ]
-            if event in _TASK_EVENTS and overrides(task, event, TaskHooks):
+            of_task = event in _TASK_EVENTS or event in _TASK_ONLY_EVENTS
+            if task is not None and of_task and overrides(task, event, TaskHooks):
                 listeners.append(_without_run(getattr(task, event)))
             setattr(self, event, tuple(listeners))
 

@@ -469,18 +469,20 @@ class Strategy:
 
     # Evaluation
 
-    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> tuple[Any, Any]:
-        """Run `validation_step`, `test_step` or `predict_step` on one batch and return (output, batch on the device).
+    def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Return a batch on this process's device, through the task's or data module's transfer hooks."""
+        return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
+
+    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device.
 
         `dataloader_idx` is handed on to steps that take it.
         """
-        if self._transfer is not None:
-            batch = self._transfer(batch, dataloader_idx)
         step = self._eval_steps.get(name)
         if step is None:
             step = self._eval_steps[name] = _bind(getattr(self.task, name), name, self._eval_step, num_arguments=3)
         with self._context or _NOTHING:
-            return step(batch, idx, dataloader_idx), batch
+            return step(batch, idx, dataloader_idx)
 
     # State
 

@@ -1,0 +1,87 @@
+"""What is wrong with a task or callback that can be told before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import check_hook_names, overrides
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hooks import TaskHooks
+from trainwright.core.run import Stage
+from trainwright.core.task import TaskModule
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_KNOWN_TASK_NAMES = tuple(
+    dict.fromkeys(name for cls in (TaskHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
+)
+_KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
+
+
+def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool) -> None:
+    """Check that a task can run a stage.
+
+    Raises:
+        ConfigurationError: it is no TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
+            optimization is combined with what only automatic optimization does.
+    """
+    if not isinstance(task, TaskModule):
+        raise ConfigurationError(
+            f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
+            "put the module inside."
+        )
+    name = type(task).__name__
+    if "_modules" not in vars(task):
+        raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
+    check_hook_names(task, TaskModule, _KNOWN_TASK_NAMES)
+    if stage == "fit":
+        if not overrides(task, "training_step", TaskModule):
+            raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
+        if not overrides(task, "configure_optimizers", TaskModule):
+            raise ConfigurationError(
+                f"{name} has no configure_optimizers. Define it, for example: "
+                "return torch.optim.AdamW(self.parameters(), lr=1e-3)"
+            )
+        if not task.automatic_optimization and accumulate > 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulate}, but {name} optimizes by hand (automatic_optimization is "
+                "False). Accumulate in training_step, or leave accumulate_grad_batches=1."
+            )
+        if not task.automatic_optimization and clips:
+            raise ConfigurationError(
+                f"gradient_clip_val is set, but {name} optimizes by hand (automatic_optimization is False). Call "
+                "self.clip_gradients(optimizer, …) in training_step instead."
+            )
+    elif stage in ("validate", "test"):
+        wanted = "validation_step" if stage == "validate" else "test_step"
+        if not overrides(task, wanted, TaskModule):
+            raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
+
+
+def check_callbacks(callbacks: list[Any]) -> None:
+    """Check that callbacks are callbacks, that their hooks exist, and that their states can be told apart.
+
+    Raises:
+        ConfigurationError: naming the callback.
+    """
+    keys: dict[str, Any] = {}
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                f"callbacks holds a {type(callback).__name__}, which is no trainwright.Callback. Pass instances of "
+                "sub-classes of Callback."
+            )
+        check_hook_names(callback, Callback, _KNOWN_CALLBACK_NAMES)
+        key = callback.state_key
+        other = keys.get(key)
+        if other is not None and (callback.state_dict() or other.state_dict()):
+            raise ConfigurationError(
+                f"two callbacks have the state_key {key!r}, so a checkpoint could hold only one. Give each its own "
+                "state_key."
+            )
+        keys[key] = callback
+
+
+def has_step(task: TaskModule, name: str) -> bool:
+    """Tell whether the task defines the step called `name`."""
+    return name in _STEPS and overrides(task, name, TaskModule)

@@ -1,0 +1,142 @@
+"""Validation, testing and prediction: one loop over one or several loaders, with everything put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from trainwright.core.errors import TaskError
+from trainwright.loggers.metric_ranks import Flushed
+from trainwright.trainer.loaders import EvaluationData
+
+if TYPE_CHECKING:
+    from trainwright.trainer.trainer import Trainer
+
+EvaluationKind = Literal["validate", "test", "predict"]
+_EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
+
+
+def evaluate(
+    run: Trainer, kind: EvaluationKind, data: EvaluationData, *, max_batches: int | None = None, keep: bool = False
+) -> tuple[Flushed, list[list[Any]]]:
+    """Run the task's step of this kind over the data.
+
+    Modules are in evaluation mode meanwhile and back in their own afterwards; no gradient is recorded.
+
+    Args:
+        run: whose task, hooks and strategy are used.
+        kind: which step.
+        data: the loaders.
+        max_batches: at most so many batches of each loader, besides the data's own limits.
+        keep: return what the step returned.
+
+    Returns:
+        The metrics of the epoch, and for each loader the outputs of this rank's batches (empty unless `keep`).
+        Collective in its last act, the exchange of metrics.
+    """
+    name, hooks, metrics = _EVENTS[kind], run.hooks, run.metrics
+    limits = [_least(limit, max_batches) for limit in data.limits]
+    outputs: list[list[Any]] = [[] for _ in data.loaders]
+    if not any(limit is None or limit > 0 for limit in limits):
+        return Flushed(), outputs
+    before = metrics.stage
+    run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
+    with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
+        metrics.begin(kind, num_dataloaders=len(data.loaders))
+        metrics.in_step = False
+        try:
+            run.fire(f"on_{name}_start")
+            run.fire(f"on_{name}_epoch_start")
+            for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
+                metrics.dataloader_idx = index if len(data.loaders) > 1 else None
+                for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
+                    output = _one_batch(run, kind, name, batch, idx, index, hooks)
+                    if keep:
+                        outputs[index].append(output)
+            metrics.dataloader_idx = None
+            run.fire(f"on_{name}_epoch_end")
+            flushed = metrics.flush_epoch(run.exchange)
+            run.take_metrics(flushed, kind)
+            run.fire(f"on_{name}_end")
+        finally:
+            metrics.batch, metrics.in_step, metrics.dataloader_idx = None, False, None
+            if before is not None:
+                metrics.switch(before)
+    return flushed, outputs
+
+
+def _one_batch(run: Trainer, kind: str, name: str, batch: Any, idx: int, index: int, hooks: Any) -> Any:
+    metrics, task = run.metrics, run.task
+    batch = run.strategy.to_device(batch, index)
+    metrics.batch, metrics.in_step = batch, True
+    for hook in getattr(hooks, f"on_{name}_batch_start"):
+        hook(run, task, batch, idx, index)
+    output = run.strategy.eval_step(f"{name}_step", batch, idx, index)
+    if kind == "predict" and output is None:
+        raise TaskError(f"{type(task).__name__}.predict_step returned None. Return the prediction.")
+    for hook in getattr(hooks, f"on_{name}_batch_end"):
+        hook(run, task, output, batch, idx, index)
+    metrics.batch, metrics.in_step = None, False
+    return output
+
+
+def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
+    """Return the metrics as one dict per loader; those of all loaders together are in each."""
+    mark = "/dataloader_idx_"
+    return [
+        {key: value for key, value in flushed.callback.items() if mark not in key or key.endswith(f"{mark}{index}")}
+        for index in range(num_loaders)
+    ]
+
+
+def in_dataset_order(by_rank: list[list[list[Any]]]) -> list[list[Any]]:
+    """Merge the outputs of all ranks: batch i of rank r is batch `i × ranks + r` of its loader.
+
+    Args:
+        by_rank: rank → loader → outputs.
+    """
+    merged: list[list[Any]] = []
+    for of_loader in zip(*by_rank, strict=True):
+        longest = max(len(outputs) for outputs in of_loader)
+        merged.append([outputs[i] for i in range(longest) for outputs in of_loader if i < len(outputs)])
+    return merged
+
+
+def _least(limit: int | None, other: int | None) -> int | None:
+    known = [value for value in (limit, other) if value is not None]
+    return min(known) if known else None
+
+
+@contextlib.contextmanager
+def _evaluation_mode(run: Trainer, name: str) -> Iterator[None]:
+    """Put every module into evaluation mode, and each back into the mode it was in."""
+    task = run.task
+    modes = [(module, module.training) for module in task.modules()]
+    run.fire(f"on_{name}_model_eval")
+    task.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        run.fire(f"on_{name}_model_train")
+
+
+@contextlib.contextmanager
+def _no_gradients(inference_mode: bool) -> Iterator[None]:
+    with torch.inference_mode() if inference_mode else torch.no_grad():
+        yield
+
+
+def format_results(kind: str, results: list[dict[str, float]]) -> str:
+    """Return the metrics of an evaluation as aligned lines of text, one block per loader."""
+    lines: list[str] = []
+    for index, metrics in enumerate(results):
+        lines.append(f"{kind}" if len(results) == 1 else f"{kind}, loader {index}")
+        width = max((len(name) for name in metrics), default=0)
+        lines += [f"  {name:<{width}}  {value:.6g}" for name, value in sorted(metrics.items())]
+    return "\n".join(lines)

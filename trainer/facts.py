@@ -1,0 +1,244 @@
+"""What a run answers when it is asked: the reading half of the `Run` protocol, apart from the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import TaskError
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.gradients import GradientClip
+from trainwright.trainer.optimization import ManualOptimizer
+
+if TYPE_CHECKING:
+    from trainwright.core.state import TrainState
+    from trainwright.core.task import TaskModule
+    from trainwright.strategies.strategy import Strategy
+    from trainwright.trainer.loaders import EvaluationData, TrainData
+
+
+class RunFacts:
+    """Properties and small services of a Trainer; it holds no state of its own."""
+
+    state: TrainState
+    callbacks: list[Callback]
+    strategy: Strategy
+    default_root_dir: Path
+    accumulate_grad_batches: int
+    max_epochs: int | None
+    max_steps: int
+    _task: TaskModule | None
+    _callback_metrics: dict[str, float]
+    _logged_metrics: dict[str, float]
+    _progress_bar_metrics: dict[str, float]
+    _eval_data: dict[str, EvaluationData]
+
+    if TYPE_CHECKING:
+
+        def train_data(self) -> TrainData:
+            """The prepared training data; made at the first asking."""
+
+    # The task and where it stands
+
+    @property
+    def task(self) -> TaskModule:
+        """The user's task.
+
+        Raises:
+            TaskError: no stage has been started yet.
+        """
+        if self._task is None:
+            raise TaskError("this Trainer has no task yet; it gets one from fit, validate, test or predict.")
+        return self._task
+
+    @property
+    def lightning_module(self) -> TaskModule:
+        """The task, by the name that people who come from Lightning know."""
+        return self.task
+
+    @property
+    def current_epoch(self) -> int:
+        """`state.epoch`: 0-based index of the present epoch; between fits, the finished ones."""
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        """`state.step`: completed optimizer steps."""
+        return self.state.step
+
+    # Numbers of batches and steps
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of one training epoch on one rank; infinite when the loader has no length."""
+        found = self.train_data().num_batches
+        return math.inf if found is None else found
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader on one rank."""
+        return self._num_batches("validate")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of each test loader on one rank."""
+        return self._num_batches("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of each prediction loader on one rank."""
+        return self._num_batches("predict")
+
+    def _num_batches(self, kind: str) -> list[int | float]:
+        data = self._eval_data.get(kind)
+        return [] if data is None else data.num_batches
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps that `fit` will do in all; infinite when nothing bounds them.
+
+        Made for learning-rate schedules in `configure_optimizers`; it loads the training data if need be.
+        """
+        if self.max_epochs is None:
+            return math.inf if self.max_steps == -1 else self.max_steps
+        per_epoch = math.ceil(self.num_training_batches / self.accumulate_grad_batches)
+        total = per_epoch * self.max_epochs
+        return total if self.max_steps == -1 else min(total, self.max_steps)
+
+    # Logged values
+
+    @property
+    def callback_metrics(self) -> Mapping[str, float]:
+        """The latest value of every logged metric, as of the last flush."""
+        return self._callback_metrics
+
+    @property
+    def logged_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric that went to the loggers."""
+        return self._logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> Mapping[str, float]:
+        """The latest value of every metric logged with `prog_bar=True`."""
+        return self._progress_bar_metrics
+
+    # Processes
+
+    @property
+    def global_rank(self) -> int:
+        """Rank among all processes."""
+        return self.strategy.processes.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+        return self.strategy.processes.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.strategy.processes.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.strategy.processes.num_nodes
+
+    @property
+    def num_devices(self) -> int:
+        """Processes on this node."""
+        return self.strategy.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process."""
+        return self.strategy.is_main
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this process computes on."""
+        return self.strategy.device
+
+    @property
+    def precision(self) -> str:
+        """The precision's name, such as `"bf16-mixed"`."""
+        return self.strategy.precision.name
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+        return self.strategy.processes.broadcast_object(value, src)
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+        self.strategy.processes.barrier()
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
+        return map_tensors(lambda tensor: self.strategy.all_gather(tensor, sync_grads), data)
+
+    # Callbacks by role
+
+    @property
+    def checkpoint_callback(self) -> Any | None:
+        """The first ModelCheckpoint, or None."""
+        return self._first("best_model_path")
+
+    @property
+    def early_stopping_callback(self) -> Any | None:
+        """The first EarlyStopping, or None."""
+        return self._first("stopped_epoch")
+
+    @property
+    def progress_bar_callback(self) -> Any | None:
+        """The progress bar, or None."""
+        return self._first("is_progress_bar")
+
+    def _first(self, attribute: str) -> Any | None:
+        return next((callback for callback in self.callbacks if hasattr(callback, attribute)), None)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go when a request names no folder."""
+        named = getattr(self.checkpoint_callback, "dirpath", None)
+        return Path(named) if named else self.default_root_dir / "checkpoints"
+
+    def print(self, *values: Any) -> None:
+        """Print on the main process only, without breaking the progress bar."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if bar is not None:
+            bar.print(*values)
+        else:
+            print(*values)  # noqa: T201  # this is what the method is for
+
+    # Optimization by hand
+
+    def task_optimizers(self) -> Sequence[Any]:
+        """The optimizers as a task should use them: wrapped when it steps them itself."""
+        optimizers: list[Optimizer] = self.strategy.optimizers
+        if self.task.automatic_optimization:
+            return optimizers
+        return [ManualOptimizer(optimizer, self.strategy) for optimizer in optimizers]
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward for a task that optimizes by hand. Collective under strategies that join processes."""
+        if self.task.automatic_optimization:
+            raise TaskError(
+                f"{type(self.task).__name__} calls manual_backward, but automatic_optimization is True. Set "
+                "self.automatic_optimization = False in __init__, or return the loss instead."
+            )
+        self.strategy.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, max_value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
+        clip = GradientClip.parse(max_value, algorithm)
+        if clip is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self.strategy.clip_parameters(parameters, clip)

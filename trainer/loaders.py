@@ -1,0 +1,190 @@
+"""Where a stage's loaders come from, and the prepared data of training and of evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainwright.callbacks.hook_table import overrides
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hooks import TaskHooks
+from trainwright.core.state import Group, TrainState
+from trainwright.core.task import TaskModule
+from trainwright.data import CombinedLoader, DataModule, iterate_groups, prepare_loader, resolve_limit
+from trainwright.data.prepared import PreparedLoader
+
+_METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_LIMITS = {
+    "train": "limit_train_batches",
+    "validate": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+@dataclass
+class Sources:
+    """What a stage was given to read from; the task's own `*_dataloader` methods come last.
+
+    Attributes:
+        given: stage → loader(s) handed to the Trainer.
+        datamodule: or a data module.
+    """
+
+    given: dict[str, Any]
+    datamodule: DataModule | None = None
+
+    @classmethod
+    def of(cls, stage: str, datamodule: Any, **loaders: Any) -> Sources:
+        """Sort out loaders and a data module; a data module in a loader's place is one too.
+
+        Raises:
+            ConfigurationError: both were given, or the data module is none.
+        """
+        given = {name: loader for name, loader in loaders.items() if loader is not None}
+        for name, loader in list(given.items()):
+            if isinstance(loader, DataModule):
+                datamodule = given.pop(name) if datamodule is None else datamodule
+        if datamodule is not None:
+            if given:
+                raise ConfigurationError(f"{stage}() was given a data module and loaders. Give it one or the other.")
+            if not isinstance(datamodule, DataModule):
+                raise ConfigurationError(
+                    f"datamodule={type(datamodule).__name__} is no trainwright.DataModule. Sub-class DataModule."
+                )
+        return cls(given, datamodule)
+
+    def has(self, kind: str, task: TaskModule) -> bool:
+        """Tell whether there is a loader of this kind, without making it."""
+        method = _METHODS[kind]
+        if kind in self.given:
+            return True
+        if self.datamodule is not None and overrides(self.datamodule, method, DataModule):
+            return True
+        return overrides(task, method, TaskHooks)
+
+    def make(self, kind: str, task: TaskModule) -> Any:
+        """Return the user's loader(s) of this kind.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        method = _METHODS[kind]
+        if kind in self.given:
+            return self.given[kind]
+        for owner, base in ((self.datamodule, DataModule), (task, TaskHooks)):
+            if owner is not None and overrides(owner, method, base):
+                loader = getattr(owner, method)()
+                if loader is None:
+                    raise ConfigurationError(f"{type(owner).__name__}.{method} returned None. Return a loader.")
+                return loader
+        raise ConfigurationError(
+            f"no {kind} data: pass {method}s=… , a data module, or define {method} in {type(task).__name__}."
+        )
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What preparing a loader needs to know of the run: `dp_rank` of `dp_size`, the seed, and how ranks agree."""
+
+    dp_rank: int
+    dp_size: int
+    seed: int
+    use_distributed_sampler: bool
+    uneven: Any
+    agree: Callable[[list[int]], list[list[int]]] | None
+    lockstep_evaluation: bool = False
+
+    def prepare(self, loader: Any, stage: Any, shuffle: bool | None = None) -> PreparedLoader:
+        """Prepare one loader for this rank."""
+        return prepare_loader(
+            loader,
+            stage=stage,
+            rank=self.dp_rank,
+            world=self.dp_size,
+            seed=self.seed,
+            use_distributed_sampler=self.use_distributed_sampler,
+            uneven=self.uneven,
+            agree=self.agree if self.dp_size > 1 else None,
+            lockstep=None if stage == "train" else self.lockstep_evaluation,
+            shuffle=shuffle,
+        )
+
+
+class TrainData:
+    """The training data of a run: groups of micro-batches, from any place in an epoch.
+
+    Args:
+        loader: the user's loader, or a list or dict of them to be combined.
+        ranks: see `Ranks`.
+        limit: `limit_train_batches`.
+        overfit: only so much of the data, in its own order (`overfit_batches`); 0: all.
+    """
+
+    def __init__(self, loader: Any, ranks: Ranks, *, limit: int | float | None, overfit: int | float) -> None:
+        if isinstance(loader, (list, tuple, dict)) and _holds_loaders(loader):
+            loader = CombinedLoader(loader, mode="max_size_cycle")
+        self.loader = ranks.prepare(loader, "train", shuffle=False if overfit else None)
+        self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
+        self.num_batches: int | None = None
+
+    def begin_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
+        """Turn to an epoch; `resume` is the place where it was left. Collective when ranks have own loaders."""
+        self.loader.set_epoch(epoch, resume)
+        self.num_batches = resolve_limit(self._limit, self.loader.num_batches, self._name)
+
+    def groups(self, state: TrainState, accumulate: int) -> Iterator[Group]:
+        """Return the groups that are left of the epoch that `begin_epoch` chose."""
+        return iterate_groups(
+            self.loader, accumulate=accumulate, limit=self.num_batches, start_batch=state.batch_in_epoch
+        )
+
+    def state_dict(self, state: TrainState) -> dict[str, Any]:
+        """Return the place in the data, JSON-able."""
+        saved: dict[str, Any] = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
+        if self.loader.stateful:
+            saved["loader"] = self.loader.state_dict()
+        return saved
+
+
+class EvaluationData:
+    """The loaders of one evaluation and how many batches of each are run.
+
+    Args:
+        loaders: one loader, or a list or dict of them.
+        kind: `"validate"`, `"test"` or `"predict"`.
+        ranks: see `Ranks`.
+        limit: the stage's `limit_*_batches`, for each loader separately.
+    """
+
+    def __init__(self, loaders: Any, kind: str, ranks: Ranks, *, limit: int | float | None) -> None:
+        if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+            loaders = loaders.iterables
+        several = isinstance(loaders, (list, tuple, dict)) and _holds_loaders(loaders)
+        items = list(loaders.values() if isinstance(loaders, dict) else loaders) if several else [loaders]
+        self.is_list = several
+        self.loaders = [ranks.prepare(item, kind) for item in items]
+        self.limits: list[int | None] = []
+        for loader in self.loaders:
+            loader.set_epoch(0)
+            self.limits.append(resolve_limit(limit, loader.num_batches, _LIMITS[kind]))
+
+    @property
+    def num_batches(self) -> list[int | float]:
+        """Batches of each loader on one rank; infinite when unknown."""
+        return [float("inf") if limit is None else limit for limit in self.limits]
+
+
+def _holds_loaders(items: Any) -> bool:
+    """Tell a collection of loaders from a list of batches: its members can be iterated over, and are no tensors."""
+    members = list(items.values() if isinstance(items, dict) else items)
+    return bool(members) and all(
+        hasattr(member, "__iter__") and not isinstance(member, (str, bytes, tuple, dict)) and not hasattr(member, "dim")
+        for member in members
+    )

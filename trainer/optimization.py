@@ -1,0 +1,227 @@
+"""From what `configure_optimizers` returns to optimizers and learning-rate schedules, and when schedules step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.run import SchedulerConfig
+from trainwright.core.task import TaskModule
+
+_SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+_OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
+
+
+def parse_optimizers(returned: Any, origin: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Read every form that `configure_optimizers` may return (see `TaskModule.configure_optimizers`).
+
+    Args:
+        returned: what it returned.
+        origin: the task's class name, for messages.
+
+    Raises:
+        ConfigurationError: an unknown form, key or interval, or a schedule of an optimizer that was not returned.
+    """
+    optimizers: list[Optimizer] = []
+    schedules: list[SchedulerConfig] = []
+    if returned is None:
+        warnings.warn(
+            f"{origin}.configure_optimizers returned None: training runs without an optimizer.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+    elif isinstance(returned, Optimizer):
+        optimizers = [returned]
+    elif isinstance(returned, Mapping):
+        _take_dict(returned, optimizers, schedules, origin)
+    elif isinstance(returned, (list, tuple)) and returned:
+        first = returned[0]
+        if len(returned) == 2 and isinstance(first, (list, tuple)):
+            _take_two_lists(returned[0], returned[1], optimizers, schedules, origin)
+        elif all(isinstance(item, Optimizer) for item in returned):
+            optimizers = list(returned)
+        elif all(isinstance(item, Mapping) for item in returned):
+            for item in returned:
+                _take_dict(item, optimizers, schedules, origin)
+        else:
+            raise _unknown_form(returned, origin)
+    else:
+        raise _unknown_form(returned, origin)
+    _check_owners(optimizers, schedules, origin)
+    return optimizers, schedules
+
+
+def _take_dict(
+    entry: Mapping[str, Any], optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
+) -> None:
+    for key in entry:
+        if key not in _OPTIMIZER_KEYS:
+            raise ConfigurationError(
+                f"{origin}.configure_optimizers: unknown key {key!r}.{nearest(str(key), _OPTIMIZER_KEYS)} "
+                f"Known: {', '.join(_OPTIMIZER_KEYS)}."
+            )
+    optimizer = entry.get("optimizer")
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"{origin}.configure_optimizers: the dict's 'optimizer' is {type(optimizer).__name__}, not an optimizer."
+        )
+    optimizers.append(optimizer)
+    if entry.get("lr_scheduler") is not None:
+        schedules.append(_schedule(entry["lr_scheduler"], entry.get("monitor"), origin))
+
+
+def _take_two_lists(
+    first: Any, second: Any, optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
+) -> None:
+    if not all(isinstance(item, Optimizer) for item in first):
+        raise _unknown_form((first, second), origin)
+    optimizers.extend(first)
+    entries = second if isinstance(second, (list, tuple)) else [second]
+    schedules.extend(_schedule(entry, None, origin) for entry in entries if entry is not None)
+
+
+def _schedule(entry: Any, monitor: str | None, origin: str) -> SchedulerConfig:
+    if not isinstance(entry, Mapping):
+        entry = {"scheduler": entry}
+    for key in entry:
+        if key not in _SCHEDULER_KEYS:
+            raise ConfigurationError(
+                f"{origin}.configure_optimizers: unknown key {key!r} beside the scheduler."
+                f"{nearest(str(key), _SCHEDULER_KEYS)} Known: {', '.join(_SCHEDULER_KEYS)}."
+            )
+    scheduler = entry.get("scheduler")
+    if not hasattr(scheduler, "step") or not hasattr(scheduler, "state_dict"):
+        raise ConfigurationError(
+            f"{origin}.configure_optimizers: {type(scheduler).__name__} is not a learning-rate scheduler (it needs "
+            "step, state_dict and load_state_dict)."
+        )
+    interval = entry.get("interval", "epoch")
+    if interval not in ("step", "epoch"):
+        raise ConfigurationError(
+            f"{origin}.configure_optimizers: interval={interval!r} is unknown."
+            f"{nearest(str(interval), ('step', 'epoch'))} Use 'step' or 'epoch'."
+        )
+    frequency = entry.get("frequency", 1)
+    if not isinstance(frequency, int) or frequency < 1:
+        raise ConfigurationError(f"{origin}.configure_optimizers: frequency={frequency!r} must be at least 1.")
+    monitor = entry.get("monitor", monitor)
+    if isinstance(scheduler, ReduceLROnPlateau) and monitor is None:
+        raise ConfigurationError(
+            f"{origin}.configure_optimizers: ReduceLROnPlateau needs a metric to watch. Return "
+            "{'optimizer': …, 'lr_scheduler': {'scheduler': …, 'monitor': 'val_loss'}}."
+        )
+    return SchedulerConfig(
+        scheduler=scheduler,
+        interval=interval,
+        frequency=frequency,
+        monitor=monitor if isinstance(scheduler, ReduceLROnPlateau) or entry.get("reduce_on_plateau") else None,
+        strict=entry.get("strict", True),
+        name=entry.get("name"),
+    )
+
+
+def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str) -> None:
+    owned = {id(optimizer) for optimizer in optimizers}
+    for config in schedules:
+        optimizer = getattr(config.scheduler, "optimizer", None)
+        if optimizer is not None and id(optimizer) not in owned:
+            raise ConfigurationError(
+                f"{origin}.configure_optimizers: {type(config.scheduler).__name__} belongs to an optimizer "
+                f"({type(optimizer).__name__}) that was not returned. Return that optimizer too."
+            )
+
+
+def _unknown_form(returned: Any, origin: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{origin}.configure_optimizers returned {type(returned).__name__} ({returned!r:.80}). Return an optimizer, a "
+        "list of them, ([optimizers], [schedulers]), a dict {'optimizer', 'lr_scheduler'}, a list of such dicts, or "
+        "None."
+    )
+
+
+class Schedules:
+    """Steps learning-rate schedules: each once per unit it declares, whatever the world size or accumulation.
+
+    Args:
+        configs: what to step.
+        task: its `lr_scheduler_step` does the stepping.
+    """
+
+    def __init__(self, configs: list[SchedulerConfig], task: TaskModule) -> None:
+        self.configs = configs
+        self._task = task
+        self._per_step = [c for c in configs if c.interval == "step"]
+        self._per_epoch = [c for c in configs if c.interval == "epoch" and c.monitor is None]
+        self._monitored = [c for c in configs if c.interval == "epoch" and c.monitor is not None]
+        self.steps_often = bool(self._per_step)
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step the schedules that count optimizer steps; `step` includes the one just done."""
+        for config in self._per_step:
+            if step % config.frequency == 0:
+                self._do(config, metrics)
+
+    def after_epoch(self, epoch: int) -> None:
+        """Step the schedules that count epochs, after the last optimizer step of 0-based `epoch`."""
+        for config in self._per_epoch:
+            if (epoch + 1) % config.frequency == 0:
+                self._do(config, {})
+
+    def after_epoch_metrics(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Step the epoch's schedules that watch a metric, once the epoch's metrics are known."""
+        for config in self._monitored:
+            if (epoch + 1) % config.frequency == 0:
+                self._do(config, metrics)
+
+    def _do(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
+        if config.monitor is None:
+            self._task.lr_scheduler_step(config.scheduler, None)
+        elif config.monitor in metrics:
+            self._task.lr_scheduler_step(config.scheduler, metrics[config.monitor])
+        else:
+            text = (
+                f"{type(config.scheduler).__name__} watches {config.monitor!r}, which was not logged."
+                f"{nearest(config.monitor, metrics)} Logged: {', '.join(sorted(metrics)) or 'nothing'}."
+            )
+            if config.strict:
+                raise ConfigurationError(
+                    f"{text} Log it, or set 'strict': False to skip the schedule when it is absent."
+                )
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return every schedule's state, in order."""
+        return [config.scheduler.state_dict() for config in self.configs]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Take back what `state_dict` returned."""
+        for config, state in zip(self.configs, states, strict=True):
+            config.scheduler.load_state_dict(state)
+
+
+class ManualOptimizer:
+    """An optimizer as a task that optimizes by hand sees it: `step` goes through the strategy.
+
+    Everything else (`param_groups`, `zero_grad`, `state_dict`, …) is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: Any) -> None:
+        self._optimizer = optimizer
+        self._strategy = strategy
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer itself."""
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        """Unscale, tell the listeners, step."""
+        return self._strategy.manual_step(self._optimizer, closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)

@@ -1,0 +1,494 @@
+"""Around the loop: start the processes, set a stage up, run it, and tear it down whatever happened.
+
+A stage (`fit`, `validate`, `test`, `predict`) is: check everything that can be checked; start other processes if that
+is this Trainer's task; then, on every process: join the others, prepare data, build the model and its optimizers, load
+a checkpoint, run the body, and undo it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.duration import Interval
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.process import detect, started_by_trainer
+from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
+from trainwright.core.state import StepResult, TrainState
+from trainwright.core.task import TaskModule
+from trainwright.loggers.logger import RunInfo
+from trainwright.loggers.logger_group import LoggerGroup
+from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.loggers.metric_ranks import Exchange
+from trainwright.strategies.devices import set_kernel_choice
+from trainwright.strategies.launcher import run_in_processes, set_variable
+from trainwright.trainer import checkpointing
+from trainwright.trainer.assembly import with_task_callbacks
+from trainwright.trainer.checks import check_callbacks, check_task, has_step
+from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
+from trainwright.trainer.optimization import Schedules, parse_optimizers
+from trainwright.trainer.safe_point import SafePoint
+from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
+from trainwright.trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from trainwright.data import DataModule
+
+Body = Callable[..., Any]
+
+
+class StageRunner:
+    """Owns what a Trainer holds between and during stages; see `Trainer` for the loop.
+
+    Attributes:
+        state: where training stands; kept between stages.
+        callbacks: this stage's callbacks, the task's own included.
+        loggers: the loggers.
+        strategy: this stage's copy of the configured strategy.
+        hooks: who listens to which event.
+        metrics: takes what tasks and callbacks log.
+        stage: the stage that is running, or None.
+        should_stop: set it to True to end `fit` after the present step.
+        interrupted: Ctrl-C ended the last stage.
+        resumed: this fit continues a checkpoint.
+        last_step: what the last optimizer step gave.
+        num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
+        at_step_boundary: no optimizer step is half done.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        arguments = settings.arguments
+        self.settings = settings
+        self.state = TrainState()
+        self.loggers: list[Any] = settings.loggers
+        self.default_root_dir: Path = settings.root
+        self.accumulate_grad_batches: int = arguments["accumulate_grad_batches"]
+        self.log_every_n_steps: int = arguments["log_every_n_steps"] or 50
+        self.num_sanity_val_steps: int = 2 if arguments["num_sanity_val_steps"] is None else arguments[
+            "num_sanity_val_steps"
+        ]  # fmt: skip
+        self.max_epochs = settings.limits.max_epochs
+        self.max_steps = settings.limits.max_steps
+        self.inference_mode: bool = arguments["inference_mode"]
+        self.fast_dev_run: bool | int = arguments["fast_dev_run"]
+        self.barebones: bool = arguments["barebones"]
+        self.clip = settings.clip
+        self.run_id = secrets.token_hex(8)
+        self.seed: int | None = arguments["seed"]
+        self.interrupted = False
+        self._task: TaskModule | None = None
+        self._forget_metrics()
+        self._forget_stage()
+
+    def _forget_stage(self) -> None:
+        """Drop what belongs to one stage."""
+        self.strategy = copy.copy(self.settings.selection.strategy)
+        self.callbacks: list[Callback] = list(self.settings.callbacks)
+        self.hooks = HookTable()
+        self._is_set_up = False
+        self.metrics = MetricBuffer()
+        self.schedules = Schedules([], self._task)  # type: ignore[arg-type]  # no schedules, no task needed
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.datamodule: DataModule | None = None
+        self.stage: Stage | None = None
+        self.sanity_checking = False
+        self.should_stop = False
+        self.resumed = False
+        self.count_tokens = False
+        self.last_step: StepResult | None = None
+        self.at_step_boundary = True
+        self.exchange: Exchange | None = None
+        self.safe_point = SafePoint(self)  # type: ignore[arg-type]  # the Trainer, whose base this is
+        self.num_eval_batches: list[int | float] = []
+        self._sources = Sources({})
+        self._train_data: TrainData | None = None
+        self._eval_data: dict[str, EvaluationData] = {}
+        self._position: dict[str, Any] | None = None
+        self._rng_to_restore: Callable[[], None] | None = None
+        self._stop_agreed = False
+        self._validated_at = -1
+        self._clock = time.perf_counter()
+        self.logging: LoggerGroup | None = None
+
+    def _forget_metrics(self) -> None:
+        self._callback_metrics: dict[str, float] = {}
+        self._logged_metrics: dict[str, float] = {}
+        self._progress_bar_metrics: dict[str, float] = {}
+
+    if TYPE_CHECKING:
+        task: TaskModule
+        global_rank: int
+        world_size: int
+        is_global_zero: bool
+        checkpoint_dir: Path
+        print: Callable[..., None]
+
+    # Starting a stage
+
+    def _start(self, stage: Stage, task: Any, sources: Sources, ckpt_path: str | Path | None, body: Body) -> Any:
+        """Check, start other processes if need be, run the stage; returns what the body returned on this process."""
+        self._check(stage, task, sources, ckpt_path)
+        self._task = task
+        self._forget_stage()
+        self.interrupted = False
+        work = partial(self._run_stage, stage, sources, ckpt_path, body)
+        selection = self.settings.selection
+        try:
+            if selection.starts_processes and not started_by_trainer():
+                involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
+                return run_in_processes(work, self.strategy.num_processes, involved)
+            return work()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            return None
+
+    def _check(self, stage: Stage, task: Any, sources: Sources, ckpt_path: str | Path | None) -> None:
+        check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=self.clip is not None)
+        kind = "train" if stage == "fit" else stage
+        if not sources.has(kind, task):
+            sources.make(kind, task)  # raises, saying what to pass
+        if stage == "fit" and has_step(task, "training_step"):
+            _check_length(sources.given.get("train"))
+        if ckpt_path not in (None, "last", "best"):
+            checkpointing.resolve(self, ckpt_path, stage)  # type: ignore[arg-type]  # the Trainer
+
+    def _run_stage(self, stage: Stage, sources: Sources, ckpt_path: str | Path | None, body: Body) -> Any:
+        """One stage on one process."""
+        self.stage, self._sources = stage, sources
+        self.datamodule = sources.datamodule
+        status = "failed"
+        try:
+            with self._kernel_settings():
+                self._join()
+                self._set_up(stage, ckpt_path)
+                result = body(self)
+            status = "success"
+            return result
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self.interrupted, status = True, "interrupted"
+            self._tell_about(error)
+            raise
+        finally:
+            self._tear_down(stage, status)
+
+    def _join(self) -> None:
+        selection = self.settings.selection
+        topology = detect("torchrun") if started_by_trainer() else selection.topology
+        self.strategy.setup(topology)
+        processes = self.strategy.processes
+        if processes.world_size > 1:
+            self.exchange = processes.gather_object
+            self.run_id = processes.broadcast_object(self.run_id)
+        if self.seed is None:
+            self.seed = processes.broadcast_object(torch.initial_seed())
+        if processes.world_size > 1 and self.is_global_zero:
+            self.print(f"trainwright: {topology}")
+
+    @contextlib.contextmanager
+    def _kernel_settings(self) -> Iterator[None]:
+        arguments = self.settings.arguments
+        deterministic = arguments["deterministic"]
+        if deterministic:
+            set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        set_kernel_choice(arguments["benchmark"], deterministic)
+        try:
+            if arguments["detect_anomaly"]:
+                with torch.autograd.set_detect_anomaly(True):
+                    yield
+            else:
+                yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+    # Setting up, in the order that hooks are promised
+
+    def _set_up(self, stage: Stage, ckpt_path: str | Path | None) -> None:
+        task = self.task
+        task._run = self  # type: ignore[assignment]  # this class and its siblings make up a Run
+        self.callbacks = with_task_callbacks(self.callbacks, task)
+        check_callbacks(self.callbacks)
+        self.hooks = HookTable(self.callbacks, task)
+        self._is_set_up = True
+        self._prepare_data(stage)
+        make = self._make_optimizers if stage == "fit" else None
+        self.optimizers = self.strategy.prepare(task, make)
+        self.schedules = Schedules(self.lr_scheduler_configs, task)
+        self._end = EndOfFit(self.settings.limits)
+        self.count_tokens |= self._end.counts_tokens
+        self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero)
+        self._load(stage, ckpt_path)
+        self._start_loggers(stage)
+        self.strategy.attach(self, self.hooks, self.metrics)  # type: ignore[arg-type]  # likewise
+        task._sink = self.metrics
+        if stage == "fit":
+            self._begin_fit()
+
+    def _prepare_data(self, stage: Stage) -> None:
+        task, data = self.task, self.datamodule
+        if data is not None:
+            data.trainer = self
+        owners = [owner for owner in (data, task) if owner is not None]
+        for owner in owners:
+            per_node = getattr(owner, "prepare_data_per_node", True)
+            if self.strategy.processes.local_rank == 0 if per_node else self.is_global_zero:
+                owner.prepare_data()
+        self.strategy.processes.barrier()
+        if data is not None:
+            data.setup(stage)
+        self.fire("setup", stage)
+        task.setup(stage)
+
+    def _make_optimizers(self) -> list[Optimizer]:
+        optimizers, self.lr_scheduler_configs = parse_optimizers(
+            self.task.configure_optimizers(), type(self.task).__name__
+        )
+        return optimizers
+
+    def _load(self, stage: Stage, ckpt_path: str | Path | None) -> None:
+        if ckpt_path is None:
+            return
+        path = self.strategy.processes.broadcast_object(
+            checkpointing.resolve(self, ckpt_path, stage) if self.is_global_zero else None  # type: ignore[arg-type]
+        )
+        if path is None:
+            return
+        if stage == "fit":
+            checkpointing.check_fits(self, path)  # type: ignore[arg-type]
+            checkpointing.restore(self, path)  # type: ignore[arg-type]
+            self.resumed = True
+            if self.state.epoch_done:
+                self.state.begin_next_epoch()
+                self._position = None
+        else:
+            checkpointing.load_weights(self, path)  # type: ignore[arg-type]
+
+    def _begin_fit(self) -> None:
+        """Align every interval with where the run stands."""
+        self.log_every = Interval(_steps(self.log_every_n_steps))
+        self.log_every.align(self.state)
+        self._validation: ValidationSchedule | None = None
+
+    @property
+    def validation(self) -> ValidationSchedule:
+        """When to validate; known once the training data is."""
+        if self._validation is None:
+            self._validation = ValidationSchedule(
+                self.settings.val_check_interval,
+                self.settings.arguments["check_val_every_n_epoch"],
+                self.train_data().num_batches,
+            )
+            self._validation.align(self.state)
+        return self._validation
+
+    def _start_loggers(self, stage: Stage) -> None:
+        """Start the loggers, after a checkpoint told them which run they continue; not for predictions."""
+        if stage == "predict" or self.logging is None:
+            return
+        self.logging.start(RunInfo(self.default_root_dir))
+        found: dict[str, Any] = {}
+        for owner in (self.datamodule, self.task):
+            if owner is not None and getattr(owner, "_hparams_log", True):
+                found |= owner.hparams_initial
+        if stage == "fit" and found:
+            self.logging.log_hyperparams(found)
+        if stage == "fit":
+            self.logging.log_graph(self.task, self.task.example_input_array)
+
+    # Tearing down
+
+    def _tell_about(self, error: BaseException) -> None:
+        """Let every callback and the data module know; nothing here may hide the error."""
+        if not self._is_set_up:
+            return
+        listeners: list[Callable[[], Any]] = [
+            partial(hook, self, self._task, error) for hook in self.hooks.on_exception
+        ]
+        if self.datamodule is not None:
+            listeners.append(partial(self.datamodule.on_exception, error))
+        for listener in listeners:
+            try:
+                listener()
+            except Exception as second:  # noqa: BLE001  # reported; the first error is the one to raise
+                warnings.warn(
+                    f"on_exception itself failed: {type(second).__name__}: {second}", TrainwrightWarning, stacklevel=2
+                )
+
+    def _tear_down(self, stage: Stage, status: Any) -> None:
+        task = self.task
+        try:
+            if self._is_set_up:
+                if self.datamodule is not None:
+                    self.datamodule.teardown(stage)
+                self.fire("teardown", stage)
+                task.teardown(stage)
+            if self.logging is not None:
+                self.logging.finish(status)
+        finally:
+            task._sink = None
+            self.stage = None
+            self.strategy.teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
+        blank = copy.copy(self)
+        blank._forget_stage()
+        blank.safe_point = None  # type: ignore[assignment]  # made anew by __setstate__
+        return dict(vars(blank))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.safe_point = SafePoint(self)  # type: ignore[arg-type]
+
+    # Data
+
+    def _ranks(self) -> Ranks:
+        arguments, strategy = self.settings.arguments, self.strategy
+        assert self.seed is not None  # chosen when the processes joined
+        return Ranks(
+            dp_rank=strategy.dp_rank,
+            dp_size=strategy.dp_size,
+            seed=self.seed,
+            use_distributed_sampler=arguments["use_distributed_sampler"],
+            uneven=arguments["uneven_batches"],
+            agree=strategy.processes.gather_integers,
+            lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
+        )
+
+    def train_data(self) -> TrainData:
+        """The prepared training data; made at the first asking."""
+        if self._train_data is None:
+            arguments = self.settings.arguments
+            self._train_data = TrainData(
+                self._sources.make("train", self.task),
+                self._ranks(),
+                limit=self.settings.limit_batches["train"],
+                overfit=arguments["overfit_batches"],
+            )
+            self._train_data.begin_epoch(self.state.epoch)
+        return self._train_data
+
+    def _evaluation_data(self, kind: str) -> EvaluationData:
+        data = self._eval_data.get(kind)
+        if data is None:
+            loaders = self._sources.make(kind, self.task)
+            limit = self.settings.limit_batches[kind]
+            data = self._eval_data[kind] = EvaluationData(loaders, kind, self._ranks(), limit=limit)
+        return data
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether `fit` validates at all: a validation_step, a loader, and a limit above 0."""
+        limit = self.settings.limit_batches["validate"]
+        return (
+            has_step(self.task, "validation_step")
+            and self._sources.has("validate", self.task)
+            and (limit is None or limit > 0)
+        )
+
+    def _reload_loaders(self) -> None:
+        every = self.settings.arguments["reload_dataloaders_every_n_epochs"]
+        if every and self.state.epoch % every == 0:
+            self._train_data = None
+            self._eval_data.clear()
+
+    def _take_position(self) -> Mapping[str, int] | None:
+        position, self._position = self._position, None
+        if position is None:
+            return None
+        if "loader" in position:
+            self.train_data().loader.load_state_dict(position["loader"])
+        found: Mapping[str, int] = position["position"]
+        self.state.batch_in_epoch = found["batch"]
+        return found
+
+    def data_state(self) -> dict[str, Any]:
+        """Return the place in the training data, for a checkpoint."""
+        return {} if self._train_data is None else self._train_data.state_dict(self.state)
+
+    def load_data_state(self, saved: dict[str, Any], seed: int | None) -> None:
+        """Take back what `data_state` returned; used by the next epoch."""
+        self.seed = seed
+        self._train_data = None  # made anew with the run's own seed
+        self._position = saved or None
+
+    def _restore_rng(self) -> None:
+        restore, self._rng_to_restore = self._rng_to_restore, None
+        if restore is not None:
+            restore()
+
+    # Events and wishes
+
+    def fire(self, event: str, *args: Any) -> None:
+        """Call everyone who listens to an event that is not fired in the step."""
+        for hook in getattr(self.hooks, event):
+            hook(self, self._task, *args)
+
+    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Take a value that a callback logs; see `TaskModule.log` for the options."""
+        self.metrics.log(name, value, **options)
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        """Send host-side numbers to the loggers at the present step; they do nothing off the main rank."""
+        self._logged_metrics.update(metrics)
+        if self.logging is not None:
+            self.logging.log_metrics({**metrics, "epoch": self.state.epoch}, max(self.state.step - 1, 0))
+
+    def at_safe_point(self, action: Callable[[], None]) -> None:
+        """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
+        self.safe_point.add_action(action)
+
+    def request_save(self, request: SaveRequest) -> None:
+        """Ask for a checkpoint at the next safe point. Every rank must ask alike."""
+        self.safe_point.add_save(request)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
+        """Write a checkpoint now, or after a `fit`. Collective; not within a training step.
+
+        Raises:
+            ConfigurationError: no task has been trained yet, or a step is half done.
+        """
+        if not self._is_set_up or not self.at_step_boundary:
+            raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
+        return checkpointing.save(self, Path(filepath), weights_only=weights_only)  # type: ignore[arg-type]
+
+    def emergency_save(self, request: SaveRequest) -> None:
+        """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""
+        self.safe_point.emergency_save(request)
+
+    def request_stop(self, reason: str) -> None:
+        """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
+        self.stop_reason = reason
+        self.should_stop = self._stop_agreed = True
+
+
+def _steps(n: int) -> Any:
+    from trainwright.core.duration import Duration
+
+    return Duration(n, "steps")
+
+
+def _check_length(loader: Any) -> None:
+    try:
+        length = len(loader)
+    except TypeError:
+        return
+    if length == 0:
+        raise ConfigurationError(
+            f"train_dataloaders is an empty {type(loader).__name__}: there is nothing to train on. Check the data set "
+            "and drop_last."
+        )

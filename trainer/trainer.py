@@ -1,0 +1,426 @@
+"""Trainer: the loop on one page, and the stages around it.
+
+Read `_fit`, `_train_epoch` and `_end_step` for what happens in a run and in which order. What they are made of lies
+beside this file: `settings` (arguments), `checks` (of the task), `stage` (setting up and tearing down), `loaders` (the
+data), `schedule` (when to validate and to end), `optimization` (optimizers and learning rates), `evaluation`,
+`checkpointing`, `safe_point` (what callbacks ask for), `facts` (what they may know). How a step is computed is the
+strategy's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.duration import Duration
+from trainwright.core.rng import isolate_rng
+from trainwright.core.state import Group, StepResult
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import batch_size
+from trainwright.data import DataModule
+from trainwright.loggers.logger import Logger
+from trainwright.loggers.metric_ranks import Flushed
+from trainwright.strategies.strategy import SkipRestOfEpoch, Strategy
+from trainwright.trainer import evaluation
+from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.loaders import Sources
+from trainwright.trainer.settings import configure
+from trainwright.trainer.stage import StageRunner
+
+_AGREE_EVERY_N_STEPS = 10  # how often ranks agree on wishes to stop; one exchange of a number on the host
+
+
+class Trainer(StageRunner, RunFacts):
+    """Trains, evaluates and predicts with a task.
+
+    Args:
+        accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
+        strategy: `"auto"`, a name (see `trainwright.strategies.STRATEGIES`) or a Strategy object.
+        devices: how many processes on this node, one device each: a count, indices, `-1` or `"auto"`. More than one
+            without a launcher: the Trainer starts the others.
+        num_nodes: nodes of the run; more than one needs a launcher.
+        precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`.
+        logger: True (TensorBoard), False, a name, a Logger or several.
+        callbacks: a callback or several.
+        fast_dev_run: run this many batches (True: 1) of everything once, without loggers and checkpoints.
+        max_epochs, max_steps, max_time, max_samples, max_tokens: whichever is reached first ends `fit`. Steps are
+            optimizer steps; samples and tokens are counted over all ranks. 1,000 epochs when none is given.
+        min_epochs, min_steps: a wish to stop early waits for both.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
+            fraction of them (1.0: all).
+        overfit_batches: train and validate on this much of the data, unshuffled.
+        val_check_interval: validate after every so many batches (int), fraction of an epoch (float), or length with a
+            unit (`"500 steps"`, a Duration).
+        check_val_every_n_epoch: validate in every so many epochs; None: `val_check_interval` counts over epochs.
+        num_sanity_val_steps: validation batches tried before training; -1: all. 2 unless told.
+        log_every_n_steps: metrics are read from the device and handed to loggers after every so many steps.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: switch a default callback off (or on).
+        accumulate_grad_batches: micro-batches in one optimizer step.
+        gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
+        deterministic: True: only repeatable kernels; `"warn"`: warn where there is none.
+        benchmark: let the device's library time its kernels first.
+        inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
+        use_distributed_sampler: deal the data to ranks; False: your loaders do it themselves.
+        detect_anomaly: find the operation behind a NaN in backward; slow.
+        barebones: leave out everything that is not training, for measuring.
+        sync_batchnorm: BatchNorm statistics over all processes.
+        reload_dataloaders_every_n_epochs: ask for the loaders anew after every so many epochs; 0: never.
+        default_root_dir: where a run's files go; the present folder unless told.
+        compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
+        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables say which rank this is.
+        uneven_batches: what happens when ranks have different numbers of batches: `"pad"`, `"stop"` or `"error"`.
+        seed: of the order of the data; torch's initial seed unless told.
+
+    Raises:
+        ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: str | int | None = None,
+        logger: Logger | Iterable[Logger] | bool | str | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | datetime.timedelta | dict[str, int] | None = None,
+        max_samples: int | None = None,
+        max_tokens: int | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | Duration | datetime.timedelta | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | Literal["warn"] | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        compile: bool | str | dict[str, Any] = False,
+        launcher: str = "auto",
+        uneven_batches: Literal["pad", "stop", "error"] = "pad",
+        seed: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
+        self.settings = configure(arguments, unknown)
+        super().__init__(self.settings)
+
+    # The four stages
+
+    def fit(
+        self,
+        task: TaskModule,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Train a task. Collective: every process of the run calls it.
+
+        Args:
+            task: what to train.
+            train_dataloaders: a loader, several in a list or dict (combined), or a data module.
+            val_dataloaders: one validation loader or several.
+            datamodule: instead of loaders.
+            ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
+
+        Ctrl-C ends it early: it returns, with `trainer.interrupted` set.
+
+        Raises:
+            ConfigurationError: the task or its data cannot be trained.
+            FileNotFoundError, CheckpointError: the checkpoint is not there, or does not fit.
+        """
+        sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
+        self._start("fit", task, sources, ckpt_path, partial(Trainer._fit))
+
+    def validate(
+        self,
+        task: TaskModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Validate a task (the last one unless given) and return its metrics, one dict per loader. Collective."""
+        return self._evaluate("validate", task, dataloaders, ckpt_path, verbose, datamodule)
+
+    def test(
+        self,
+        task: TaskModule | None = None,
+        dataloaders: Any = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Test a task (the last one unless given) and return its metrics, one dict per loader. Collective."""
+        return self._evaluate("test", task, dataloaders, ckpt_path, verbose, datamodule)
+
+    def predict(
+        self,
+        task: TaskModule | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any] | None:
+        """Predict with a task (the last one unless given). Collective.
+
+        Returns:
+            What `predict_step` returned for each batch, over all ranks and in the data's order; for several loaders a
+            list of such lists. None unless `return_predictions`: then nothing is kept.
+        """
+        task = task if task is not None else self.task
+        sources = Sources.of("predict", datamodule, predict=dataloaders)
+        found: list[Any] | None = self._start(
+            "predict", task, sources, ckpt_path, partial(Trainer._predict, keep=return_predictions)
+        )
+        return found
+
+    def _evaluate(
+        self, kind: Literal["validate", "test"], task: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        task = task if task is not None else self.task
+        sources = Sources.of(kind, datamodule, **{kind: loaders})
+        found = self._start(
+            kind, task, sources, ckpt_path, partial(Trainer._run_evaluation, kind=kind, verbose=verbose)
+        )
+        return found or []
+
+    # The loop
+
+    def _fit(self) -> None:
+        """A whole run: sanity check, epochs until a bound or a wish ends it."""
+        self.fire("on_fit_start")
+        self._sanity_check()
+        self.fire("on_train_start")
+        self._clock = time.perf_counter()
+        if self.state.batch_in_epoch == 0:
+            self._restore_rng()
+        while not self._is_over():
+            self._train_epoch()
+        self.fire("on_train_end")
+        self.fire("on_fit_end")
+
+    def _train_epoch(self) -> None:
+        """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
+        state, hooks, strategy, task = self.state, self.hooks, self.strategy, self.task
+        groups = self._begin_epoch()
+        closed = True
+        try:
+            for group in groups:
+                self.at_step_boundary = False
+                for hook in hooks.on_train_step_start:
+                    hook(self, task, group)
+                loss = strategy.forward_backward(group)  # move, autocast, weigh, accumulate, sync
+                for hook in hooks.on_before_optimizer_step:
+                    for optimizer in self._optimizers_of(loss):
+                        hook(self, task, optimizer)
+                norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
+                self._advance(group, stepped=loss is not None or not task.automatic_optimization)
+                self.at_step_boundary = True  # from here on the step is done
+                for hook in hooks.on_train_batch_end:
+                    hook(self, task, group.last_output, group.last_batch, state.batch_in_epoch - 1)
+                self.last_step = StepResult(loss, norm)
+                for hook in hooks.on_train_step_end:
+                    hook(self, task, self.last_step)
+                closed = group.is_last
+                if self._end_step(group):
+                    break
+        except SkipRestOfEpoch:
+            strategy.discard_gradients()
+            closed = True
+        self._end_epoch(closed)
+
+    def _end_step(self, group: Group) -> bool:
+        """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
+        state = self.state
+        if self.validation.due(state, len(group.batches), group.is_last):
+            self._validate()
+        if self.log_every.due(state):
+            self._flush_step()  # the only host sync
+        ends = group.is_last or self._must_stop()
+        if not ends and self.safe_point.waiting:
+            self._settle()
+        return ends
+
+    def _begin_epoch(self) -> Iterable[Group]:
+        data, state = self.train_data(), self.state
+        data.begin_epoch(state.epoch, self._take_position())
+        self.metrics.begin("train")
+        self.fire("on_train_epoch_start")
+        groups = data.groups(state, self.accumulate_grad_batches)
+        self._restore_rng()
+        return groups
+
+    def _end_epoch(self, closed: bool) -> None:
+        """Close the epoch, or leave it open for a later `fit` when a bound was reached in its middle.
+
+        Args:
+            closed: its last batch has been consumed. A wish to stop closes it too.
+        """
+        state = self.state
+        self.metrics.in_step = False
+        if self._heeds_wish() and not closed:
+            closed = True
+            self.schedules.after_epoch(state.epoch)
+            if self._validated_at != state.step and self.validation.in_epoch(state.epoch):
+                self._validate()
+        self.fire("on_train_epoch_end")
+        self._flush_step()
+        self.take_metrics(self.metrics.flush_epoch(self.exchange), "train")
+        if closed:
+            self.schedules.after_epoch_metrics(state.epoch, self._callback_metrics)
+        state.epoch_done = closed
+        self._settle()
+        if closed:
+            state.begin_next_epoch()
+            self._reload_loaders()
+
+    def _advance(self, group: Group, stepped: bool) -> None:
+        """Count a group, and step the schedules whose unit has passed."""
+        state, n = self.state, len(group.batches)
+        if stepped:
+            state.step += 1
+            state.step_in_epoch += 1
+        state.batches += n
+        state.batch_in_epoch += n
+        samples = group.num_samples if group.num_samples is not None else self._count_samples(group)
+        state.samples += samples
+        state.samples_in_epoch += samples
+        if self.count_tokens:
+            state.tokens += self._count_tokens(group)
+        now = time.perf_counter()
+        state.seconds += now - self._clock
+        self._clock = now
+        if stepped and self.schedules.steps_often:
+            self.schedules.after_step(state.step, self._callback_metrics)
+        if group.is_last:
+            self.schedules.after_epoch(state.epoch)
+
+    def _count_samples(self, group: Group) -> int:
+        mine = sum(batch_size(batch) for batch in group.batches)
+        return self._sum(mine) if self._end.counts_samples else mine * self.strategy.dp_size
+
+    def _count_tokens(self, group: Group) -> int:
+        return self._sum(sum(self.task.num_tokens(batch) for batch in group.batches))
+
+    def _sum(self, value: int) -> int:
+        return sum(of_rank[0] for of_rank in self.strategy.processes.gather_integers([value]))
+
+    def _optimizers_of(self, loss: Any) -> list[Optimizer]:
+        """The optimizers that are about to step; none after a skipped group or in a task that steps them itself."""
+        return [] if loss is None else self.optimizers
+
+    # When to stop
+
+    def _must_stop(self) -> bool:
+        if self._end.reached(self.state):
+            return True
+        if self.world_size == 1:
+            self._stop_agreed |= self.should_stop or self._end.out_of_time(self.state)
+        elif self.state.step % _AGREE_EVERY_N_STEPS == 0:
+            self._agree_to_stop()
+        return self._heeds_wish()
+
+    def _is_over(self) -> bool:
+        if self._end.reached(self.state):
+            return True
+        self._agree_to_stop()
+        return self._heeds_wish() or self.train_data().num_batches == 0
+
+    def _agree_to_stop(self) -> None:
+        """Learn whether any rank wishes to stop or is out of time. Collective, on the host."""
+        if not self._stop_agreed:
+            wish = self.should_stop or self._end.out_of_time(self.state)
+            self._stop_agreed = self.strategy.processes.any(wish)
+
+    def _heeds_wish(self) -> bool:
+        return self._stop_agreed and self._end.may_stop_early(self.state)
+
+    # Evaluation
+
+    def _sanity_check(self) -> None:
+        """Try some validation batches, leaving no trace in metrics or generators; not after a resume."""
+        limit = self.num_sanity_val_steps
+        if limit == 0 or not self.has_validation or self.resumed:
+            return
+        with isolate_rng(self.strategy.device):
+            self.sanity_checking = True
+            try:
+                self.fire("on_sanity_check_start")
+                data = self._evaluation_data("validate")
+                evaluation.evaluate(self, "validate", data, max_batches=None if limit == -1 else limit)
+                self.fire("on_sanity_check_end")
+            finally:
+                self.sanity_checking = False
+                self._forget_metrics()
+
+    def _validate(self) -> None:
+        if self.has_validation:
+            in_step, self.metrics.in_step = self.metrics.in_step, False
+            evaluation.evaluate(self, "validate", self._evaluation_data("validate"))
+            self.metrics.in_step = in_step
+            self._validated_at = self.state.step
+
+    def _run_evaluation(self, *, kind: Literal["validate", "test"], verbose: bool) -> list[dict[str, float]]:
+        data = self._evaluation_data(kind)
+        flushed, _ = evaluation.evaluate(self, kind, data)
+        results = evaluation.results_by_loader(flushed, len(data.loaders))
+        if verbose:
+            self.print(evaluation.format_results(kind, results))
+        return results
+
+    def _predict(self, *, keep: bool) -> list[Any] | None:
+        data = self._evaluation_data("predict")
+        _, outputs = evaluation.evaluate(self, "predict", data, keep=keep)
+        if not keep:
+            return None
+        merged = evaluation.in_dataset_order(self.strategy.processes.gather_object(outputs))
+        return merged if data.is_list else merged[0]
+
+    # Metrics
+
+    def _flush_step(self) -> None:
+        self.take_metrics(self.metrics.flush_step(self.exchange), "train")
+
+    def take_metrics(self, flushed: Flushed, kind: str) -> None:
+        """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
+        if self.sanity_checking:
+            return
+        self._callback_metrics.update(flushed.callback)
+        self._progress_bar_metrics.update(flushed.prog_bar)
+        if flushed.logged and kind != "predict":
+            self.log_now(flushed.logged)
+
+    def _settle(self) -> None:
+        self._flush_step()
+        self.safe_point.settle()
