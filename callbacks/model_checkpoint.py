@@ -282,7 +282,7 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             moment = self._moment(trainer, trainer.state.epoch, step)
             name = self._free_name(trainer, moment, self.filename, reuse=None)
-            trainer.emergency_save(SaveRequest(name, self._given_dirpath, self.save_weights_only, moment.metrics))
+            trainer.emergency_save(SaveRequest(name, self._folder, self.save_weights_only, moment.metrics))
 
     def _saves_at_epoch_end(self, run: Run) -> bool:
         return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
@@ -296,8 +296,10 @@ class ModelCheckpoint(Callback):
     def _ask(self, run: Run) -> None:
         state = run.state
         if not self._is_idle(run) and self._last_saved_step != state.step:
-            # The epoch is taken now: at an epoch's end the clock may move on before the safe point.
-            run.at_safe_point(partial(self._decide, run, state.epoch, state.step))
+            # The epoch is taken now: at an epoch's end the clock may move on before the safe point. After the last one
+            # (`on_train_end`) it has: the name then still says the epoch that was trained.
+            epoch = state.epoch - 1 if state.epoch > 0 and state.batch_in_epoch == 0 else state.epoch
+            run.at_safe_point(partial(self._decide, run, epoch, state.step))
 
     def _seconds_to_next_save(self) -> float:
         interval = self.train_time_interval
@@ -357,7 +359,7 @@ class ModelCheckpoint(Callback):
 
     def _new_request(self, name: str, moment: _Moment, gone: str | None) -> SaveRequest:
         remove = [gone] if gone is not None and gone != name else []
-        return SaveRequest(name, self._given_dirpath, self.save_weights_only, dict(moment.metrics), remove)
+        return SaveRequest(name, self._folder, self.save_weights_only, dict(moment.metrics), remove)
 
     def _add_last(self, run: Run, moment: _Moment, request: SaveRequest | None) -> None:
         """Ask for `request`, if any, and for what is to be called `last`."""

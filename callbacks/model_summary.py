@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -262,7 +263,7 @@ def _in_colour(summary: TaskSummary) -> str:
     console_module = require_package("rich.console", purpose="ModelSummary in a terminal")
     table_module = require_package("rich.table", purpose="ModelSummary in a terminal")
     rows = summary.rows()
-    console = console_module.Console(file=StringIO(), force_terminal=True)
+    console = console_module.Console(file=StringIO(), force_terminal=True, width=shutil.get_terminal_size().columns)
     if len(rows) > 1:
         table = table_module.Table(header_style="bold")
         for heading in rows[0]:

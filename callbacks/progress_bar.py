@@ -38,6 +38,7 @@ class ProgressBar(Callback):
     """
 
     order = Order.LAST
+    is_progress_bar = True  # by which a Trainer finds the one that `print` must not break
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         if refresh_rate < 0:

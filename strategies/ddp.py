@@ -56,8 +56,9 @@ class DDPStrategy(Strategy):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "broadcast_buffers": broadcast_buffers,
         }
+        if not broadcast_buffers:  # torch 2.13 renames it and warns whenever it is given
+            self.ddp_options["broadcast_buffers"] = False
         if bucket_cap_mb is not None:
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         self._replica: DistributedDataParallel | None = None

@@ -345,7 +345,8 @@ class StageRunner:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
-        blank = copy.copy(self)
+        blank = object.__new__(type(self))
+        vars(blank).update(vars(self))
         blank._forget_stage()
         blank.safe_point = None  # type: ignore[assignment]  # made anew by __setstate__
         return dict(vars(blank))

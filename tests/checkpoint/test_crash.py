@@ -48,6 +48,9 @@ class Crash:
             self.unsynced_files.add(path)
         elif event == "fsync":
             self.unsynced_files.discard(path)
+        elif event == "rename":
+            self.unsynced_files = {self.renamed(file, path) for file in self.unsynced_files}
+            self.unsynced_names = {self.renamed(name, path) for name in self.unsynced_names}
         elif event == "fsync_folder":
             self.unsynced_names = {name for name in self.unsynced_names if name.parent != path}
         if self.left == 0:
@@ -55,6 +58,14 @@ class Crash:
                 self.lose_power()
             os.kill(os.getpid(), signal.SIGKILL)
         self.left -= 1
+
+    @staticmethod
+    def renamed(path: Path, target: Path) -> Path:
+        """Return where `path` lies now that something beside `target` has been renamed to it."""
+        if path.exists() or not path.is_relative_to(target.parent):
+            return path
+        _, *below = path.relative_to(target.parent).parts
+        return target.joinpath(*below)
 
     def lose_power(self) -> None:
         for file in self.unsynced_files:

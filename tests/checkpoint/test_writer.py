@@ -165,6 +165,7 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_the_manifest_come
         synced_after = [index for index, event in enumerate(before) if event == ("fsync_folder", file.parent)]
         assert max(synced_after) > before.index(("fsync", file))
     manifest_opened = before.index(("open", opened[-1]))
+    assert before[manifest_opened - 1] == ("fsync_folder", opened[-1].parent)
     for folder in {file.parent for file in opened}:
         assert ("fsync_folder", folder) in before[:manifest_opened]
     assert events[renamed + 1] == ("fsync_folder", tmp_path)

@@ -108,6 +108,13 @@ def test_cycles_do_not_go_on_with_another_number_of_ranks() -> None:
         loader.set_epoch(0, place)
 
 
+def test_p15_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
+    loader = prepared(
+        CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
+    )
+    assert [flat(batch) for batch in loader.iterate()] == [[1, 0], [3, 0], [5, 0]]
+
+
 def test_samples_of_all_members_are_counted() -> None:
     loader = prepared(pair("max_size", 5, 2), world=2)
     assert [loader.samples_in_round(i) for i in range(3)] == [4, 2, 1]

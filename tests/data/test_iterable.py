@@ -109,6 +109,14 @@ def test_the_users_own_worker_init_runs_too(tmp_path: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("make", [sharded, DividesItself])
+def test_p17_workers_that_inherit_nothing_are_told_their_rank(make: Any) -> None:
+    source = DataLoader(make(6), num_workers=1, multiprocessing_context="spawn")
+    assert flat(prepared(source, stage="validate", rank=1, world=2).iterate()) == [1, 3, 5]
+
+
 def test_what_goes_to_a_worker_can_be_pickled() -> None:
     placed = sharded(6).placed(1, 2, block=2)
     assert list(pickle.loads(pickle.dumps(placed))) == [2, 3]

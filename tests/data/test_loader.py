@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -104,12 +105,13 @@ def test_a_users_batch_sampler_is_kept() -> None:
 
 def test_a_users_distributed_sampler_is_left_alone_and_hears_of_each_epoch() -> None:
     def dataloader(rank: int) -> DataLoader[Any]:
-        sampler = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=4)
+        sampler: DistributedSampler[Any] = DistributedSampler(Numbers(20), num_replicas=2, rank=rank, seed=4)
         return DataLoader(Numbers(20), batch_size=5, sampler=sampler)
 
     for rank in range(2):
         alone = dataloader(rank)
-        alone.sampler.set_epoch(3)  # type: ignore[union-attr]
+        assert isinstance(alone.sampler, DistributedSampler)
+        alone.sampler.set_epoch(3)
         assert ids(prepared(dataloader(rank), epoch=3, rank=rank, world=2).iterate()) == ids(alone)
 
 
@@ -370,7 +372,39 @@ def test_augmentation_in_workers_does_not_depend_on_their_number_or_on_a_resume(
 
 
 def test_augmentation_differs_between_batches() -> None:
-    assert augmented()[:, 1:].unique().numel() == 24 * 3
+    assert len(set(augmented()[:, 1:].reshape(-1).tolist())) == 24 * 3
+
+
+def test_augmentation_is_the_same_when_other_ranks_take_over() -> None:
+    whole = augmented().reshape(6, 4, 4)
+    loader = prepare_loader(DataLoader(Augmented(), 4, shuffle=True, num_workers=1), stage="train", rank=1, world=2)
+    loader.set_epoch(1, {"batch": 5, "samples": 8})
+    assert torch.equal(torch.stack(list(loader.iterate(5))), whole[[3, 5]])
+
+
+def test_ranks_with_loaders_of_their_own_augment_differently() -> None:
+    first, second = (augmented(rank=rank, world=2, use_distributed_sampler=False) for rank in range(2))
+    assert torch.equal(first[:, 0], second[:, 0])
+    assert not (first[:, 1] == second[:, 1]).any()
+
+
+class Noise(IterableDataset[torch.Tensor]):
+    """An endless-looking stream of random numbers, drawn in the worker."""
+
+    is_sharded = True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.rand(()) for _ in range(3))
+
+
+def test_workers_of_a_stream_are_seeded_by_seed_epoch_and_rank() -> None:
+    def drawn(epoch: int, **more: Any) -> list[Any]:
+        source = DataLoader(Noise(), num_workers=1)
+        return flat(prepared(source, epoch, stage="validate", **more).iterate())
+
+    assert drawn(1) == drawn(1)
+    different = [drawn(0), drawn(1), drawn(1, seed=5), drawn(1, rank=1, world=2)]
+    assert len({tuple(numbers) for numbers in different}) == 4
 
 
 def test_beginning_an_epoch_draws_nothing_from_the_global_generator() -> None:
@@ -385,6 +419,21 @@ def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
     for epoch in range(3):
         loader.set_epoch(epoch)
         assert flat(loader.iterate(epoch)) == ShuffledOrder(12, 0, epoch).slice(3 * epoch, 12).tolist()
+
+
+def test_a_loader_that_was_iterated_before_keeps_its_workers_to_itself() -> None:
+    source = DataLoader(Numbers(6), 2, num_workers=1, persistent_workers=True)
+    running = iter(source)
+    first = next(running).tolist()
+    assert ids(prepared(source, world=2, rank=1).iterate()) == [[2, 3], [2, 3]]
+    assert [first, *ids(running)] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_a_resume_of_loaders_of_ones_own_ignores_what_other_ranks_consumed() -> None:
+    source = DataLoader(Numbers(6), batch_size=2)
+    loader = prepare_loader(source, stage="train", world=2, use_distributed_sampler=False)
+    loader.set_epoch(0, {"batch": 1, "samples": 4})
+    assert (ids(loader.iterate(1)), loader.num_batches) == ([[2, 3], [4, 5]], 3)
 
 
 def test_the_users_own_batch_sampler_object_is_not_replaced() -> None:

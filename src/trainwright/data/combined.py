@@ -123,18 +123,19 @@ class PreparedCombined(PreparedLoader):
             return self._sequence(start_batch)
         if mode != "max_size_cycle":
             return _Rounds(self._tree, mode, [member.iterate(start_batch) for member in self._members], None)
-        begun, ended = [], []
+        begun: list[tuple[Iterator[Any], int]] = []
         for member in self._members:
-            count = member.counts[rank] if member.counts is not None else 0
+            count = member.counts[rank] if member.counts is not None else None
+            if count == 0:  # too short to reach this rank: it repeats the member's first batch, as a cycle of one would
+                begun.append((_again_and_again(member.filler), 0))
+                continue
             cycle, place = divmod(start_batch, count) if count else (0, start_batch)
-            ended.append(cycle > 0)
             begun.append((member.cycle(cycle, place), cycle))
         return _Rounds(
             self._tree,
             mode,
             [batches for batches, _ in begun],
             lambda which, more: self._members[which].cycle(begun[which][1] + more, 0),
-            ended=ended,
             limit=self.counts[rank] - start_batch if self.counts is not None else None,
         )
 
@@ -166,15 +167,14 @@ class _Rounds:
         batches: list[Iterator[Any]],
         reopen: Callable[[int, int], Iterator[Any]] | None,
         *,
-        ended: list[bool] | None = None,
         limit: int | None = None,
     ) -> None:
-        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `ended` says who has had one."""
+        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `limit` ends the rounds."""
         self._tree = tree
         self._mode = mode
         self._batches = batches
         self._reopen = reopen
-        self._ended = ended or [False] * len(batches)
+        self._ended = [False] * len(batches)
         self._cycles = [0] * len(batches)
         self._limit = limit
 
@@ -207,6 +207,11 @@ class _Rounds:
         if batch is _END:
             raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled.")
         return batch
+
+
+def _again_and_again(make: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        yield make()
 
 
 def combined_count(mode: Mode, counts: list[int]) -> int:
