@@ -213,8 +213,9 @@ class ModelCheckpoint(Callback):
         return name if ver is None else f"{name}-v{ver}"
 
     def state_dict(self) -> dict[str, Any]:
+        folder = self._recorded_folder or self._folder
         return {
-            "dirpath": str(self._folder) if self._folder is not None else None,
+            "dirpath": str(folder) if folder is not None else None,
             "scores": {name: to_json(score) for name, score in self._top.scores.items()},
             "current_score": to_json(self.current_score),
             "latest": self._latest,

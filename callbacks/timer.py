@@ -75,7 +75,7 @@ class Timer(Callback):
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+        return {"time_elapsed": {"train": self.time_elapsed()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._offset_s = float(state_dict["time_elapsed"]["train"])

@@ -1,0 +1,258 @@
+"""A run without a Trainer: it keeps the clock, fires events in the loop's order, and notes what callbacks ask for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
+from trainwright.core.state import Group, StepResult, TrainState
+from trainwright.core.task import TaskModule
+
+
+class Task(TaskModule):
+    """One linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).square().mean()
+
+
+class Peers:
+    """Rank 0's answers to the other ranks of a test: what it broadcast, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+        self.heard = 0
+
+
+class FakeRun:
+    """Enough of `Run` for callbacks; `fit` drives it.
+
+    Saved checkpoints are made as empty folders at the safe point, and removed ones are deleted, as a Trainer would.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        root: Path,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        peers: Peers | None = None,
+    ) -> None:
+        self.state = TrainState()
+        self.stage: Stage | None = "fit"
+        self.sanity_checking = False
+        self.should_stop = False
+        self.interrupted = False
+        self.last_step: StepResult | None = None
+        self.callbacks: list[Any] = list(callbacks)
+        self.loggers: list[Any] = ["a logger"]
+        self.optimizers: list[Optimizer] = []
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.default_root_dir = root
+        self.accumulate_grad_batches = 1
+        self.count_tokens = False
+        self.log_every_n_steps = 1
+        self.max_epochs: int | None = None
+        self.max_steps = -1
+        self.fast_dev_run: bool | int = False
+        self.barebones = False
+        self.task = Task()
+        self.num_training_batches: int | float = 0
+        self.num_val_batches: list[int | float] = [2]
+        self.num_eval_batches: list[int | float] = [2]
+        self.estimated_stepping_batches: int | float = 0
+        self.has_validation = False
+        self.callback_metrics: dict[str, float] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+        self.global_rank = self.local_rank = rank
+        self.world_size = world_size
+        self.is_global_zero = rank == 0
+        self.device = torch.device("cpu")
+        self.peers = peers or Peers()
+        self.batches_per_group = 1
+        # What was asked for
+        self.requests: list[SaveRequest] = []
+        self.written: list[tuple[int, SaveRequest]] = []
+        self.emergencies: list[SaveRequest] = []
+        self.stops: list[tuple[int, str]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.printed: list[str] = []
+        self._actions: list[Callable[[], None]] = []
+
+    # What it answers
+
+    @property
+    def logged_metrics(self) -> Mapping[str, float]:
+        return self.callback_metrics
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        return self.default_root_dir / "checkpoints"
+
+    @property
+    def current_epoch(self) -> int:
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.state.step
+
+    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        self.callback_metrics[name] = float(value)
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        self.logged.append((self.state.step, dict(metrics)))
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        assert self.world_size > 1, "one process has nobody to talk to"
+        if self.is_global_zero:
+            self.peers.said.append(copy.deepcopy(value))
+            return value
+        self.peers.heard += 1
+        return self.peers.said[self.peers.heard - 1]
+
+    def barrier(self) -> None:
+        raise AssertionError("no callback needs a barrier")
+
+    def at_safe_point(self, action: Callable[[], None]) -> None:
+        self._actions.append(action)
+
+    def request_save(self, request: SaveRequest) -> None:
+        self.requests.append(request)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
+        raise AssertionError("callbacks ask, the Trainer writes")
+
+    def emergency_save(self, request: SaveRequest) -> None:
+        self.emergencies.append(request)
+
+    def request_stop(self, reason: str) -> None:
+        self.stops.append((self.state.epoch, reason))
+        self.should_stop = True
+
+    def print(self, *values: Any) -> None:
+        self.printed.append(" ".join(map(str, values)))
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("not a callback's business")
+
+    def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
+        raise AssertionError("not a callback's business")
+
+    def task_optimizers(self) -> Sequence[Any]:
+        return self.optimizers
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        raise AssertionError("not a callback's business")
+
+    # How it goes on
+
+    def fit(
+        self,
+        *,
+        epochs: int,
+        batches: int,
+        val_every: int | None = None,
+        on_step: Callable[[FakeRun], None] | None = None,
+        on_validation: Callable[[FakeRun], None] | None = None,
+        on_epoch_end: Callable[[FakeRun], None] | None = None,
+    ) -> None:
+        """Train up to `epochs` epochs of `batches` steps; the functions given log what a task would.
+
+        `val_every`: steps between validations; None: at the epoch's end when `has_validation`.
+        """
+        self.stage = "fit"
+        self.num_training_batches = batches
+        self.hooks = HookTable(self.callbacks, self.task)
+        self._fire("setup", "fit")
+        self._fire("on_fit_start")
+        self._fire("on_train_start")
+        while self.state.epoch < epochs and not self.should_stop:
+            self._fire("on_train_epoch_start")
+            while self.state.batch_in_epoch < batches and not self.should_stop:
+                self._step(on_step)
+                step = self.state.step_in_epoch
+                if self.has_validation and (step % val_every == 0 if val_every else step == batches):
+                    self._validate(on_validation)
+                if step < batches:
+                    self.safe_point()
+            if on_epoch_end is not None:
+                on_epoch_end(self)
+            self._fire("on_train_epoch_end")
+            self.safe_point()
+            self.state.begin_next_epoch()
+        self._fire("on_train_end")
+        self.safe_point()
+        self._fire("on_fit_end")
+        self._fire("teardown", "fit")
+
+    def safe_point(self) -> None:
+        """Let waiting actions decide, then write what was asked for."""
+        actions, self._actions = self._actions, []
+        for action in actions:
+            action()
+        requests, self.requests = self.requests, []
+        for request in requests:
+            self.written.append((self.state.step, request))
+            if self.is_global_zero:
+                self._write(request)
+
+    def saved_names(self) -> list[str]:
+        """Return the names in the checkpoint folder, sorted."""
+        folder = self.checkpoint_dir
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+    def _write(self, request: SaveRequest) -> None:
+        folder = request.folder or self.checkpoint_dir
+        (folder / request.name).mkdir(parents=True, exist_ok=True)
+        for name in request.remove:
+            path = folder / name
+            path.unlink() if path.is_symlink() else path.rmdir()
+        if request.link is not None:
+            link = folder / request.link
+            link.unlink(missing_ok=True)
+            link.symlink_to(request.name)
+
+    def _step(self, on_step: Callable[[FakeRun], None] | None) -> None:
+        group = Group([torch.zeros(2, 4)] * self.batches_per_group, self.state.batch_in_epoch)
+        self._fire("on_train_step_start", group)
+        self.state.step += 1
+        self.state.step_in_epoch += 1
+        self.state.batches += self.batches_per_group
+        self.state.batch_in_epoch += self.batches_per_group
+        self.state.samples += 2 * self.batches_per_group
+        if self.count_tokens:
+            self.state.tokens += 8 * self.batches_per_group
+        if on_step is not None:
+            on_step(self)
+        self._fire("on_train_step_end", StepResult(None))
+
+    def _validate(self, on_validation: Callable[[FakeRun], None] | None) -> None:
+        self._fire("on_validation_start")
+        for index in range(int(sum(self.num_eval_batches))):
+            self._fire("on_validation_batch_end", None, None, index)
+        if on_validation is not None:
+            on_validation(self)
+        self._fire("on_validation_end")
+
+    def _fire(self, event: str, *args: Any) -> None:
+        for hook in getattr(self.hooks, event):
+            hook(self, self.task, *args)

@@ -1,0 +1,166 @@
+"""What every ready-made callback keeps: its state is JSON and round-trips, it pickles, it fits into a run."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.fake_run import FakeRun
+from trainwright import callbacks as public
+from trainwright.callbacks import CALLBACKS, Callback, ProgressBar
+from trainwright.callbacks.callback import EVENTS
+from trainwright.core.errors import ConfigurationError
+
+
+def say_nothing(trainer: Any, task: Any) -> None:
+    """Stands for a user's function."""
+
+
+MAKE: dict[str, Callable[[Path], Callback]] = {
+    "device_stats_monitor": lambda root: CALLBACKS.get("device_stats_monitor")(),
+    "early_stopping": lambda root: public.EarlyStopping("loss"),
+    "gradient_accumulation_scheduler": lambda root: public.GradientAccumulationScheduler({1: 2}),
+    "lambda": lambda root: public.LambdaCallback(on_fit_end=say_nothing),
+    "learning_rate_monitor": lambda root: public.LearningRateMonitor(),
+    "model_checkpoint": lambda root: public.ModelCheckpoint(monitor="loss", save_last=True),
+    "model_summary": lambda root: public.ModelSummary(),
+    "on_exception_checkpoint": lambda root: public.OnExceptionCheckpoint(root),
+    "rich_progress_bar": lambda root: public.RichProgressBar(),
+    "throughput": lambda root: public.Throughput(),
+    "timer": lambda root: public.Timer("00:00:01:00"),
+    "tqdm_progress_bar": lambda root: public.TQDMProgressBar(),
+}
+
+
+@pytest.fixture(params=sorted(MAKE))
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Callback]:
+    return lambda: MAKE[request.param](tmp_path)
+
+
+def log_loss(run: FakeRun) -> None:
+    run.callback_metrics["loss"] = float(10 - run.state.step)
+
+
+def used(callback: Callback, root: Path) -> FakeRun:
+    run = FakeRun([callback], root)
+    run.has_validation = True
+    run.fit(epochs=2, batches=3, on_step=log_loss)
+    return run
+
+
+def test_every_registered_callback_is_in_this_suite() -> None:
+    assert set(MAKE) == set(CALLBACKS)
+
+
+def test_its_state_is_strict_json_before_and_after_a_run(make: Callable[[], Callback], tmp_path: Path) -> None:
+    callback = make()
+    for _ in range(2):
+        state = callback.state_dict()
+        assert json.loads(json.dumps(state, allow_nan=False)) == state
+        used(callback, tmp_path)
+
+
+def test_its_state_round_trips(make: Callable[[], Callback], tmp_path: Path) -> None:
+    first, second = make(), make()
+    used(first, tmp_path)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.state_dict() == first.state_dict()
+
+
+def test_its_state_key_is_the_same_for_an_equal_one(make: Callable[[], Callback]) -> None:
+    first, second = make(), make()
+    assert first.state_key == second.state_key
+    assert type(first).__name__ in first.state_key
+
+
+def test_it_pickles_before_and_after_a_run(make: Callable[[], Callback], tmp_path: Path) -> None:
+    callback = make()
+    for _ in range(2):
+        again = pickle.loads(pickle.dumps(callback))
+        assert again.state_dict() == callback.state_dict()
+        used(callback, tmp_path)
+
+
+def test_it_can_be_copied(make: Callable[[], Callback]) -> None:
+    assert copy.deepcopy(make()).state_key == make().state_key
+
+
+def test_a_copy_works_in_a_run_of_its_own(make: Callable[[], Callback], tmp_path: Path) -> None:
+    callback = pickle.loads(pickle.dumps(make()))
+    run = used(callback, tmp_path)
+    assert run.state.epoch == 2
+
+
+def test_it_has_no_hook_that_is_never_called(make: Callable[[], Callback]) -> None:
+    named = {name for name in dir(make()) if name.startswith("on_")}
+    assert named <= set(EVENTS)
+
+
+def test_its_hooks_take_the_arguments_of_the_event(make: Callable[[], Callback]) -> None:
+    callback = make()
+    for event in EVENTS:
+        of_base = list(inspect.signature(getattr(Callback, event)).parameters)[1:]
+        if event in vars(type(callback)):
+            assert list(inspect.signature(getattr(callback, event)).parameters) == of_base
+
+
+def test_making_one_touches_nothing(make: Callable[[], Callback], tmp_path: Path) -> None:
+    make()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_communicates_with_nobody_in_a_run_of_one_process(make: Callable[[], Callback], tmp_path: Path) -> None:
+    assert used(make(), tmp_path).peers.said == []  # the fake run's broadcast refuses, too
+
+
+def test_it_lives_through_an_exception_without_talking(make: Callable[[], Callback], tmp_path: Path) -> None:
+    callback = make()
+    run = FakeRun([callback], tmp_path, rank=1, world_size=2)
+
+    def fail(run: FakeRun) -> None:
+        raise ValueError("no")
+
+    run.peers.said = [False] * 3  # what a Timer hears before the first step
+    with pytest.raises(ValueError, match="no"):
+        run.fit(epochs=1, batches=1, on_step=fail)
+    heard = run.peers.heard
+    callback.on_exception(run, run.task, ValueError("no"))  # type: ignore[arg-type]
+    callback.teardown(run, run.task, "fit")  # type: ignore[arg-type]
+    assert run.peers.heard == heard
+
+
+def test_it_says_what_it_does(make: Callable[[], Callback]) -> None:
+    cls = type(make())
+    assert cls.__doc__
+    arguments = [name for name in inspect.signature(cls).parameters if name != "events"]
+    assert all(f"{name}:" in cls.__doc__ or f"{name}," in cls.__doc__ for name in arguments)
+
+
+def test_the_public_names_are_those_that_editors_see() -> None:
+    assert sorted(public._HOMES) == sorted(public.__all__)
+    for name in public.__all__:
+        assert getattr(public, name) is not None
+    assert set(public.__all__) <= set(dir(public))
+
+
+def test_an_unknown_public_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="ModelCheckpoints"):
+        _ = public.ModelCheckpoints
+
+
+def test_an_unknown_short_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'early_stopping'"):
+        CALLBACKS.get("early_stoping")
+
+
+def test_every_public_class_has_a_short_name() -> None:
+    classes = {getattr(public, name) for name in public.__all__ if isinstance(getattr(public, name), type)}
+    registered = {CALLBACKS.get(name) for name in CALLBACKS}
+    assert {cls for cls in classes if issubclass(cls, Callback)} - {Callback, ProgressBar} == registered

@@ -1,0 +1,82 @@
+"""DeviceStatsMonitor: what is logged where, and when."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.fake_run import FakeRun
+from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor, memory_statistics
+from trainwright.core.errors import MissingPackageError
+
+pytest.importorskip("psutil")
+
+
+def test_on_the_cpu_the_host_is_read_at_log_steps(tmp_path: Path) -> None:
+    run = FakeRun([DeviceStatsMonitor()], tmp_path)
+    run.log_every_n_steps = 3
+    run.fit(epochs=1, batches=7)
+    assert [step for step, _ in run.logged] == [3, 6]
+    assert set(run.logged[0][1]) == {
+        f"DeviceStatsMonitor/{name}"
+        for name in ("cpu_percent", "cpu_vm_percent", "cpu_swap_percent", "process_rss_bytes")
+    }
+    assert run.logged[0][1]["DeviceStatsMonitor/process_rss_bytes"] > 1e6
+
+
+def test_without_host_statistics_the_cpu_has_nothing_to_log(tmp_path: Path) -> None:
+    run = FakeRun([DeviceStatsMonitor(cpu_stats=False)], tmp_path)
+    run.fit(epochs=1, batches=2)
+    assert run.logged == []
+
+
+def test_only_the_main_process_logs(tmp_path: Path) -> None:
+    run = FakeRun([DeviceStatsMonitor()], tmp_path, rank=1, world_size=2)
+    run.fit(epochs=1, batches=2)
+    assert run.logged == []
+
+
+def test_an_accelerator_s_counters_are_logged_as_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = SimpleNamespace(memory_stats=lambda device: {"allocated_bytes.all.current": 5, "name": "x"})
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    assert memory_statistics(torch.device("meta")) == {"allocated_bytes.all.current": 5.0}
+
+
+def test_a_backend_without_counters_gives_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(driver_allocated_memory=lambda: 7))
+    assert memory_statistics(torch.device("meta")) == {"driver_allocated_memory": 7.0}
+
+
+def test_on_an_accelerator_the_host_is_left_out_unless_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(memory_stats=lambda d: {"a": 1}))
+    for wanted, count in ((None, 1), (True, 5)):
+        run = FakeRun([DeviceStatsMonitor(cpu_stats=wanted)], tmp_path)
+        run.device = torch.device("meta")
+        run.fit(epochs=1, batches=1)
+        assert len(run.logged[0][1]) == count
+
+
+def test_a_missing_psutil_is_reported_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find: Any = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "psutil" else find(name, *a))
+    monkeypatch.delitem(sys.modules, "psutil", raising=False)
+    run = FakeRun([DeviceStatsMonitor()], tmp_path)
+    with pytest.raises(MissingPackageError, match="pip install psutil"):
+        run.fit(epochs=1, batches=1)
+    assert run.state.step == 0
+
+
+@pytest.mark.requires("cuda", "reads the counters of a real allocator")
+def test_a_real_accelerator_s_counters_are_read(tmp_path: Path) -> None:
+    run = FakeRun([DeviceStatsMonitor()], tmp_path)
+    run.device = torch.device("cuda", 0)
+    kept = torch.ones(1000, device=run.device)
+    run.fit(epochs=1, batches=1)
+    assert run.logged[0][1]["DeviceStatsMonitor/allocated_bytes.all.current"] >= kept.nbytes

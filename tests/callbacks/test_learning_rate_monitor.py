@@ -1,0 +1,120 @@
+"""LearningRateMonitor: names, values and moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ExponentialLR
+
+from tests.callbacks.fake_run import FakeRun
+from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import SchedulerConfig
+
+PARAMETER = torch.nn.Parameter(torch.zeros(1))
+
+
+def sgd(**options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, **options)
+
+
+def fit(
+    callback: LearningRateMonitor, root: Path, optimizers: list[Any], configs: list[SchedulerConfig], **how: Any
+) -> FakeRun:
+    """Train 2 epochs of 4 steps, logging every second; step schedulers move after the step, as in the loop."""
+    run = FakeRun([callback], root)
+    run.optimizers, run.lr_scheduler_configs, run.log_every_n_steps = optimizers, configs, 2
+
+    def move(run: FakeRun) -> None:
+        for config in configs:
+            if config.interval == "step" or run.state.step_in_epoch == 4:
+                for group in config.scheduler.optimizer.param_groups:
+                    group["lr"] *= 0.5
+
+    run.fit(epochs=2, batches=4, on_step=move, **how)
+    return run
+
+
+def test_a_step_wise_rate_is_the_one_that_the_logged_step_used(tmp_path: Path) -> None:
+    optimizer = sgd()
+    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="step")
+    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
+    assert run.logged == [(step, {"lr-SGD": 0.5 ** (step - 1)}) for step in (2, 4, 6, 8)]
+
+
+def test_an_epoch_wise_rate_is_logged_at_the_first_step_of_each_epoch(tmp_path: Path) -> None:
+    optimizer = sgd()
+    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
+    run = fit(LearningRateMonitor(), tmp_path, [optimizer], [config])
+    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 0.5})]
+
+
+def test_a_chosen_interval_wins_over_the_scheduler_s(tmp_path: Path) -> None:
+    optimizer = sgd()
+    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), interval="epoch")
+    run = fit(LearningRateMonitor("step"), tmp_path, [optimizer], [config])
+    assert [step for step, _ in run.logged] == [2, 4, 6, 8]
+
+
+def test_an_optimizer_without_a_scheduler_is_logged_too(tmp_path: Path) -> None:
+    run = fit(LearningRateMonitor("epoch"), tmp_path, [sgd()], [])
+    assert run.logged == [(1, {"lr-SGD": 1.0}), (5, {"lr-SGD": 1.0})]
+
+
+def names(
+    root: Path, optimizers: list[Any], configs: list[SchedulerConfig] | None = None, **options: bool
+) -> list[str]:
+    run = fit(LearningRateMonitor("epoch", **options), root, optimizers, configs or [])
+    return list(run.logged[0][1])
+
+
+def test_a_second_optimizer_of_one_class_is_numbered(tmp_path: Path) -> None:
+    adam = torch.optim.AdamW([PARAMETER])
+    assert names(tmp_path, [sgd(), adam, sgd()]) == ["lr-SGD", "lr-AdamW", "lr-SGD-1"]
+
+
+def test_groups_are_numbered_from_one_or_named(tmp_path: Path) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], **name} for name in ({}, {"name": "head"})]
+    assert names(tmp_path, [torch.optim.SGD(groups, lr=1.0)]) == ["lr-SGD/pg1", "lr-SGD/head"]
+
+
+def test_the_scheduler_s_name_is_used_as_it_is(tmp_path: Path) -> None:
+    optimizer = sgd()
+    config = SchedulerConfig(ExponentialLR(optimizer, 0.5), name="warmup")
+    assert names(tmp_path, [optimizer], [config]) == ["warmup"]
+
+
+def test_groups_of_one_name_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "name": "a"} for _ in range(2)]
+    with pytest.raises(ConfigurationError, match="'lr-SGD/a'"):
+        names(tmp_path, [torch.optim.SGD(groups, lr=1.0)])
+
+
+def test_momentum_and_weight_decay_are_logged_when_wanted(tmp_path: Path) -> None:
+    callback = LearningRateMonitor("epoch", log_momentum=True, log_weight_decay=True)
+    adam = torch.optim.AdamW([PARAMETER], lr=0.1, betas=(0.8, 0.9), weight_decay=0.3)
+    run = fit(callback, tmp_path, [adam, sgd(momentum=0.7)], [])
+    assert run.logged[0][1] == {
+        "lr-AdamW": 0.1,
+        "lr-AdamW-momentum": 0.8,
+        "lr-AdamW-weight_decay": 0.3,
+        "lr-SGD": 1.0,
+        "lr-SGD-momentum": 0.7,
+        "lr-SGD-weight_decay": 0.0,
+    }
+    assert callback.lrs == {"lr-AdamW": 0.1, "lr-SGD": 1.0}
+
+
+def test_without_a_logger_it_has_nothing_to_do_and_says_so(tmp_path: Path) -> None:
+    run = FakeRun([LearningRateMonitor()], tmp_path)
+    run.loggers = []
+    with pytest.raises(ConfigurationError, match="no logger"):
+        run.fit(epochs=1, batches=1)
+
+
+def test_an_unknown_interval_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="logging_interval='batch'"):
+        LearningRateMonitor("batch")  # type: ignore[arg-type]

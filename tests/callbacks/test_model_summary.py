@@ -1,0 +1,152 @@
+"""ModelSummary: counts, sizes, FLOPs, and that looking changes nothing."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.callbacks.fake_run import FakeRun
+from trainwright.callbacks.model_summary import ModelSummary, readable, summarize
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+
+
+class Net(TaskModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.BatchNorm1d(8))
+        self.head = nn.Linear(8, 2)
+        self.head.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x if y is None else x + y))
+        return out
+
+
+def test_parameters_are_counted_by_layer_and_in_all() -> None:
+    summary = summarize(Net())
+    rows = {layer.name: (layer.kind, layer.num_params, layer.num_trainable) for layer in summary.layers}
+    assert rows == {
+        "body": ("Sequential", 56, 56),
+        "head": ("Linear", 18, 2),
+        "(own parameters)": ("Parameter", 3, 3),
+    }
+    assert (summary.num_params, summary.num_trainable, summary.param_bytes) == (77, 61, 308)
+    assert summary.buffer_bytes == 8 * 4 * 2 + 8
+
+
+@pytest.mark.parametrize(("depth", "count"), [(0, 0), (1, 3), (2, 6), (-1, 6)])
+def test_the_depth_says_how_many_levels_are_listed(depth: int, count: int) -> None:
+    assert len(summarize(Net(), max_depth=depth).layers) == count
+
+
+def test_a_shared_parameter_counts_once() -> None:
+    net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    net[1].weight = net[0].weight
+    assert summarize(net).num_params == 16
+
+
+@pytest.mark.parametrize("how", ["tensor", "tuple", "dict"])
+def test_an_example_gives_sizes_and_flops(how: str) -> None:
+    net = Net()
+    x = torch.ones(5, 4)
+    net.example_input_array = {"tensor": x, "tuple": (x, x), "dict": {"x": x, "y": x}}[how]
+    summary = summarize(net, max_depth=2)
+    rows = {layer.name: (layer.in_size, layer.out_size, layer.flops) for layer in summary.layers}
+    assert rows["body.0"] == ([5, 4], [5, 8], 2 * 5 * 4 * 8)
+    assert rows["head"] == ([5, 8], [5, 2], 2 * 5 * 8 * 2)
+    assert summary.flops == 2 * 5 * (4 * 8 + 8 * 2)
+
+
+def test_looking_changes_neither_modes_nor_generators_nor_weights_nor_hooks() -> None:
+    net = Net()
+    net.example_input_array = torch.ones(5, 4)
+    net.body[2].eval()
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    modes = [module.training for module in net.modules()]
+    generator = torch.get_rng_state()
+    summary = summarize(net)
+    assert [module.training for module in net.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), generator)
+    assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+    assert all(not module._forward_hooks for module in net.modules())
+    assert (summary.num_modules_training, summary.num_modules_eval) == (4, 1)
+
+
+def test_modes_and_hooks_are_back_when_the_example_does_not_fit() -> None:
+    net = Net()
+    net.example_input_array = torch.ones(5, 7)
+    with pytest.raises(RuntimeError, match="shapes"):
+        summarize(net)
+    assert net.training
+    assert not net.head._forward_hooks
+
+
+def test_an_example_takes_the_dtype_of_the_parameters() -> None:
+    net = Net().double()
+    net.example_input_array = torch.ones(5, 4)
+    assert summarize(net).flops == 2 * 5 * (4 * 8 + 8 * 2)
+
+
+def test_a_model_without_memory_can_be_summarized() -> None:
+    with torch.device("meta"):
+        net = Net()
+    net.example_input_array = torch.ones(5, 4)
+    assert summarize(net).layers[1].out_size == [5, 2]
+
+
+def test_lazy_parameters_are_said_to_be_unknown() -> None:
+    summary = summarize(nn.Sequential(nn.LazyLinear(3)))
+    assert summary.has_lazy
+    assert "Lazy parameters" in str(summary)
+
+
+def test_the_text_is_a_table_with_totals() -> None:
+    net = Net()
+    net.example_input_array = torch.ones(5, 4)
+    text = str(summarize(net))
+    assert [cell.strip() for cell in text.splitlines()[3].split("|")] == [
+        "1", "head", "Linear", "18", "2", "train", "160", "[5, 8]", "[5, 2]",
+    ]  # fmt: skip
+    assert "61 trainable parameters" in text
+
+
+def test_without_an_example_the_columns_that_need_one_are_left_out() -> None:
+    text = str(summarize(Net()))
+    assert "FLOPs" not in text
+    assert "In sizes" not in text
+
+
+def test_it_is_printed_once_by_the_main_process(tmp_path: Path) -> None:
+    for rank, printed in ((0, 1), (1, 0)):
+        run = FakeRun([ModelSummary()], tmp_path, rank=rank, world_size=2)
+        run.task.example_input_array = torch.ones(5, 4)
+        run.fit(epochs=1, batches=1)
+        assert len(run.printed) == printed
+
+
+def test_in_a_terminal_it_is_a_drawn_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    run = FakeRun([ModelSummary()], tmp_path)
+    run.task.example_input_array = torch.ones(5, 4)
+    run.fit(epochs=1, batches=1)
+    assert "┃" in run.printed[0]
+    assert "layer" in run.printed[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999, "999"), (1000, "1.0 K"), (999_960, "1.0 M"), (7_000_000_000, "7.0 B"), (2 * 10**15, "2,000.0 T")],
+)
+def test_counts_are_written_with_a_unit(number: int, text: str) -> None:
+    assert readable(number) == text
+
+
+def test_a_depth_below_minus_one_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_depth=-2"):
+        ModelSummary(max_depth=-2)

@@ -1,0 +1,274 @@
+"""Progress bars: what is shown in a terminal and in a file, how often, and by whom."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.callbacks.fake_run import FakeRun
+from trainwright.callbacks.progress_bar import Kind, ProgressBar
+from trainwright.callbacks.rich_progress_bar import RichProgressBar
+from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
+from trainwright.core.errors import ConfigurationError
+
+DRAWN = [TQDMProgressBar, RichProgressBar]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Recording(ProgressBar):
+    """Notes what a drawn bar would be told."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def can_draw(self) -> bool:
+        return True
+
+    def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
+        self.calls.append(("open", kind, description, total, done))
+
+    def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
+        self.calls.append(("draw", kind, done, dict(metrics)))
+
+    def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
+        self.calls.append(("close", kind, leave, paused_s))
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def pass_time(now: list[float], seconds: float) -> Any:
+    return lambda run: now.__setitem__(0, now[0] + seconds)
+
+
+def test_an_epoch_s_bar_is_opened_moved_and_closed(tmp_path: Path, now: list[float]) -> None:
+    bar = Recording()
+    run = FakeRun([bar], tmp_path)
+    run.max_epochs = 1
+    run.progress_bar_metrics = {"loss": 0.123456}
+    run.fit(epochs=1, batches=2, on_step=pass_time(now, 1.0))
+    shown = {"loss": "0.1235"}
+    assert bar.calls == [
+        ("open", "train", "Epoch 0/0", 2, 0),
+        ("draw", "train", 1, shown),
+        ("draw", "train", 2, shown),
+        ("draw", "train", 2, shown),
+        ("close", "train", True, 0.0),
+    ]
+
+
+def test_it_is_drawn_at_most_ten_times_a_second(tmp_path: Path, now: list[float]) -> None:
+    bar = Recording()
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=1000, on_step=pass_time(now, 0.001))
+    assert 9 <= sum(call[0] == "draw" for call in bar.calls) <= 11
+
+
+def test_it_is_drawn_at_most_once_in_refresh_rate_batches(tmp_path: Path, now: list[float]) -> None:
+    bar = Recording(refresh_rate=4)
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=9, on_step=pass_time(now, 1.0))
+    assert [call[2] for call in bar.calls if call[0] == "draw"] == [4, 8, 9]
+
+
+def test_metrics_are_read_only_when_it_is_drawn(tmp_path: Path, now: list[float]) -> None:
+    class Counting(Recording):
+        reads = 0
+
+        def get_metrics(self, trainer: Any, task: Any) -> dict[str, Any]:
+            self.reads += 1
+            return {}
+
+    bar = Counting()
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=500, on_step=pass_time(now, 0.0001))
+    assert bar.reads == 1
+
+
+def test_a_resumed_epoch_begins_where_it_stood(tmp_path: Path) -> None:
+    bar = Recording()
+    run = FakeRun([bar], tmp_path)
+    run.state.batch_in_epoch = 3
+    run.fit(epochs=1, batches=5)
+    assert bar.calls[0] == ("open", "train", "Epoch 0", 5, 3)
+
+
+def test_a_loader_without_length_has_no_total(tmp_path: Path) -> None:
+    bar = Recording()
+    run = FakeRun([bar], tmp_path)
+    run.has_validation = True
+    run.num_eval_batches = [2, float("inf")]
+    bar.setup(run, run.task, "fit")  # type: ignore[arg-type]
+    bar.on_validation_start(run, run.task)  # type: ignore[arg-type]
+    assert bar.calls == [("open", "eval", "Validation", None, 0)]
+
+
+def test_validation_has_a_bar_of_its_own_and_its_time_is_a_pause_of_the_other(tmp_path: Path, now: list[float]) -> None:
+    bar = Recording()
+    run = FakeRun([bar], tmp_path)
+    run.has_validation = True
+    run.fit(epochs=1, batches=1, on_validation=pass_time(now, 7.0))
+    assert [call[:3] for call in bar.calls] == [
+        ("open", "train", "Epoch 0"),
+        ("open", "eval", "Validation"),
+        ("draw", "eval", 2),
+        ("close", "eval", False),
+        ("draw", "train", 1),
+        ("draw", "train", 1),
+        ("close", "train", True),
+    ]
+    assert bar.calls[3][3] == 7.0
+
+
+def test_the_last_drawing_of_an_epoch_shows_the_metrics_of_its_end(tmp_path: Path) -> None:
+    bar = Recording()
+    run = FakeRun([bar], tmp_path)
+
+    def flush_later(run: FakeRun) -> None:
+        epoch = run.state.epoch
+        run.at_safe_point(lambda: run.progress_bar_metrics.update({"epoch_loss": epoch}))
+
+    run.fit(epochs=2, batches=1, on_epoch_end=flush_later)
+    assert [call[3] for call in bar.calls if call[0] == "draw"] == [{"epoch_loss": "0"}, {"epoch_loss": "1"}]
+
+
+@pytest.mark.parametrize(("leave", "kept"), [(False, [False, True]), (True, [True, True])])
+def test_the_bar_of_an_epoch_that_is_not_the_last_stays_if_wished(
+    tmp_path: Path, leave: bool, kept: list[bool]
+) -> None:
+    bar = Recording(leave=leave)
+    FakeRun([bar], tmp_path).fit(epochs=2, batches=1)
+    assert [call[2] for call in bar.calls if call[0] == "close"] == kept
+
+
+@pytest.mark.parametrize("how", ["rank", "barebones", "refresh_rate", "disable"])
+def test_nothing_is_shown_when_it_is_off_or_not_the_main_process(tmp_path: Path, how: str) -> None:
+    bar = Recording(refresh_rate=0 if how == "refresh_rate" else 1)
+    run = FakeRun([bar], tmp_path, rank=int(how == "rank"))
+    run.barebones = how == "barebones"
+    run.has_validation = True
+    if how == "disable":
+        bar.disable()
+    run.fit(epochs=2, batches=2)
+    assert bar.calls == []
+
+
+def test_a_bar_that_was_disabled_can_be_enabled_again(tmp_path: Path) -> None:
+    bar = Recording()
+    bar.disable()
+    bar.enable()
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=1)
+    assert bar.is_enabled
+    assert bar.calls
+
+
+@pytest.mark.parametrize("cls", [ProgressBar, *DRAWN])
+def test_without_a_terminal_an_epoch_is_one_readable_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], now: list[float], cls: type[ProgressBar]
+) -> None:
+    run = FakeRun([cls()], tmp_path)
+    run.max_epochs = 2
+    run.has_validation = True
+    run.progress_bar_metrics = {"loss": 0.5}
+    run.fit(epochs=2, batches=4, on_step=pass_time(now, 0.5), on_validation=pass_time(now, 100))
+    out = capsys.readouterr()
+    assert out.out.splitlines() == [
+        "Epoch 0/1: 4/4 (100%) [00:02, 2 batch/s] loss=0.5",
+        "Epoch 1/1: 4/4 (100%) [00:02, 2 batch/s] loss=0.5",
+    ]
+    assert "\r" not in out.out
+    assert out.err == ""
+
+
+def test_a_long_epoch_is_reported_every_thirty_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], now: list[float]
+) -> None:
+    FakeRun([ProgressBar()], tmp_path).fit(epochs=1, batches=100, on_step=pass_time(now, 1.0))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Epoch 0: 30/100 (30%) [00:30<01:10, 1 batch/s]"
+    assert len(lines) == 4
+
+
+def test_an_evaluation_of_its_own_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar()
+    run = FakeRun([bar], tmp_path)
+    run.stage = "test"
+    bar.setup(run, run.task, "test")  # type: ignore[arg-type]
+    bar.on_test_start(run, run.task)  # type: ignore[arg-type]
+    bar.on_test_batch_end(run, run.task, None, None, 0)  # type: ignore[arg-type]
+    bar.on_test_end(run, run.task)  # type: ignore[arg-type]
+    assert capsys.readouterr().out.startswith("Test: 1/2 (50%)")
+
+
+@pytest.mark.parametrize("cls", DRAWN)
+def test_in_a_terminal_the_bars_show_epoch_place_and_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "120")
+    before = threading.active_count()
+    run = FakeRun([cls()], tmp_path)
+    run.max_epochs = 2
+    run.has_validation = True
+    run.progress_bar_metrics = {"loss": 0.25}
+    run.fit(epochs=2, batches=3)
+    text = screen.getvalue()
+    assert "Epoch 1/1" in text
+    assert "3/3" in text
+    assert "loss=0.25" in text
+    assert "Validation" in text
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("cls", DRAWN)
+def test_a_line_printed_in_a_terminal_stands_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]
+) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    bar = cls()
+    FakeRun([bar], tmp_path).fit(epochs=1, batches=2, on_step=lambda run: bar.print("hello", run.state.step))
+    assert any(line.strip("\r").endswith("hello 1") for line in screen.getvalue().split("\n"))
+
+
+@pytest.mark.parametrize("cls", [ProgressBar, *DRAWN])
+def test_print_works_before_a_run(capsys: pytest.CaptureFixture[str], cls: type[ProgressBar]) -> None:
+    cls().print("a", 1)
+    assert capsys.readouterr().out == "a 1\n"
+
+
+@pytest.mark.parametrize("cls", DRAWN)
+def test_an_exception_ends_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cls: type[ProgressBar]) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    bar = cls()
+    run = FakeRun([bar], tmp_path)
+
+    def fail(run: FakeRun) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run.fit(epochs=1, batches=1, on_step=fail)
+    bar.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
+    shown = len(screen.getvalue())
+    bar.print("after")
+    assert screen.getvalue()[shown:] == "after\n"
+
+
+def test_a_negative_refresh_rate_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="refresh_rate=-1"):
+        TQDMProgressBar(refresh_rate=-1)

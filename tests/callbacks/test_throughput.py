@@ -1,0 +1,116 @@
+"""Throughput: rates over a window, pauses left out, FLOPs given or counted."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.fake_run import FakeRun, Task
+from trainwright.callbacks.throughput import Throughput
+from trainwright.core.errors import ConfigurationError
+
+
+class Tokens(Task):
+    def num_tokens(self, batch: Any) -> int:
+        return 4
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def ticking(now: list[float], seconds: float) -> Any:
+    return lambda run: now.__setitem__(0, now[0] + seconds)
+
+
+def test_rates_are_logged_at_log_steps(tmp_path: Path, now: list[float]) -> None:
+    run = FakeRun([Throughput()], tmp_path)
+    run.log_every_n_steps = 2
+    run.fit(epochs=1, batches=5, on_step=ticking(now, 0.5))
+    assert run.logged == [(step, {"throughput/steps_per_s": 2.0, "throughput/samples_per_s": 4.0}) for step in (2, 4)]
+
+
+def test_tokens_are_counted_when_the_task_says_how_many(tmp_path: Path, now: list[float]) -> None:
+    run = FakeRun([Throughput()], tmp_path)
+    run.task = Tokens()
+    run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
+    assert run.logged[0][1]["throughput/tokens_per_s"] == 16.0
+
+
+def test_a_task_that_does_not_count_tokens_is_not_asked(tmp_path: Path) -> None:
+    run = FakeRun([Throughput()], tmp_path)
+    run.fit(epochs=1, batches=1)
+    assert not run.count_tokens
+
+
+def test_the_rate_is_that_of_the_latest_window(tmp_path: Path, now: list[float]) -> None:
+    run = FakeRun([Throughput(window_size=2)], tmp_path)
+    pace = iter([1.0, 1.0, 1.0, 0.25, 0.25])
+    run.fit(epochs=1, batches=5, on_step=lambda run: ticking(now, next(pace))(run))
+    assert run.logged[2][1]["throughput/steps_per_s"] == 1.0
+    assert run.logged[4][1]["throughput/steps_per_s"] == 4.0
+
+
+def test_time_in_validation_does_not_count(tmp_path: Path, now: list[float]) -> None:
+    run = FakeRun([Throughput()], tmp_path)
+    run.has_validation = True
+    run.fit(epochs=3, batches=1, on_step=ticking(now, 0.5), on_validation=ticking(now, 100))
+    assert run.logged[-1][1]["throughput/steps_per_s"] == 2.0
+
+
+@pytest.mark.parametrize(("option", "value"), [("flops_per_step", 50.0), ("flops_per_sample", 25.0)])
+def test_given_flops_become_a_utilization_of_all_devices(
+    tmp_path: Path, now: list[float], option: str, value: float
+) -> None:
+    callback = Throughput(**{option: value}, peak_flops=100.0)  # type: ignore[arg-type]
+    run = FakeRun([callback], tmp_path, world_size=2)
+    run.fit(epochs=1, batches=1, on_step=ticking(now, 0.5))
+    assert run.logged[0][1]["throughput/flops_per_s"] == 100.0
+    assert run.logged[0][1]["throughput/mfu"] == 0.5
+
+
+def test_the_first_step_s_flops_are_counted_forward_and_backward(tmp_path: Path) -> None:
+    callback = Throughput(measure_flops=True, peak_flops=1e9)
+    run = FakeRun([callback], tmp_path, world_size=2)
+    x = torch.ones(8, 4, requires_grad=True)
+
+    def step(run: FakeRun) -> None:
+        run.task(x).sum().backward()
+
+    run.fit(epochs=1, batches=3, on_step=step)
+    forward = 2 * 8 * 4 * 2  # multiply and add, batch 8, 4 → 2
+    assert callback.flops_per_step == 3 * forward * 2  # gradients of input and weight; two ranks
+    assert "throughput/mfu" in run.logged[-1][1]
+
+
+def test_counting_ends_when_the_first_step_fails(tmp_path: Path) -> None:
+    callback = Throughput(measure_flops=True)
+    run = FakeRun([callback], tmp_path)
+
+    def fail(run: FakeRun) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        run.fit(epochs=1, batches=1, on_step=fail)
+    callback.teardown(run, run.task, "fit")  # type: ignore[arg-type]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"window_size": 0}, "window_size=0"),
+        ({"flops_per_step": 1.0, "measure_flops": True}, "twice"),
+        ({"peak_flops": 1.0}, "only together"),
+    ],
+)
+def test_arguments_that_contradict_are_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        Throughput(**arguments)

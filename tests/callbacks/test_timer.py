@@ -1,0 +1,157 @@
+"""Timer and the clock that ranks agree on."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.callbacks.fake_run import FakeRun, Peers
+from trainwright.callbacks.agreed_clock import MAX_STEPS_BETWEEN_CHECKS, AgreedClock
+from trainwright.callbacks.timer import Timer
+from trainwright.core.errors import ConfigurationError
+
+
+class Clock:
+    """Stands for `time.monotonic`; `tick` is a function for `FakeRun.fit`."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s = 100.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def tick(self, run: Any) -> None:
+        self.now_s += self.step_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(step_s=2.0)
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def test_it_stops_after_the_step_in_which_time_is_up(tmp_path: Path, clock: Clock) -> None:
+    run = FakeRun([Timer({"seconds": 5})], tmp_path)
+    run.fit(epochs=1, batches=10, on_step=clock.tick)
+    assert run.state.step == 3
+    assert run.stops == [(0, "Timer: the 5 s of training are over.")]
+    assert run.printed == ["Timer: the 5 s of training are over."]
+
+
+def test_by_epoch_it_waits_for_the_end_of_the_epoch(tmp_path: Path, clock: Clock) -> None:
+    run = FakeRun([Timer({"seconds": 5}, interval="epoch", verbose=False)], tmp_path)
+    run.fit(epochs=5, batches=4, on_step=clock.tick)
+    assert (run.state.step, run.printed) == (4, [])
+
+
+def test_elapsed_and_remaining_time_follow_the_clock(tmp_path: Path, clock: Clock) -> None:
+    timer = Timer("00:00:01:00")
+    run = FakeRun([timer], tmp_path)
+    run.has_validation = True
+    run.fit(epochs=1, batches=3, on_step=clock.tick, on_validation=lambda run: clock.tick(run))
+    assert (timer.time_elapsed(), timer.time_elapsed("validate"), timer.time_remaining()) == (8.0, 2.0, 52.0)
+    assert (timer.start_time(), timer.end_time(), timer.start_time("test")) == (100.0, 108.0, None)
+
+
+def test_the_time_used_counts_on_after_a_resume_and_the_time_between_does_not(tmp_path: Path, clock: Clock) -> None:
+    first = Timer({"seconds": 10})
+    FakeRun([first], tmp_path).fit(epochs=1, batches=3, on_step=clock.tick)
+    state = first.state_dict()
+    clock.now_s += 1000
+    second = Timer({"seconds": 10})
+    second.load_state_dict(state)
+    run = FakeRun([second], tmp_path)
+    run.fit(epochs=1, batches=10, on_step=clock.tick)
+    assert (run.state.step, second.time_elapsed()) == (2, 10.0)
+
+
+def test_a_resumed_run_whose_time_is_used_up_ends_before_its_first_step(tmp_path: Path, clock: Clock) -> None:
+    timer = Timer({"seconds": 10})
+    timer.load_state_dict({"time_elapsed": {"train": 10.0}})
+    run = FakeRun([timer], tmp_path)
+    run.fit(epochs=1, batches=10, on_step=clock.tick)
+    assert run.state.step == 0
+
+
+def test_a_second_fit_goes_on_from_the_first_without_the_time_between(tmp_path: Path, clock: Clock) -> None:
+    timer = Timer()
+    FakeRun([timer], tmp_path).fit(epochs=1, batches=2, on_step=clock.tick)
+    clock.now_s += 50
+    FakeRun([timer], tmp_path).fit(epochs=1, batches=2, on_step=clock.tick)
+    assert timer.time_elapsed() == 8.0
+
+
+def test_an_exception_ends_the_time_of_training(tmp_path: Path, clock: Clock) -> None:
+    timer = Timer()
+    run = FakeRun([timer], tmp_path)
+    timer.on_train_start(run, run.task)  # type: ignore[arg-type]
+    clock.tick(run)
+    timer.on_exception(run, run.task, ValueError())  # type: ignore[arg-type]
+    clock.now_s += 50
+    assert timer.time_elapsed() == 2.0
+
+
+@pytest.mark.parametrize(
+    "duration",
+    ["00:12:00:00", "12 h", datetime.timedelta(hours=12), {"hours": 12}],
+    ids=["clock", "text", "delta", "dict"],
+)
+def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
+    assert Timer(duration).duration_s == 12 * 3600
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"duration": "12 epochs"}, "a time is wanted"),
+        ({"duration": {"hour": 1}}, "hour"),
+        ({"interval": "batch"}, "interval='batch'"),
+    ],
+)
+def test_what_is_no_time_is_refused(arguments: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigurationError, match=complaint):
+        Timer(**arguments)
+
+
+def test_an_unknown_stage_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'validate'"):
+        Timer().time_elapsed("validation")
+
+
+def test_all_ranks_stop_at_the_step_that_rank_zero_says_with_few_words(tmp_path: Path, clock: Clock) -> None:
+    peers = Peers()
+    stopped = []
+    for rank, step_s in ((0, 1.0), (1, 3.0)):
+        clock.step_s = step_s
+        run = FakeRun([Timer({"seconds": 500})], tmp_path, rank=rank, world_size=2, peers=peers)
+        run.fit(epochs=1, batches=2000, on_step=clock.tick)
+        stopped.append(run.state.step)
+    assert stopped == [500, 500]
+    assert len(peers.said) < 20
+
+
+@given(st.floats(0.01, 5000), st.floats(0.001, 10))
+def test_at_an_even_pace_the_clock_is_never_late_by_more_than_a_step(length_s: float, step_s: float) -> None:
+    clock = Clock(step_s)
+    run = FakeRun([], Path(), world_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", clock)
+        end_s = clock.now_s + length_s
+        agreed = AgreedClock(lambda: end_s - clock.now_s)
+        agreed.start(run)  # type: ignore[arg-type]
+        due = False
+        while not due:  # jump to the next agreed step: those between only compare
+            run.state.step, jumped = agreed._next_check, agreed._next_check - run.state.step
+            clock.now_s += jumped * step_s
+            due = agreed.is_up(run)  # type: ignore[arg-type]
+        assert end_s <= clock.now_s + 1e-6
+        assert clock.now_s <= end_s + 1.001 * step_s + 1e-6
+    assert len(run.peers.said) <= 40 + length_s / step_s / (MAX_STEPS_BETWEEN_CHECKS / 2)
