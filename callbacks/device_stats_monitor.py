@@ -35,14 +35,17 @@ class DeviceStatsMonitor(Callback):
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats
+        self._logged_at = 0
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit" and self._wants_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if trainer.state.step % trainer.log_every_n_steps or not trainer.is_global_zero:
+        step = trainer.state.step
+        if step % trainer.log_every_n_steps or step == self._logged_at or not trainer.is_global_zero:
             return
+        self._logged_at = step  # a group whose loss was None leaves the clock where it is
         statistics = memory_statistics(trainer.device)
         if self._wants_host(trainer.device):
             statistics |= _host_statistics()

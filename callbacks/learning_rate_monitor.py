@@ -50,6 +50,7 @@ class LearningRateMonitor(Callback):
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, float] = {}
         self._pending: dict[str, float] = {}
+        self._read_at = 0
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -68,9 +69,10 @@ class LearningRateMonitor(Callback):
         # Read before the step: after it a scheduler has moved on to the next step's rate.
         if (trainer.state.step + 1) % trainer.log_every_n_steps == 0 and self.logging_interval != "epoch":
             self._pending.update(self._read(trainer, "step"))
+        self._read_at = trainer.state.step
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if self._pending:
+        if self._pending and trainer.state.step > self._read_at:  # a group whose loss was None is no step
             trainer.log_now(self._pending)
             self._pending = {}
 

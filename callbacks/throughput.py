@@ -100,7 +100,8 @@ class Throughput(Callback):
         if self._counter is not None:
             self._end_count(trainer)
             self._marks = deque([self._mark(trainer)])  # a counted step is slow: rates begin after it
-        if trainer.state.step % trainer.log_every_n_steps == 0:
+        step = trainer.state.step
+        if step % trainer.log_every_n_steps == 0 and step > self._marks[-1].step:  # a skipped group is no step
             self._log(trainer)
 
     def on_validation_start(self, trainer: Run, task: TaskModule) -> None:

@@ -1,0 +1,247 @@
+"""The callbacks under the real Trainer: what is written, when training stops, what the loggers get."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import (
+    DeviceStatsMonitor,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ModelSummary,
+    OnExceptionCheckpoint,
+    Throughput,
+    Timer,
+    TQDMProgressBar,
+)
+from trainwright.callbacks.callback import Callback
+from trainwright.core.task import TaskModule
+from trainwright.loggers import CSVLogger
+from trainwright.trainer.trainer import Trainer
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+
+
+class Scripted(RegressionTask):
+    """Logs given values of `val_loss`, one per validation."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = values
+        self.count = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.values[self.count])
+
+    def on_validation_end(self) -> None:
+        self.count += 1
+
+
+def trainer(root: Path, callbacks: list[Callback], **arguments: Any) -> Trainer:
+    defaults = {"logger": False, "default_root_dir": root, "accelerator": "cpu", "devices": 1, **QUIET}
+    return Trainer(callbacks=callbacks, **{**defaults, **arguments})
+
+
+def fit(task: TaskModule, root: Path, callbacks: list[Callback], *, batches: int = 5, **arguments: Any) -> Trainer:
+    run = trainer(root, callbacks, **arguments)
+    run.fit(task, regression_loader(batches), regression_loader(2))
+    return run
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def test_the_best_two_stand_on_disk_and_load(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="val_loss", save_top_k=2, save_last="link")
+    fit(Scripted([3.0, 1.0, 2.0]), tmp_path, [callback], max_epochs=3)
+    assert [name for name in names(tmp_path / "c") if name.startswith(("epoch", "last"))] == [
+        "epoch=1",
+        "epoch=2",
+        "last",
+    ]
+    assert (tmp_path / "c" / "last").resolve().name == "epoch=2"
+    assert callback.best_model_path == str(tmp_path / "c" / "epoch=1")
+    assert callback.best_model_score == 1.0
+    trainer(tmp_path, []).validate(Scripted([0.0]), regression_loader(2), ckpt_path=callback.best_model_path)
+
+
+def test_each_epoch_s_checkpoint_says_its_epoch_and_step_and_holds_the_exact_score(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="val_loss", save_top_k=-1)
+    task = RegressionTask()
+    scores = []
+    note = LambdaCallback(on_train_epoch_end=lambda run, task: scores.append(run.callback_metrics["val_loss"]))
+    fit(task, tmp_path, [callback, note], max_epochs=3)
+    for epoch in range(3):
+        written = json.loads((tmp_path / "c" / f"epoch={epoch}" / "trainer.json").read_text())
+        assert (f'"step": {5 * (epoch + 1)}') in json.dumps(written)
+    assert list(callback.best_k_models.values()) == scores
+
+
+def test_validations_within_an_epoch_leave_files_at_their_steps(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "c", filename="{step}", monitor="val_loss", save_top_k=-1)
+    fit(RegressionTask(), tmp_path, [callback], batches=10, max_epochs=1, val_check_interval=0.2)
+    assert {Path(path).name for path in callback.best_k_models} == {f"step={step}" for step in (2, 4, 6, 8, 10)}
+
+
+def test_a_training_metric_logged_as_an_epoch_s_mean_can_be_monitored(tmp_path: Path) -> None:
+    class Mean(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("mean_loss", loss, on_step=False, on_epoch=True)
+            return loss
+
+    callback = ModelCheckpoint(tmp_path / "c", monitor="mean_loss")
+    run = fit(Mean(), tmp_path, [callback], max_epochs=1)
+    assert callback.best_model_score == run.callback_metrics["mean_loss"]
+
+
+def test_a_step_interval_sees_this_step_s_loss_between_log_steps(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "c", monitor="train_loss", every_n_train_steps=2, save_top_k=-1)
+    fit(RegressionTask(), tmp_path, [callback], batches=6, max_epochs=1, log_every_n_steps=50)
+    scores = list(callback.best_k_models.values())
+    assert len(scores) == len(set(scores)) == 3
+
+
+def test_last_is_the_end_of_training(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "c", every_n_train_steps=4, save_last="link")
+    fit(RegressionTask(), tmp_path, [callback], batches=6, max_epochs=1)
+    assert (tmp_path / "c" / "last").resolve().name == "epoch=0-step=6"
+
+
+def test_resuming_a_finished_run_writes_nothing_new(tmp_path: Path) -> None:
+    def run(ckpt_path: str | None) -> ModelCheckpoint:
+        callback = ModelCheckpoint(tmp_path / "c", save_last=True)
+        again = trainer(tmp_path, [callback], max_epochs=2)
+        again.fit(RegressionTask(), regression_loader(5), regression_loader(2), ckpt_path=ckpt_path)
+        return callback
+
+    path = run(None).last_model_path
+    before = {file: file.stat().st_mtime_ns for file in (tmp_path / "c").rglob("*") if file.is_file()}
+    for _ in range(2):
+        assert run(path).last_model_path == path
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "c").rglob("*") if file.is_file()} == before
+
+
+def test_an_exception_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    def fail(run: Any, task: Any, result: Any) -> None:
+        if run.state.step == 3:
+            raise ValueError("no")
+
+    rescue = OnExceptionCheckpoint(tmp_path / "rescue")
+    with pytest.raises(ValueError, match="no"):
+        fit(RegressionTask(), tmp_path, [rescue, LambdaCallback(on_train_step_end=fail)], max_epochs=1)
+    resumed = trainer(tmp_path, [], max_epochs=1)
+    resumed.fit(RegressionTask(), regression_loader(5), regression_loader(2), ckpt_path=rescue.ckpt_path)
+    assert resumed.state.step == 5
+
+
+@pytest.mark.parametrize(
+    ("values", "patience", "epoch"),
+    [
+        ([6, 5, 5, 5, 5, 5], 3, 4),
+        ([6, 5, 4, 4, 3, 3], 1, 3),
+        ([6, 5, 6, 5, 5, 5], 3, 4),
+        ([4, 3, float("nan"), 2], 3, 2),
+    ],
+)
+def test_early_stopping_stops_in_the_right_epoch(
+    tmp_path: Path, values: list[float], patience: int, epoch: int
+) -> None:
+    callback = EarlyStopping("val_loss", patience=patience)
+    run = fit(Scripted(values), tmp_path, [callback], batches=2, max_epochs=len(values), enable_checkpointing=False)
+    assert (callback.stopped_epoch, run.state.epoch) == (epoch, epoch + 1)
+
+
+@pytest.mark.parametrize(("scheduling", "steps"), [({1: 2, 3: 4}, 10 + 5 + 5 + 3), ({0: 2, 2: 1}, 5 + 5 + 10 + 10)])
+def test_accumulation_by_epoch_gives_the_right_number_of_steps(
+    tmp_path: Path, scheduling: dict[int, int], steps: int
+) -> None:
+    callback = GradientAccumulationScheduler(scheduling)
+    run = fit(RegressionTask(), tmp_path, [callback], batches=10, max_epochs=4, enable_checkpointing=False)
+    assert run.state.step == steps
+
+
+def test_monitors_write_to_the_loggers_at_log_steps(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path / "logs")
+    callbacks = [LearningRateMonitor("step"), Throughput(measure_flops=True), DeviceStatsMonitor()]
+    fit(
+        RegressionTask(lr=0.05),
+        tmp_path,
+        callbacks,
+        batches=6,
+        max_epochs=1,
+        log_every_n_steps=2,
+        logger=logger,
+        enable_checkpointing=False,
+    )
+    (path,) = (tmp_path / "logs").rglob("*.csv")
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    rates = {row["step"]: float(row["lr-SGD"]) for row in rows if row.get("lr-SGD")}
+    assert rates == {"1": 0.05, "3": 0.05, "5": 0.05}
+    assert any(row.get("throughput/flops_per_s") for row in rows)
+    assert any(row.get("DeviceStatsMonitor/process_rss_bytes") for row in rows)
+
+
+def test_a_timer_that_is_over_ends_training_at_once(tmp_path: Path) -> None:
+    run = fit(RegressionTask(), tmp_path, [Timer({"seconds": 0})], max_epochs=3, enable_checkpointing=False)
+    assert run.state.step <= 1
+
+
+def test_the_bar_and_the_summary_are_printed_as_plain_text_without_a_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [TQDMProgressBar(), ModelSummary()]
+    fit(
+        RegressionTask(),
+        tmp_path,
+        callbacks,
+        max_epochs=2,
+        enable_progress_bar=True,
+        enable_model_summary=True,
+        enable_checkpointing=False,
+    )
+    out = capsys.readouterr().out
+    assert "trainable parameters" in out
+    assert [line.split("[")[0] for line in out.splitlines() if line.startswith("Epoch")] == [
+        "Epoch 0/1: 5/5 (100%) ",
+        "Epoch 1/1: 5/5 (100%) ",
+    ]
+
+
+class RankDependent(RegressionTask):
+    """Logs another `val_loss` on each rank, and does not average it: from epoch 2 on rank 0's is bad."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        good = 5.0 - self.current_epoch
+        value = 10.0 if self.global_rank == 0 and self.current_epoch >= 2 else good
+        self.log("val_loss", value, sync_dist=False)
+
+
+def _fit_on_two_ranks(root: str) -> tuple[int, int, dict[str, Any], dict[str, Any]]:
+    stopper = EarlyStopping("val_loss", patience=1)
+    keeper = ModelCheckpoint(Path(root) / "c", monitor="val_loss", save_last="link")
+    timer = Timer({"hours": 1})
+    run = trainer(Path(root), [stopper, keeper, timer], devices=2, strategy="ddp", launcher="torchrun", max_epochs=6)
+    run.fit(RankDependent(), regression_loader(8), regression_loader(4))
+    return stopper.stopped_epoch, run.state.step, stopper.state_dict(), keeper.state_dict()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_all_ranks_stop_and_save_by_rank_zero_s_numbers(tmp_path: Path) -> None:
+    first, second = run_distributed(_fit_on_two_ranks, 2, str(tmp_path), init=False, timeout=90)
+    assert first == second
+    assert first[0] == 2
+    assert first[3]["scores"] == {"epoch=1-step=8": 4.0}
