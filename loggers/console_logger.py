@@ -1,0 +1,64 @@
+"""Metrics as lines of text, for logs of batch systems and for runs without a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.logger import Logger, RunInfo, Status
+
+
+class ConsoleLogger(Logger):
+    """Prints `step 120 | loss 0.1234 | lr 0.001`, one line for each call.
+
+    Args:
+        prefix: put before the name of each metric, with a dash.
+        stream: where to; the standard output, as it is at the time of printing, when None.
+        precision: significant digits of a number.
+    """
+
+    def __init__(self, prefix: str = "", *, stream: TextIO | None = None, precision: int = 4) -> None:
+        super().__init__(prefix=prefix)
+        self._stream = stream
+        self._precision = precision
+
+    def start(self, run: RunInfo) -> None:
+        """Begin to print."""
+        super().start(run)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Print one line with all of them."""
+        self._print(" | ".join(["hyper-parameters", *(f"{name} {value}" for name, value in flatten(params).items())]))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Print one line."""
+        values = (f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items())
+        self._print(" | ".join([f"step {step}", *values]))
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Print the text after its name."""
+        self._print(f"step {step} | {next(iter(self.prefixed({key: text})))}: {text}")
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._out.flush()
+
+    def finish(self, status: Status) -> None:
+        """Flush; the stream stays open, since it belongs to others."""
+        if self._run is not None:
+            self.flush()
+            self._run = None
+
+    @property
+    def _out(self) -> TextIO:
+        return self._stream if self._stream is not None else sys.stdout
+
+    def _print(self, line: str) -> None:
+        self._out.write(line + "\n")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the stream behind when it is one of the process's own, which cannot travel."""
+        own = self._stream in (sys.stdout, sys.stderr)
+        return {**self.__dict__, "_run": None, "_stream": None if own else self._stream}

@@ -1,0 +1,134 @@
+"""Metrics in a CSV file: one row for each call, one column for each name."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.loggers.logger import RunInfo
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, write_atomically
+
+METRICS_FILE = "metrics.csv"
+HPARAMS_FILE = "hparams.yaml"
+
+
+class CSVLogger(VersionedLogger):
+    """Writes `metrics.csv` (and `hparams.yaml`) into `save_dir/name/version_N`.
+
+    The first column is `step`, the others follow in the order of their first appearance; what a row does not have is
+    empty. A name that appears later adds a column: the file is then written anew beside the old one and renamed, so
+    that neither a reader nor a crash loses a row.
+
+    Args:
+        save_dir: parent of all; the run's root folder when None.
+        name: sub-folder for the experiment.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
+        prefix: put before the name of each metric, with a dash.
+        flush_logs_every_n_steps: rows reach the disk when the step has advanced by so many since the last time, and
+            at the end.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self.flush_logs_every_n_steps = flush_logs_every_n_steps
+        self._columns: list[str] = []
+        self._rows: list[dict[str, Any]] = []
+        self._flushed_at: int | None = None
+
+    @property
+    def metrics_file(self) -> Path:
+        """The CSV file of the run; known once the logger is started."""
+        return self._folder() / METRICS_FILE
+
+    def start(self, run: RunInfo) -> None:
+        """Claim the folder and read the header of a log that is continued."""
+        if self._run is not None:
+            return
+        super().start(run)
+        cut_torn_line(self.metrics_file)
+        self._columns = _read(self.metrics_file)[0] if self._continues else []
+
+    def has_log(self, folder: Path) -> bool:
+        """Tell whether `folder` holds a `metrics.csv`."""
+        return (folder / METRICS_FILE).exists()
+
+    def last_steps(self) -> dict[str, int]:
+        """Read the last step of each column."""
+        found: dict[str, int] = {}
+        for row in _read(self.metrics_file)[1]:
+            found.update((name, int(row["step"])) for name, text in row.items() if text and name != "step")
+        return found
+
+    def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
+        """Write the file anew without the values logged at `step` or later."""
+        columns, rows = _read(self.metrics_file)
+        kept = []
+        for row in rows:
+            if int(row["step"]) >= step:
+                row = {} if names is None else {key: text for key, text in row.items() if key not in names}
+            if any(text for key, text in row.items() if key != "step"):
+                kept.append(row)
+        write_atomically(self.metrics_file, _text(columns, kept, header=True))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write `hparams.yaml`; a later call adds to it."""
+        self.write_hyperparams(params, HPARAMS_FILE)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a row."""
+        row = self.columns(metrics, "step")
+        self.advance(step, row)
+        self._rows.append({"step": step, **row})
+        if self._flushed_at is None:
+            self._flushed_at = step
+        if step - self._flushed_at >= self.flush_logs_every_n_steps:
+            self.flush()
+            self._flushed_at = step
+
+    def flush(self) -> None:
+        """Write the rows that wait; returns when they are in the file."""
+        if not self._rows:
+            return
+        known = set(self._columns)
+        new = list(dict.fromkeys(name for row in self._rows for name in row if name not in known))
+        if new or not self.metrics_file.exists():
+            columns = list(dict.fromkeys(["step", *self._columns, *new]))
+            old = _read(self.metrics_file)[1] if self.metrics_file.exists() else []
+            write_atomically(self.metrics_file, _text(columns, [*old, *self._rows], header=True))
+            self._columns = columns
+        else:
+            with open(self.metrics_file, "a", encoding="utf-8", newline="") as file:
+                file.write(_text(self._columns, self._rows, header=False))
+        self._rows = []
+
+    def _close(self) -> None:
+        self._rows = []
+        self._flushed_at = None
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return columns and rows."""
+    with open(path, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+        return list(reader.fieldnames or ()), rows
+
+
+def _text(columns: list[str], rows: Iterable[Mapping[str, Any]], *, header: bool) -> str:
+    out = io.StringIO(newline="")
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()

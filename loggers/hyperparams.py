@@ -1,0 +1,91 @@
+"""Hyper-parameters in the forms that log files can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as nested dicts, lists, numbers, text and None.
+
+    Mappings, namespaces and dataclass instances become dicts with text keys; tuples and sets become lists; arrays and
+    tensors become nested lists (a device tensor is read, so this waits); enum members become their names; other
+    objects become text: a class or function its qualified name, the rest `str(value)`.
+    """
+    if isinstance(value, enum.Enum):
+        return value.name
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Namespace):
+        return plain(vars(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted((plain(item) for item in value), key=str)
+    if isinstance(value, (np.generic, np.ndarray)) or (isinstance(value, torch.Tensor) and value.numel() <= 64):
+        return plain(value.tolist())
+    if isinstance(value, torch.Tensor):
+        return f"tensor of shape {tuple(value.shape)}, {value.dtype}"
+    if isinstance(value, Path):
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
+
+
+def flatten(params: Mapping[str, Any], *, joiner: str = "/") -> dict[str, Any]:
+    """Return `plain(params)` without nesting: `{"optimizer": {"lr": 0.1}}` → `{"optimizer/lr": 0.1}`.
+
+    Entries of a list are numbered when one of them is a dict or list, else the list is one text; an empty dict is the
+    text `{}`.
+    """
+    flat: dict[str, Any] = {}
+
+    def walk(path: str, value: Any) -> None:
+        if isinstance(value, dict) and value:
+            for key, item in value.items():
+                walk(f"{path}{joiner}{key}" if path else key, item)
+        elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+            for index, item in enumerate(value):
+                walk(f"{path}{joiner}{index}" if path else str(index), item)
+        elif isinstance(value, (dict, list)):
+            flat[path] = str(value)
+        else:
+            flat[path] = value
+
+    for key, item in plain(params).items():
+        walk(key, item)
+    return flat
+
+
+def json_safe(value: Any) -> Any:
+    """Return plain `value` with NaN and infinities as the text `"NaN"`, `"Infinity"`, `"-Infinity"`.
+
+    JSON has no such numbers; a file with them is refused by most readers. Python's `float` reads these words back.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [json_safe(item) for item in value]
+    return value

@@ -1,0 +1,48 @@
+"""Images in the one form that every backend takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainwright.core.errors import ConfigurationError
+
+_CHANNELS = (1, 3, 4)
+
+
+def to_pixels(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return `image` as an array H×W×C of uint8, C being 1, 3 or 4. A device tensor is read, so this waits.
+
+    Args:
+        image: a tensor C×H×W or H×W; an array H×W×C, C×H×W or H×W; or a PIL image. Whole numbers are taken as 0 to
+            255, floats as 0 to 1 (what lies outside is clipped, NaN is black), booleans as black and white.
+
+    Raises:
+        ConfigurationError: another shape; the message names it.
+    """
+    is_tensor = isinstance(image, torch.Tensor)
+    if is_tensor:
+        image = image.detach().cpu()
+        image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
+    array = np.asarray(image)
+    shape = array.shape
+    if array.ndim == 2:
+        array = array[:, :, None]
+    elif array.ndim == 3:
+        # Each library's custom comes first; the other order is taken where only that one can be meant.
+        first, last = shape[0] in _CHANNELS, shape[2] in _CHANNELS
+        if first and (is_tensor or not last):
+            array = array.transpose(1, 2, 0)
+    if array.ndim != 3 or array.shape[2] not in _CHANNELS:
+        raise ConfigurationError(
+            f"an image of shape {tuple(shape)} was logged; expected height × width, or with 1, 3 or 4 channels: a "
+            "tensor channels × height × width, an array height × width × channels. Log a batch one by one."
+        )
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8) * 255
+    if np.issubdtype(array.dtype, np.floating):
+        unit = np.clip(np.nan_to_num(array.astype(np.float32), nan=0.0), 0.0, 1.0)
+        return np.asarray((unit * 255.0).round(), dtype=np.uint8)
+    return np.asarray(np.clip(array, 0, 255), dtype=np.uint8)

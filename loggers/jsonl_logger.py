@@ -1,0 +1,113 @@
+"""Metrics as JSON Lines: one object for each call, readable while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainwright.loggers.hyperparams import json_safe, plain
+from trainwright.loggers.logger import RunInfo
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+HPARAMS_FILE = "hparams.json"
+_OWN = ("step", "time")
+
+
+class JSONLinesLogger(VersionedLogger):
+    """Writes `metrics.jsonl` (and `hparams.json`) into `save_dir/name/version_N`.
+
+    Each call adds the line `{"step": …, "time": <seconds since 1970>, "<name>": …, …}`, complete when the call returns.
+    The file is valid JSON throughout: NaN and infinities are the text "NaN", "Infinity" and "-Infinity".
+
+    Args:
+        save_dir: parent of all; the run's root folder when None.
+        name: sub-folder for the experiment.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
+        prefix: put before the name of each metric, with a dash.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._file: TextIO | None = None
+
+    @property
+    def metrics_file(self) -> Path:
+        """The file of the run; known once the logger is started."""
+        return self._folder() / METRICS_FILE
+
+    def start(self, run: RunInfo) -> None:
+        """Claim the folder; the file is opened by the first line."""
+        super().start(run)
+
+    def has_log(self, folder: Path) -> bool:
+        """Tell whether `folder` holds a `metrics.jsonl`."""
+        return (folder / METRICS_FILE).exists()
+
+    def last_steps(self) -> dict[str, int]:
+        """Read the last step of each name."""
+        found: dict[str, int] = {}
+        for row in _rows(self.metrics_file):
+            found.update((name, int(row["step"])) for name in row if name not in _OWN)
+        return found
+
+    def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
+        """Write the file anew without the values logged at `step` or later."""
+        self._close()
+        lines = []
+        for row in _rows(self.metrics_file):
+            if int(row["step"]) >= step:
+                row = {} if names is None else {key: value for key, value in row.items() if key not in names}
+            if any(key not in _OWN for key in row):
+                lines.append(json.dumps(row, allow_nan=False) + "\n")
+        write_atomically(self.metrics_file, "".join(lines))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write `hparams.json`; a later call adds to it."""
+        self._hyperparams.update(plain(params))
+        text = json.dumps(json_safe(self._hyperparams), indent=2, allow_nan=False)
+        write_atomically(self._folder() / HPARAMS_FILE, text + "\n")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add a line."""
+        self._write(self.columns(metrics, *_OWN), step)
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Add a line with the text."""
+        self._write(self.columns({key: text}, *_OWN), step)
+
+    def flush(self) -> None:
+        """Do nothing: each line is handed to the operating system at once."""
+
+    def _write(self, values: Mapping[str, Any], step: int) -> None:
+        self.advance(step, values)
+        if self._file is None:
+            cut_torn_line(self.metrics_file)
+            self._file = open(self.metrics_file, "a", buffering=1, encoding="utf-8")  # noqa: SIM115  # until `_close`
+        line = {"step": step, "time": time.time(), **json_safe(dict(values))}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _closed_fields(self) -> dict[str, Any]:
+        return {"_file": None}
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):  # else a crash has cut it off
+                yield json.loads(line)

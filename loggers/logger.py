@@ -1,0 +1,198 @@
+"""The contract between a run and a place where its numbers are kept: five methods, and optional ones with defaults."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.process import detect
+
+Status = Literal["success", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a logger is told about the run that it is started for.
+
+    Attributes:
+        root_dir: where it writes, unless it was built with a folder of its own.
+        run_name: a name for the run, or None.
+    """
+
+    root_dir: Path
+    run_name: str | None = None
+
+
+class Silence:
+    """Takes every call and attribute and does nothing: what `Logger.experiment` is on ranks other than the main one."""
+
+    def __getattr__(self, name: str) -> Silence:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Silence:
+        return self
+
+    def __getitem__(self, key: Any) -> Silence:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return None
+
+    def __enter__(self) -> Silence:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+class Logger(ABC):
+    """A place where a run's numbers are kept.
+
+    The Trainer calls `start` once for each stage, then the others in any order, then `finish`; after `finish` the
+    logger may be started again and goes on where it was. All of it happens on the main rank only, and never inside a
+    step. A method that raises is reported once, and the logger is left out for the rest of the run: see `LoggerGroup`.
+
+    A sub-class writes the five abstract methods and calls `super().start(run)`; the rest has defaults. It must pickle
+    before it is started, since it travels to the processes that the Trainer starts.
+
+    Attributes:
+        muted: this is not the main rank: nothing is started or written.
+        wants_graph: the run should hand over the task's graph (`log_graph`) when it begins.
+    """
+
+    JOINER: ClassVar[str] = "-"
+    """Stands between `prefix` and a metric's name."""
+
+    def __init__(self, *, prefix: str = "") -> None:
+        self.prefix = prefix
+        self.muted = False
+        self.wants_graph = False
+        self._run: RunInfo | None = None
+        self._warned: set[str] = set()
+
+    @classmethod
+    def in_folder(cls, root_dir: Path) -> Logger:
+        """Return a logger with default settings that writes below `root_dir`; for `Trainer(logger="csv")`."""
+        return cls()
+
+    # The five
+
+    @abstractmethod
+    def start(self, run: RunInfo) -> None:
+        """Open files or connections. Called again while open, it does nothing.
+
+        Raises:
+            MissingPackageError: the backend's package is not installed.
+        """
+        self._run = run
+
+    @abstractmethod
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Record the run's hyper-parameters; values may be nested mappings, sequences and arbitrary objects."""
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record values at `step`, the number of completed optimizer steps. May be called twice for a step."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring what has been logged to where a reader finds it. Blocks on the disk."""
+
+    @abstractmethod
+    def finish(self, status: Status) -> None:
+        """Flush and close. Called again, it does nothing."""
+
+    # Optional
+
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        """Record one image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL's."""
+        self._cannot("images")
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        """Record a matplotlib figure; it is left open."""
+        self._cannot("figures")
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Record a text."""
+        self._cannot("text")
+
+    def log_graph(self, task: Any, example_input: Any = None) -> None:
+        """Record the graph of `task.forward(example_input)`; `task.example_input_array` when no input is given."""
+        self._cannot("graphs")
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Take notice of a checkpoint folder that has been published, for backends that keep files. Default: nothing.
+
+        Args:
+            path: the checkpoint's folder.
+            aliases: names for it, such as `"best"` and `"last"`.
+        """
+        return None
+
+    @property
+    def name(self) -> str | None:
+        """The name under which runs are grouped: a folder, a project."""
+        return None
+
+    @property
+    def version(self) -> str | int | None:
+        """What tells this run from others of the same name; None until it is known."""
+        return None
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder that this run's log lies in; None when there is none, or it is not known before `start`."""
+        return None
+
+    @property
+    def experiment(self) -> Any:
+        """The backend's own object, started if need be; on ranks other than the main one, one that does nothing."""
+        if self.muted:
+            return Silence()
+        if self._run is None:
+            # Before any Trainer: of the processes that torchrun or srun has started, only one may open a log.
+            if detect().rank != 0:
+                return Silence()
+            self.start(RunInfo(Path.cwd()))
+        return self._backend()
+
+    def _backend(self) -> Any:
+        """Return what `experiment` is while the logger is started."""
+        return self
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it stands between `start` and `finish`."""
+        return self._run is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to continue the same curves; JSON-able, without paths."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the log that `state` came from."""
+        return None
+
+    # For sub-classes
+
+    def prefixed(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `metrics` with `prefix` before each name."""
+        if not self.prefix:
+            return dict(metrics)
+        return {f"{self.prefix}{self.JOINER}{name}": value for name, value in metrics.items()}
+
+    def warn_once(self, message: str) -> None:
+        """Issue a TrainwrightWarning, the same one only once for each logger."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, TrainwrightWarning, stacklevel=3)
+
+    def _cannot(self, what: str) -> None:
+        self.warn_once(f"{type(self).__name__} cannot log {what}; they are left out.")

@@ -1,0 +1,152 @@
+"""All loggers of a run as one, which no tracker's failure can stop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
+from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.versioned import VersionedLogger
+
+
+class LoggerGroup:
+    """What the Trainer talks to: calls each logger in turn, on the main rank only.
+
+    A logger whose backend raises is reported once, with a TrainwrightWarning that names it, the method and the error,
+    and is left out until the group is started again: a full disk or a lost connection never ends a training. Errors
+    of configuration, such as a package that is not installed, do pass through at `start`.
+
+    Nothing here communicates.
+
+    Args:
+        loggers: in the order in which they are called.
+        is_main: whether this is the main rank. On the others nothing is started or written, and each logger's
+            `experiment` does nothing.
+    """
+
+    def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
+        self.loggers = list(loggers)
+        self.is_main = is_main
+        self._dropped: list[Logger] = []
+        for logger in self.loggers:
+            logger.muted = not is_main
+
+    def __iter__(self) -> Iterator[Logger]:
+        return iter(self.loggers)
+
+    def __len__(self) -> int:
+        return len(self.loggers)
+
+    def __getitem__(self, index: int) -> Logger:
+        return self.loggers[index]
+
+    @property
+    def active(self) -> list[Logger]:
+        """Those that are called: all but the failed ones on the main rank, none on the others."""
+        return [logger for logger in self.loggers if not self._is_dropped(logger)] if self.is_main else []
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of the first logger that has one; known on the main rank once started."""
+        return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
+
+    def start(self, run: RunInfo) -> None:
+        """Start every logger. Those that choose a numbered folder in the same place choose the same one.
+
+        Raises:
+            MissingPackageError, ConfigurationError: a logger cannot work as it is set up.
+        """
+        self._dropped = []
+        claimed: dict[Path | None, int | str] = {}
+        for logger in self.active:
+            if isinstance(logger, VersionedLogger):
+                base = logger.root_dir or run.root_dir / logger.name
+                if base in claimed:
+                    logger.share_version(claimed[base])
+                self._call(logger, "start", run, strict=True)
+                if logger.version is not None:
+                    claimed.setdefault(base, logger.version)
+            else:
+                self._call(logger, "start", run, strict=True)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Record hyper-parameters with every logger."""
+        self._each("log_hyperparams", params)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record host-side numbers at a step with every logger; nothing when there are none."""
+        if metrics:
+            self._each("log_metrics", metrics, step)
+
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        """Record an image with every logger; see `Logger.log_image`."""
+        self._each("log_image", key, image, step)
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        """Record a matplotlib figure with every logger."""
+        self._each("log_figure", key, figure, step)
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Record a text with every logger."""
+        self._each("log_text", key, text, step)
+
+    def log_graph(self, task: Any, example_input: Any = None) -> None:
+        """Record the task's graph with those loggers that were asked to (`wants_graph`)."""
+        for logger in self.active:
+            if logger.wants_graph:
+                self._call(logger, "log_graph", task, example_input)
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Tell every logger of a checkpoint that has been published."""
+        for logger in self.active:
+            self._call(logger, "log_checkpoint", path, aliases=aliases)
+
+    def flush(self) -> None:
+        """Flush every logger."""
+        self._each("flush")
+
+    def finish(self, status: Status) -> None:
+        """Finish every logger; safe in an exception's path, and to be called twice."""
+        self._each("finish", status)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the loggers' states, in order, each with its class's name."""
+        return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
+
+    def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Give each logger the next state that was saved by one of its class; call it before `start` if possible.
+
+        Call it when a training is resumed, not for an evaluation: it makes loggers take back what was logged later.
+        Loggers added or removed since the states were saved are no error.
+        """
+        left = list(states)
+        for logger in self.loggers:
+            found = next((state for state in left if state.get("logger") == type(logger).__name__), None)
+            if found is not None:
+                left.remove(found)
+                if self.is_main and not self._is_dropped(logger):
+                    self._call(logger, "load_state_dict", found)
+
+    def _is_dropped(self, logger: Logger) -> bool:
+        return any(logger is dropped for dropped in self._dropped)
+
+    def _each(self, method: str, *args: Any) -> None:
+        for logger in self.active:
+            self._call(logger, method, *args)
+
+    def _call(self, logger: Logger, method: str, *args: Any, strict: bool = False, **options: Any) -> None:
+        try:
+            getattr(logger, method)(*args, **options)
+        except Exception as error:  # whatever a tracker raises, the training goes on
+            if strict and isinstance(error, (ConfigurationError, MissingPackageError)):
+                raise
+            self._dropped.append(logger)
+            warnings.warn(
+                f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. It is left out for "
+                "the rest of this run; training and the other loggers go on.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )

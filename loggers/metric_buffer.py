@@ -1,0 +1,459 @@
+"""Where `log` puts its values: on the device they came from, until the loop asks for them.
+
+`log` copies a value and appends it; it never waits for a device and never talks to another rank. The loop asks twice:
+`flush_step` every so many steps for the latest values, `flush_epoch` at an epoch's end for the aggregates. Only there
+are values read, with one copy for each device, and only there do ranks talk, in one exchange that every rank takes
+part in, whatever it has logged. Memory does not grow with the number of steps.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
+from trainwright.core.tree import batch_size as find_batch_size
+from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, combine, entry_of, gather_entries
+from trainwright.loggers.metric_slot import (
+    FOLD_EVERY,
+    HostReads,
+    Reduction,
+    Settings,
+    Slot,
+    is_metric_object,
+    parse_reduction,
+    same_function,
+    to_number,
+)
+
+EpochStage = Literal["train", "validate", "test", "predict"]
+_STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
+
+
+class _StageMetrics:
+    """The slots of one stage: by key, and by name for the quick way in."""
+
+    def __init__(self) -> None:
+        self.slots: dict[str, Slot] = {}
+        self.by_name: dict[str, Slot] = {}
+        self.num_dataloaders = 1
+
+
+class MetricBuffer:
+    """Collects what tasks and callbacks log, without waiting and without communicating.
+
+    The loop sets three plain attributes:
+
+    Attributes:
+        in_step: whether a training or evaluation step (or a hook of one batch) is running.
+        batch: the present micro-batch, from which a mean's weight is found; None outside. Set it to None again after
+            the batch, or the buffer keeps it alive.
+        dataloader_idx: which of several evaluation loaders the batch came from; None outside.
+    """
+
+    def __init__(self) -> None:
+        self.in_step: bool = False
+        self.batch: Any = None
+        self.dataloader_idx: int | None = None
+        self._stage: EpochStage | None = None
+        self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
+        self._by_name: dict[str, Slot] = {}
+
+    @property
+    def stage(self) -> EpochStage | None:
+        """The stage that `log` and the flushes are about; None before the first `begin`."""
+        return self._stage
+
+    def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
+        """Start an epoch of `stage` and make it the present one.
+
+        Values that an earlier, unfinished epoch of this stage left are dropped; step values that wait for their flush
+        and everything of the other stages stay. After a validation inside a training epoch go back with `switch`.
+
+        Args:
+            stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
+            num_dataloaders: with more than one, keys end in `/dataloader_idx_N`.
+        """
+        self.switch(stage)
+        metrics = self._stages[stage]
+        metrics.num_dataloaders = num_dataloaders
+        metrics.by_name.clear()
+        for slot in metrics.slots.values():
+            slot.begin_epoch()
+
+    def switch(self, stage: EpochStage) -> None:
+        """Make `stage` the present one and change nothing else, as when training goes on after a validation.
+
+        Raises:
+            ConfigurationError: no such stage.
+        """
+        if stage not in self._stages:
+            raise ConfigurationError(f"unknown stage {stage!r}.{nearest(stage, _STAGES)} Known: {', '.join(_STAGES)}.")
+        self._stage = stage
+        self._by_name = self._stages[stage].by_name
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        *,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Reduction = "mean",
+        sync_dist: bool | None = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        metric_attribute: str | None = None,
+    ) -> None:
+        """Take one value. No communication, no wait for a device.
+
+        Args:
+            name: the metric's name.
+            value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
+                MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
+                others that are a dict, are named `name/key`.
+            prog_bar: also give it to the progress bar.
+            logger: give it to the loggers.
+            on_step: keep the latest value for `flush_step`. Default: in a training step.
+            on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
+                With both, names end in `_step` and `_epoch`.
+            reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
+                function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to
+                one number; the last alone needs memory that grows with the epoch.
+            sync_dist: None: reduce epoch values over ranks, leave step values as each rank's own; True: reduce both;
+                False: neither. Metric objects reduce by themselves, unless False.
+            add_dataloader_idx: with several evaluation loaders, keep each loader's values under a key of its own;
+                False: one key over all of them.
+            batch_size: the value's weight in a mean; the length of the present batch unless told.
+            rank_zero_only: the value that rank 0 logs is the value on every rank.
+            metric_attribute: accepted for compatibility; metric objects need no name of an attribute.
+
+        Raises:
+            TaskError: the value is no single number, or no epoch has begun.
+            ConfigurationError: options that contradict each other or an earlier call in the same epoch.
+        """
+        options = (
+            prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only,
+            self.in_step, self.dataloader_idx,
+        )  # fmt: skip
+        slot = self._by_name.get(name) if isinstance(name, str) else None
+        if slot is None or slot.options != options:
+            slot = self._open(name, value, options)
+        kept: float | Tensor
+        if type(value) is Tensor and not value.dim() and slot.metric is None:
+            kept = value.detach().clone()  # see to_number for why a copy
+        elif type(value) is float and slot.metric is None:
+            kept = value
+        elif slot.metric is not None or is_metric_object(value):
+            slot.observe(value)
+            return
+        else:
+            kept = to_number(name, value)
+        if slot.on_step:
+            slot.last = kept
+            if slot.weigh_step:
+                slot.last_weight = self._weight(batch_size)
+        if slot.on_epoch:
+            slot.values.append(kept)
+            slot.weights.append(self._weight(batch_size) if slot.weigh else 1)
+            if len(slot.values) >= FOLD_EVERY:
+                slot.fold()
+
+    def _weight(self, batch_size: int | None) -> float:
+        if batch_size is None:
+            return 1 if self.batch is None else find_batch_size(self.batch)
+        if isinstance(batch_size, (int, float)) and batch_size >= 0:
+            return batch_size
+        raise ConfigurationError(
+            f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host (not a tensor)."
+        )
+
+    def _open(self, name: str, value: Any, options: tuple[Any, ...]) -> Slot:
+        """Find or make the slot for `name`, and check `options` against each other and against earlier calls."""
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+        if self._stage is None:
+            raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
+        if isinstance(value, Tensor):
+            to_number(name, value)  # a dtype that cannot be logged is refused here, not at every call
+        on_step, on_epoch = self._when(name, on_step, on_epoch, in_step)
+        if sync_dist not in (None, True, False):
+            raise ConfigurationError(f"log({name!r}, sync_dist={sync_dist!r}): expected None, True or False.")
+        settings = Settings(
+            on_step,
+            on_epoch,
+            bool(prog_bar),
+            bool(logger),
+            parse_reduction(name, reduce_fx),
+            sync_dist,
+            bool(main_only),
+        )
+        metrics = self._stages[self._stage]
+        apart = add_index and index is not None and metrics.num_dataloaders > 1
+        suffix = f"/dataloader_idx_{index}" if apart else ""
+        if apart and is_metric_object(value):
+            self._refuse_shared_metric(name, suffix, value)
+        slot = metrics.slots.get(name + suffix)
+        if slot is not None and same_function(slot.settings.reduction, settings.reduction):
+            settings = settings._replace(reduction=slot.settings.reduction)
+        if slot is None:
+            slot = metrics.slots[name + suffix] = Slot(name, suffix, settings)
+        elif slot.is_free:
+            slot.configure(settings)
+        elif slot.settings != settings:
+            changed = [
+                f"{field}={getattr(slot.settings, field)!r} before, {getattr(settings, field)!r} now"
+                for field in Settings._fields
+                if getattr(slot.settings, field) != getattr(settings, field)
+            ]
+            raise ConfigurationError(
+                f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
+                "(unset options follow from where it is called). Use the same options, or another name."
+            )
+        slot.options = options
+        metrics.by_name[name] = slot
+        return slot
+
+    def _when(self, name: str, on_step: bool | None, on_epoch: bool | None, in_step: bool) -> tuple[bool, bool]:
+        training_step = self._stage == "train" and in_step
+        step = training_step if on_step is None else bool(on_step)
+        epoch = not training_step if on_epoch is None else bool(on_epoch)
+        if not step and not epoch:
+            raise ConfigurationError(
+                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would go nowhere. Set on_step=True or "
+                "on_epoch=True."
+            )
+        if step and not in_step and (self._stage == "train" or self.batch is None):
+            raise ConfigurationError(
+                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Leave "
+                "on_step out, or call it in a *_step or a hook of a batch."
+            )
+        return step, epoch
+
+    def _refuse_shared_metric(self, name: str, suffix: str, metric: Any) -> None:
+        for other in self._by_slots():
+            if other.metric is metric and other.name == name and other.suffix != suffix:
+                raise ConfigurationError(
+                    f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
+                    f"mix ({other.suffix} and {suffix}). Make one object for each loader, or pass "
+                    "add_dataloader_idx=False to aggregate over all of them."
+                )
+
+    def _by_slots(self) -> Iterator[Slot]:
+        return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
+
+    def peek(self) -> dict[str, float]:
+        """Return this rank's own step values that wait for `flush_step`, by callback name; they go on waiting.
+
+        Waits for the device. Not collective.
+        """
+        return self._flush_step(None, keep=True).callback
+
+    def flush_step(self, exchange: Exchange | None = None) -> Flushed:
+        """Return the latest value of everything that was logged on_step since the last flush.
+
+        Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
+
+        Args:
+            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, also when
+                nothing was logged. None: one process.
+        """
+        return self._flush_step(exchange, keep=False)
+
+    def _flush_step(self, exchange: Exchange | None, *, keep: bool) -> Flushed:
+        reads = HostReads()
+        waiting: list[tuple[Slot, Entry, float | int]] = []  # a float is the value, an int its index in `reads`
+        for slot in self._by_slots():
+            if slot.last is None:
+                continue
+            for entry, value in _step_values(slot):
+                waiting.append((slot, entry, reads.add(value) if isinstance(value, Tensor) else float(value)))
+            if not keep:
+                slot.last = None
+        read = reads.read()
+        own: list[tuple[Entry, float]] = []
+        shared: dict[str, Entry] = {}
+        reductions: dict[str, Reduction] = {}
+        for slot, entry, at in waiting:
+            value = at if isinstance(at, float) else read[at][0]
+            if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
+                key = entry.name + entry.suffix
+                weight = slot.last_weight if entry.kind == "mean" else 1.0
+                total = value * weight if entry.kind == "mean" else value
+                shared[key] = entry._replace(total=total, weight=weight, values=(value,))
+                reductions[key] = slot.settings.reduction
+            else:
+                own.append((entry, value))
+        flushed = Flushed()
+        for entry, value in own:
+            flushed.put(entry, value, "step")
+        if exchange is not None:
+            gathered = exchange({"metrics": {key: tuple(entry) for key, entry in shared.items()}})
+            _put_combined(flushed, gather_entries(gathered), reductions, "step")
+        return flushed
+
+    def flush_epoch(self, exchange: Exchange | None = None) -> Flushed:
+        """Return the aggregates of the present stage's epoch and start them over.
+
+        Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
+        to see first. Collective when `exchange` is given: every rank calls it at the same place. Metric objects
+        reduce over ranks by themselves, in an order that the exchange has settled; one that only some ranks have
+        logged is computed there without the others, with a warning.
+
+        Args:
+            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them.
+        """
+        slots = [slot for slot in self._by_slots() if slot.on_epoch]
+        entries = _epoch_entries(slots)
+        objects = {slot.key: slot for slot in self._by_slots() if slot.metric is not None}
+        reductions = {slot.key: slot.settings.reduction for slot in slots}
+        alone = {key for key, entry in entries.items() if self._stays_here(key) and not entry.main_only}
+        payload = {
+            "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
+            "objects": [key for key, slot in objects.items() if slot.on_epoch and slot.settings.sync_dist is not False],
+        }
+        gathered = [payload] if exchange is None else exchange(payload)
+        flushed = Flushed()
+        _put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
+        _put_combined(flushed, gather_entries(gathered), reductions, "epoch")
+        self._put_objects(flushed, objects, gathered)
+        for slot in slots:
+            slot.clear_epoch()
+        for slot in objects.values():  # after all are computed: one object may be logged under two names
+            slot.metric.reset()
+            slot.metric = None
+        return flushed
+
+    def _stays_here(self, key: str) -> bool:
+        return self._stage is not None and self._stages[self._stage].slots[key].settings.sync_dist is False
+
+    def _put_objects(self, flushed: Flushed, objects: dict[str, Slot], gathered: list[dict[str, Any]]) -> None:
+        counts: dict[str, int] = {}
+        for payload in gathered:
+            for key in payload["objects"]:
+                counts[key] = counts.get(key, 0) + 1
+        # Every rank computes in the same order, since torchmetrics communicates in `compute`.
+        order = [key for key in counts if key in objects]
+        order += [key for key, slot in objects.items() if slot.on_epoch and key not in counts]
+        reads = HostReads()
+        waiting: list[tuple[Entry, float | int]] = []
+        for key in order:
+            slot = objects[key]
+            everywhere = counts.get(key) == len(gathered)
+            if key in counts and not everywhere:
+                warnings.warn(
+                    f"the metric object {key!r} was logged on {counts[key]} of {len(gathered)} ranks only: each of "
+                    "them reports its own value. Log it on every rank.",
+                    TrainwrightWarning,
+                    stacklevel=3,
+                )
+            result = slot.metric.compute() if everywhere else _compute_alone(slot.metric)
+            for entry, value in _named(slot, entry_of(slot), result):
+                waiting.append((entry, reads.add(value) if isinstance(value, Tensor) else float(value)))
+        read = reads.read()
+        for entry, at in waiting:
+            flushed.put(entry, at if isinstance(at, float) else read[at][0], "epoch")
+
+
+def _step_values(slot: Slot) -> Iterator[tuple[Entry, float | Tensor]]:
+    last = slot.last
+    entry = entry_of(slot)
+    if slot.metric is None and isinstance(last, (float, Tensor)):
+        yield entry, last
+        return
+    if is_metric_object(last):
+        # Without a batch value: what has been accumulated, unless the epoch's end has reset it meanwhile.
+        parts = last.values() if isinstance(last, torch.nn.ModuleDict) else (last,)
+        if not all(part.update_called for part in parts):
+            return
+        last = _compute_alone(last)
+    yield from _named(slot, entry, last)
+
+
+def _named(slot: Slot, entry: Entry, result: Any) -> Iterator[tuple[Entry, float | Tensor]]:
+    """Yield what a metric object gave, one number at a time; the parts of a dict are named `name/key`."""
+    if isinstance(result, dict):
+        for key, value in result.items():
+            yield entry._replace(name=f"{slot.name}/{key}"), to_number(f"{slot.name}/{key}", value)
+    else:
+        yield entry, to_number(slot.name, result)
+
+
+def _compute_alone(metric: Any) -> Any:
+    """Compute a metric object without other ranks, and without its remembering the result."""
+    with _without_ranks(metric):
+        return metric.compute()
+
+
+@contextmanager
+def _without_ranks(metric: torch.nn.Module) -> Iterator[None]:
+    changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
+    for part in metric.modules():
+        if hasattr(part, "distributed_available_fn"):
+            changed.append((part, part.distributed_available_fn, part.compute_with_cache))  # type: ignore[arg-type]
+            part.distributed_available_fn, part.compute_with_cache = _no_ranks, False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, available, cached in changed:
+            part.distributed_available_fn, part.compute_with_cache = available, cached
+
+
+def _no_ranks() -> bool:
+    return False
+
+
+def _epoch_entries(slots: list[Slot]) -> dict[str, Entry]:
+    """Return key → this rank's aggregate, read from the devices with one copy each."""
+    reads = HostReads()
+    waiting: list[tuple[Slot, list[int | list[float]]]] = []
+    for slot in slots:
+        if not slot.has_epoch_values:
+            continue
+        slot.fold()
+        parts: list[int | list[float]]
+        if slot.kind == "custom":
+            parts = [reads.add(chunk) if isinstance(chunk, Tensor) else chunk for chunk in slot.chunks]
+        else:
+            parts = [reads.add(total) for total in slot.totals.values()]
+        waiting.append((slot, parts))
+    read = reads.read()
+    found: dict[str, Entry] = {}
+    for slot, parts in waiting:
+        values = [value for part in parts for value in (read[part] if isinstance(part, int) else part)]
+        entry = entry_of(slot)
+        if slot.kind == "custom":
+            found[slot.key] = entry._replace(values=values)
+        else:
+            found[slot.key] = entry._replace(total=_total(slot, values), weight=slot.weight)
+    return found
+
+
+def _total(slot: Slot, device_values: list[float]) -> float:
+    if slot.kind in ("mean", "sum"):
+        return slot.host_total + sum(device_values)
+    values = device_values if slot.host_extreme is None else [slot.host_extreme, *device_values]
+    entries = [Entry(slot.name, slot.suffix, False, False, False, slot.kind, False, total=value) for value in values]
+    result = combine(entries, None)
+    return float("nan") if result is None else result
+
+
+def _put_combined(
+    flushed: Flushed,
+    entries: dict[str, list[Entry]],
+    reductions: dict[str, Reduction],
+    when: Literal["step", "epoch"],
+) -> None:
+    for key, found in entries.items():
+        value = combine(found, reductions.get(key))
+        if value is not None:
+            flushed.put(found[0], value, when)

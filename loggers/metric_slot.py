@@ -1,0 +1,293 @@
+"""One logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
+
+Nothing here waits for a device. Values stay where they are; the host learns them in `HostReads.read`, once a flush.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainwright.core.errors import ConfigurationError, TaskError
+
+FOLD_EVERY = 64
+"""So many pending values are folded into the running aggregate at a time, with one stack on their device."""
+
+Reduction = str | Callable[[Tensor], Tensor]
+_KINDS = ("mean", "sum", "min", "max")
+_AS_KIND: dict[Any, str] = {
+    torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", torch.amin: "min", torch.amax: "max",
+    builtins.sum: "sum", builtins.min: "min", builtins.max: "max", "avg": "mean", "average": "mean",
+}  # fmt: skip
+
+
+class Settings(NamedTuple):
+    """The options of one key, with the defaults filled in."""
+
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    logger: bool
+    reduction: Reduction
+    sync_dist: bool | None
+    main_only: bool
+
+
+def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
+    """Return `"mean"`, `"sum"`, `"min"`, `"max"`, or the caller's own function.
+
+    Raises:
+        ConfigurationError: neither one of these names nor something callable.
+    """
+    known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
+    if callable(known) or known in _KINDS:
+        return known
+    raise ConfigurationError(
+        f"log({name!r}, reduce_fx={reduce_fx!r}): expected 'mean', 'sum', 'min', 'max', the torch function of that "
+        "name, or a function from a 1-D tensor of all values to one value."
+    )
+
+
+def same_function(first: Reduction, second: Reduction) -> bool:
+    """Tell whether two reductions are made from the same code, like a lambda written in the call to `log`."""
+    code = getattr(first, "__code__", None)
+    return code is not None and code is getattr(second, "__code__", None)
+
+
+def is_metric_object(value: object) -> bool:
+    """Tell whether `value` is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
+    return isinstance(value, torch.nn.Module) and hasattr(value, "compute") and hasattr(value, "reset")
+
+
+def to_number(name: str, value: Any) -> float | Tensor:
+    """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device.
+
+    Raises:
+        TaskError: a tensor with more or fewer than one element or with imaginary parts, one that is spread over
+            ranks, or no number at all.
+    """
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise TaskError(
+                f"log({name!r}) got a tensor of shape {tuple(value.shape)}; a metric is one number. Reduce it first, "
+                "for example with .mean(), or log its parts under names of their own."
+            )
+        if value.is_complex():
+            raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
+        placements = getattr(value, "placements", None)
+        if placements is not None:
+            if not all(placement.is_replicate() for placement in placements):
+                raise TaskError(
+                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, whose value is spread over "
+                    "ranks; log never communicates. Call .full_tensor() on every rank and log the result."
+                )
+            value = value.to_local()  # type: ignore[attr-defined]  # a DTensor
+        # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
+        copied: Tensor = value.detach().reshape(()).clone()
+        return copied
+    if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
+        return float(value.item())
+    advice = " Use log_dict for several values." if isinstance(value, dict) else ""
+    raise TaskError(
+        f"log({name!r}) got a {type(value).__name__}; expected a number, a tensor with one element or a torchmetrics "
+        f"Metric.{advice}"
+    )
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype in which values are added up: float64, or float32 where the device has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def pick(first: float, second: float, kind: str) -> float:
+    """Return the smaller (`"min"`) or larger (`"max"`) number; NaN when either is NaN."""
+    if first != first or second != second:
+        return float("nan")
+    return min(first, second) if kind == "min" else max(first, second)
+
+
+class Slot:
+    """What has been logged under one key.
+
+    Attributes:
+        name, suffix: the key is `name + suffix`; the suffix names the dataloader.
+        settings: resolved options.
+        is_free: a new epoch has begun and the next `log` may choose other options.
+        options: the raw options of the latest `log` call, which the next call is compared with.
+        last: the latest value of a step since the last flush; None: none. With metric objects also a dict.
+        last_weight: its weight in a mean over ranks.
+        values, weights: pending values of the epoch, at most FOLD_EVERY.
+        metric: the torchmetrics object, when that is what was logged.
+    """
+
+    __slots__ = (
+        "chunks", "host_extreme", "host_total", "is_free", "last", "last_weight", "metric", "name", "on_epoch",
+        "on_step", "options", "settings", "suffix", "totals", "values", "weigh", "weigh_step", "weight", "weights",
+    )  # fmt: skip
+
+    def __init__(self, name: str, suffix: str, settings: Settings) -> None:
+        self.name = name
+        self.suffix = suffix
+        self.options: tuple[Any, ...] | None = None
+        self.last: Any = None
+        self.last_weight: float = 1.0
+        self.values: list[float | Tensor] = []
+        self.weights: list[float] = []
+        self.metric: Any = None
+        self.clear_epoch()
+        self.configure(settings)
+
+    @property
+    def key(self) -> str:
+        """The name with the dataloader's suffix."""
+        return self.name + self.suffix
+
+    @property
+    def kind(self) -> str:
+        """`"mean"`, `"sum"`, `"min"`, `"max"` or `"custom"`."""
+        reduction = self.settings.reduction
+        return reduction if isinstance(reduction, str) else "custom"
+
+    def configure(self, settings: Settings) -> None:
+        """Take options for this epoch."""
+        self.settings = settings
+        self.is_free = False
+        self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
+        mean = settings.reduction == "mean"
+        self.weigh = mean and settings.on_epoch
+        self.weigh_step = mean and settings.on_step and settings.sync_dist is True
+        if not settings.on_step:
+            self.last = None
+
+    def clear_epoch(self) -> None:
+        """Forget the epoch's values; a step's value that waits for its flush stays."""
+        self.values.clear()
+        self.weights.clear()
+        self.weight: float = 0.0
+        self.host_total: float = 0.0
+        self.host_extreme: float | None = None
+        self.totals: dict[torch.device, Tensor] = {}
+        self.chunks: list[Tensor | list[float]] = []
+
+    def observe(self, metric: Any) -> None:
+        """Keep a torchmetrics object; its value in this step is what its `forward` returned last."""
+        if self.metric is not None and self.metric is not metric:
+            raise ConfigurationError(
+                f"log({self.key!r}) got two different metric objects in one epoch; give each its own name."
+            )
+        self.metric = metric
+        if self.on_step:
+            # torchmetrics keeps the batch's value under this name only. Without a forward: what has been accumulated.
+            batch_value = getattr(metric, "_forward_cache", None)
+            self.last = batch_value if batch_value is not None else metric
+
+    def begin_epoch(self) -> None:
+        """Start an epoch: no values, options free; a metric object that was left unfinished starts over."""
+        self.clear_epoch()
+        self.is_free = True
+        self.options = None
+        if self.metric is not None:
+            self.metric.reset()
+            self.metric = None
+
+    @property
+    def has_epoch_values(self) -> bool:
+        """Whether anything was logged for the epoch's aggregate."""
+        return bool(self.values or self.totals or self.chunks or self.host_extreme is not None)
+
+    def fold(self) -> None:
+        """Fold the pending values into the aggregate: one stack for each device and dtype, no wait."""
+        if self.kind == "custom":
+            self._fold_custom()
+        else:
+            groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
+            for value, weight in zip(self.values, self.weights, strict=True):
+                if isinstance(value, float):
+                    self._fold_host(value, weight)
+                else:
+                    tensors, weights = groups.setdefault((value.device, value.dtype), ([], []))
+                    tensors.append(value)
+                    weights.append(weight)
+            for (device, _), (tensors, weights) in groups.items():
+                self._fold_device(device, tensors, weights)
+            self.weight += sum(self.weights)
+        self.values.clear()
+        self.weights.clear()
+
+    def _fold_host(self, value: float, weight: float) -> None:
+        self.host_total += value * weight
+        previous = self.host_extreme
+        self.host_extreme = value if previous is None else pick(previous, value, self.kind)
+
+    def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
+        stacked = torch.stack(tensors).to(accumulator_dtype(device))
+        before = self.totals.get(device)
+        if self.kind == "min":
+            folded = stacked.amin()
+            self.totals[device] = folded if before is None else torch.minimum(before, folded)
+            return
+        if self.kind == "max":
+            folded = stacked.amax()
+            self.totals[device] = folded if before is None else torch.maximum(before, folded)
+            return
+        if weights.count(weights[0]) == len(weights):
+            folded = stacked.sum() * weights[0]
+        else:
+            # Weights go in as kernel arguments: a tensor made of them would be a copy that waits for the device.
+            folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
+        self.totals[device] = folded if before is None else before + folded
+
+    def _fold_custom(self) -> None:
+        run: list[Any] = []
+
+        def close() -> None:
+            if run:
+                self.chunks.append(list(run) if isinstance(run[0], float) else torch.stack(run))
+                run.clear()
+
+        for value in self.values:
+            if run and not _alike(run[0], value):
+                close()
+            run.append(value)
+        close()
+
+
+def _alike(first: float | Tensor, second: float | Tensor) -> bool:
+    if isinstance(first, float) or isinstance(second, float):
+        return isinstance(first, float) and isinstance(second, float)
+    return first.device == second.device and first.dtype == second.dtype
+
+
+class HostReads:
+    """The tensors whose values one flush needs on the host: one stack and one copy for each device."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """Ask for a tensor (any shape) and return the index of its values in what `read` returns."""
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def read(self) -> list[list[float]]:
+        """Return the values of every tensor asked for, flattened, in order. Waits for the devices, once each."""
+        found: list[list[float]] = [[] for _ in self._tensors]
+        by_device: dict[torch.device, list[int]] = {}
+        for index, tensor in enumerate(self._tensors):
+            by_device.setdefault(tensor.device, []).append(index)
+        for device, indices in by_device.items():
+            dtype = accumulator_dtype(device)
+            flat = [self._tensors[index].detach().reshape(-1).to(dtype) for index in indices]
+            values = torch.cat(flat).tolist()
+            start = 0
+            for index, piece in zip(indices, flat, strict=True):
+                found[index] = values[start : start + piece.numel()]
+                start += piece.numel()
+        return found

@@ -1,0 +1,61 @@
+"""The names of loggers that users may write, and what `Trainer(logger=...)` means."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.registry import Registry
+from trainwright.loggers.logger import Logger
+
+LOGGERS: Registry[type[Logger]] = Registry(
+    "logger",
+    {
+        "tensorboard": "trainwright.loggers.tensorboard_logger:TensorBoardLogger",
+        "csv": "trainwright.loggers.csv_logger:CSVLogger",
+        "jsonl": "trainwright.loggers.jsonl_logger:JSONLinesLogger",
+        "console": "trainwright.loggers.console_logger:ConsoleLogger",
+        "wandb": "trainwright.loggers.wandb_logger:WandbLogger",
+    },
+)
+"""Short name → class; `LOGGERS.register("mine", "my_package.module:MyLogger")` adds one."""
+
+
+def resolve_loggers(
+    spec: bool | str | Logger | Iterable[str | Logger] | None, default_root_dir: str | Path
+) -> list[Logger]:
+    """Return the loggers that `Trainer(logger=spec)` asks for, not started.
+
+    Args:
+        spec: True or None: TensorBoard, or CSV files where tensorboard is not installed; False or an empty list: none;
+            a name of `LOGGERS`, a logger, or several of these.
+        default_root_dir: where a logger writes that is asked for by name or by default.
+
+    Raises:
+        ConfigurationError: an unknown name, or something that is no logger.
+    """
+    root = Path(default_root_dir)
+    if spec is None or spec is True:
+        spec = "tensorboard" if importlib.util.find_spec("tensorboard") is not None else "csv"
+    if spec is False:
+        return []
+    if isinstance(spec, str):
+        return [LOGGERS.get(spec).in_folder(root)]
+    if isinstance(spec, Logger):
+        return [spec]
+    if isinstance(spec, Iterable):
+        return [logger for item in spec for logger in _resolve_one(item, root)]
+    raise ConfigurationError(
+        f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
+    )
+
+
+def _resolve_one(item: object, root: Path) -> list[Logger]:
+    if isinstance(item, (str, Logger)):
+        return resolve_loggers(item, root)
+    raise ConfigurationError(
+        f"logger=[…, {item!r}]: expected a name ({', '.join(LOGGERS)}) or a Logger in the list, not "
+        f"{type(item).__name__}."
+    )

@@ -1,0 +1,218 @@
+"""Metrics as TensorBoard event files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.loggers.hyperparams import flatten
+from trainwright.loggers.images import to_pixels
+from trainwright.loggers.logger import RunInfo
+from trainwright.loggers.versioned import VersionedLogger
+
+HPARAMS_FILE = "hparams.yaml"
+_EVENT_FILES = "events.out.tfevents.*"
+
+
+class TensorBoardLogger(VersionedLogger):
+    """Writes event files (and `hparams.yaml`) into `save_dir/name/version_N`; look at them with `tensorboard --logdir`.
+
+    Event files are only ever added to. When a run goes back to an earlier step, a restart mark makes TensorBoard hide
+    what was logged from there on.
+
+    Args:
+        save_dir: parent of all; the run's root folder when None.
+        name: sub-folder for the experiment.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
+        log_graph: have the Trainer log the task's graph (it needs `example_input_array`).
+        default_hp_metric: log the metric `hp_metric` with the hyper-parameters, so that TensorBoard lists the run in
+            its table of hyper-parameters even when `log_hyperparams` is given no metrics.
+        prefix: put before the name of each metric, with a dash.
+        sub_dir: a folder inside the version's folder for the event files.
+        writer_options: handed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **writer_options: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, sub_dir=sub_dir)
+        self.wants_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._writer_options = writer_options
+        self._writer: Any = None
+
+    def start(self, run: RunInfo) -> None:
+        """Claim the folder; the event file is made by the first entry.
+
+        Raises:
+            MissingPackageError: tensorboard is not installed.
+        """
+        require_package("tensorboard", purpose="TensorBoardLogger")
+        super().start(run)
+
+    def has_log(self, folder: Path) -> bool:
+        """Tell whether `folder` holds event files."""
+        return next(folder.glob(_EVENT_FILES), None) is not None
+
+    def last_steps(self) -> dict[str, int]:
+        """Read the last step of each tag from the event files; slow for large ones, and seldom needed."""
+        loader = require_package(
+            "tensorboard.backend.event_processing.event_file_loader", purpose="TensorBoardLogger", install="tensorboard"
+        )
+        found: dict[str, int] = {}
+        for path in sorted(self._folder().glob(_EVENT_FILES)):
+            for event in loader.EventFileLoader(str(path)).Load():
+                for value in event.summary.value:
+                    found[value.tag] = event.step
+        return found
+
+    def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
+        """Have TensorBoard hide everything logged at `step` or later: event files know no finer mark."""
+        events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
+        mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
+        self._backend().file_writer.add_event(mark, step)
+
+    def replace(self, step: int, earlier: Mapping[str, int]) -> None:
+        """Hide an earlier run's curves that go on past `step`; a second point at their end, as of a test, stays."""
+        if any(last > step for last in earlier.values()):
+            super().replace(step, earlier)
+            self._previous = {}
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int = 0
+    ) -> None:
+        """Write `hparams.yaml` and TensorBoard's table of hyper-parameters.
+
+        Args:
+            params: may be nested; the table shows `optimizer/lr`.
+            metrics: values to list the run by; `hp_metric` when None and `default_hp_metric`.
+            step: what `metrics` are logged at.
+        """
+        self.write_hyperparams(params, HPARAMS_FILE)
+        if metrics is None and self._default_hp_metric and not self._continues:
+            metrics = {"hp_metric": -1.0}
+        table = {
+            name: value if isinstance(value, (bool, int, float, str)) else str(value)
+            for name, value in flatten(self._hyperparams).items()
+        }
+        summary = require_package("torch.utils.tensorboard.summary", purpose="TensorBoardLogger", install="tensorboard")
+        writer = self._backend()
+        for part in summary.hparams(table, dict(metrics or {})):
+            writer.file_writer.add_summary(part)
+        for name, value in (metrics or {}).items():
+            writer.add_scalar(name, value, step)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add one scalar for each."""
+        values = self.prefixed(metrics)
+        writer = self._at(step, values)
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        """Add an image."""
+        name = self._tag(key)
+        self._at(step, [name]).add_image(name, to_pixels(image), step, dataformats="HWC")
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        """Add a matplotlib figure, as an image."""
+        name = self._tag(key)
+        self._at(step, [name]).add_figure(name, figure, step, close=False)
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Add a text; TensorBoard reads it as Markdown."""
+        name = self._tag(key)
+        self._at(step, [name]).add_text(name, text, step)
+
+    def log_graph(self, task: Any, example_input: Any = None) -> None:
+        """Trace `task` on `example_input` and add the graph. Runs `task.forward` once, in evaluation mode.
+
+        Raises:
+            ConfigurationError: there is no input to trace with.
+        """
+        if example_input is None:
+            example_input = getattr(task, "example_input_array", None)
+        if example_input is None:
+            raise ConfigurationError(
+                "TensorBoardLogger(log_graph=True) needs an input: set self.example_input_array in the task."
+            )
+        writer = self._backend()
+        with _undisturbed(task), warnings.catch_warnings():
+            # Tracing is deprecated in torch and warns of every constant; TensorBoard has no other way to a graph.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", _tracer_warning())
+            writer.add_graph(task, example_input)
+
+    def flush(self) -> None:
+        """Write pending entries to the event file."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _backend(self) -> Any:
+        if self._writer is None:
+            tensorboard = require_package("torch.utils.tensorboard", purpose="TensorBoardLogger", install="tensorboard")
+            _wait_for_a_later_name(self._folder())
+            self._writer = tensorboard.SummaryWriter(log_dir=str(self._folder()), **self._writer_options)
+        return self._writer
+
+    def _at(self, step: int, names: Collection[str]) -> Any:
+        self.advance(step, names)
+        return self._backend()
+
+    def _tag(self, key: str) -> str:
+        return next(iter(self.prefixed({key: None})))
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _closed_fields(self) -> dict[str, Any]:
+        return {"_writer": None}
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait, for less than a second, until a new event file's name sorts after those in `folder`.
+
+    TensorBoard reads the files in the order of their names, which begin with the second of their making, and a restart
+    mark hides what was read before it.
+    """
+    last = max((path.name for path in folder.glob(_EVENT_FILES)), default="")
+    made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]
+    if made_s.isdigit():
+        ahead_s = int(made_s) + 1 - time.time()
+        time.sleep(min(max(ahead_s, 0.0), 1.0))  # a name from a clock that is ahead is not waited for any longer
+
+
+def _tracer_warning() -> type[Warning]:
+    found: type[Warning] = vars(torch.jit)["TracerWarning"]  # public, but torch's annotations do not export it
+    return found
+
+
+@contextlib.contextmanager
+def _undisturbed(task: torch.nn.Module) -> Iterator[None]:
+    """Run a forward pass that changes neither gradients, nor modes, nor the generator."""
+    modes = [(module, module.training) for module in task.modules()]
+    task.eval()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

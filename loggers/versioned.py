@@ -1,0 +1,282 @@
+"""Loggers that write into a folder of their own for each run: `save_dir/name/version_N`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import require_package
+from trainwright.loggers.hyperparams import plain
+from trainwright.loggers.logger import Logger, RunInfo
+
+_NUMBERED = re.compile(r"version_(\d+)")
+
+
+class VersionedLogger(Logger):
+    """A logger with a folder for each run.
+
+    The folder is `save_dir/name/version_N`, N being one more than the largest there, claimed when the logger is
+    started; or `save_dir/name/<run name>` for a run with a name (with `_1`, `_2`, … when taken). With `version` given,
+    the folder is that one, whatever it holds.
+
+    The steps of a curve only ever increase. A resumed run (see `load_state_dict`) first removes what the interrupted
+    one has logged past the point from which it continues. Any other run that writes into a folder with a log replaces,
+    with a warning, those curves that it logs at steps that they hold already, and leaves the others.
+
+    Args:
+        save_dir: parent of all; the run's root folder when None.
+        name: sub-folder for the experiment; an empty name means none.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
+        prefix: put before the name of each metric, with a dash.
+        sub_dir: a folder inside the version's folder that log files go to.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "trainwright_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        *,
+        sub_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(prefix=prefix)
+        self._save_dir = Path(save_dir) if save_dir is not None else None
+        self._name = name or ""
+        self._version = version
+        self._is_version_chosen = version is None
+        self._sub_dir = Path(sub_dir) if sub_dir is not None else None
+        self._last_step: int | None = None
+        self._keep_until: int | None = None  # rows up to this step belong to the run that we continue
+        self._continues = False
+        self._previous: dict[str, int] = {}  # curves of an earlier run that this one has not logged yet: last step
+        self._hyperparams: dict[str, Any] = {}
+
+    @classmethod
+    def in_folder(cls, root_dir: Path) -> Logger:
+        """Return a logger with default settings that writes below `root_dir`."""
+        return cls(save_dir=root_dir)
+
+    @property
+    def name(self) -> str:
+        """The experiment's sub-folder."""
+        return self._name
+
+    @property
+    def version(self) -> int | str | None:
+        """The version; None until the logger has been started."""
+        return self._version
+
+    @property
+    def save_dir(self) -> Path | None:
+        """The parent of all; None when it follows from the run and that has not begun."""
+        if self._save_dir is not None:
+            return self._save_dir
+        return self._run.root_dir if self._run is not None else None
+
+    @property
+    def root_dir(self) -> Path | None:
+        """The folder of all versions, `save_dir/name`."""
+        return self.save_dir / self._name if self.save_dir is not None else None
+
+    @property
+    def version_dir(self) -> Path | None:
+        """The folder of this version; None until it is known."""
+        if self.root_dir is None or self._version is None:
+            return None
+        folder = f"version_{self._version}" if isinstance(self._version, int) else self._version
+        return self.root_dir / folder
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder that log files go to: the version's, or `sub_dir` in it; None until it is known."""
+        found = self.version_dir
+        return found / self._sub_dir if found is not None and self._sub_dir is not None else found
+
+    def share_version(self, version: int | str) -> None:
+        """Use the folder that another logger of the same run has claimed, unless a version was given."""
+        if self._version is None:
+            self._version = version
+
+    def start(self, run: RunInfo) -> None:
+        """Claim the version's folder, and find out whether it holds a log to be continued."""
+        if self._run is not None:
+            return
+        super().start(run)
+        if self._version is None:
+            assert self.root_dir is not None  # known once a run is
+            self._version = claim_version(self.root_dir, run.run_name)
+        folder = self._folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._continues = self.has_log(folder)
+
+    def finish(self, status: str) -> None:
+        """Flush and close; started again, the logger goes on in the same folder."""
+        if self._run is None:
+            return
+        try:
+            self.flush()
+        finally:
+            self._close()
+            if self._save_dir is None:
+                self._save_dir = self._run.root_dir  # `log_dir` stays known
+            self._keep_until = None
+            self._previous = {}
+            self._run = None
+
+    @abstractmethod
+    def has_log(self, folder: Path) -> bool:
+        """Tell whether `folder` holds log files of this kind."""
+
+    @abstractmethod
+    def last_steps(self) -> dict[str, int]:
+        """Read from the folder's log the last step of each curve."""
+
+    @abstractmethod
+    def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
+        """Remove from the folder's log everything logged at `step` or later; only the curves `names`, if given."""
+
+    def replace(self, step: int, earlier: Mapping[str, int]) -> None:
+        """Make room for curves that an earlier run has logged at `step` or later; name → its last step."""
+        self.remove_from(step, earlier)
+        self.warn_once(
+            f"{type(self).__name__} writes into {self.log_dir}, which holds the log of another run; its values of "
+            f"{', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new folder."
+        )
+
+    def _close(self) -> None:
+        """Close what is open."""
+
+    def _folder(self) -> Path:
+        folder = self.log_dir
+        if folder is None or self._run is None:
+            raise RuntimeError(f"{type(self).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
+        return folder
+
+    def advance(self, step: int, names: Collection[str]) -> None:
+        """Take notice that `names` are about to be logged at `step`, and clear the way for them."""
+        self._folder()
+        if self._continues:
+            self._continues = False
+            if self._keep_until is not None:
+                self.remove_from(self._keep_until + 1)
+            else:
+                self._previous = self.last_steps()
+        if self._previous:
+            earlier = {name: self._previous.pop(name) for name in names if name in self._previous}
+            earlier = {name: last for name, last in earlier.items() if last >= step}
+            if earlier:
+                self.replace(step, earlier)
+        if self._last_step is None or step > self._last_step:
+            self._last_step = step
+
+    def columns(self, metrics: Mapping[str, Any], *own: str) -> dict[str, Any]:
+        """Return `metrics` with the prefix and without those named like the file's `own` columns, with a warning."""
+        found = self.prefixed(metrics)
+        for name in own:
+            if name in found:
+                del found[name]
+                self.warn_once(
+                    f"{type(self).__name__} leaves out the metric {name!r}, since its file has a column of that name "
+                    "itself. Log it under another name, or set a prefix."
+                )
+        return found
+
+    def write_hyperparams(self, params: Mapping[str, Any], file: str = "hparams.yaml") -> None:
+        """Add `params` to those written before and write them all as YAML, nested as they are."""
+        yaml = require_package("yaml", purpose=type(self).__name__, install="pyyaml")
+        self._hyperparams.update(plain(params))
+        write_atomically(self._folder() / file, yaml.safe_dump(self._hyperparams, sort_keys=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the version and the last step logged."""
+        return {"version": self._version, "last_step": self._last_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the version that `state` came from (unless another one was asked for) from its last step on.
+
+        What was logged there later belongs to a branch that the resumed run replaces, and is removed when the run
+        logs first. A folder that this logger has claimed for itself and not used is given back.
+        """
+        version = state.get("version")
+        ours = self._version
+        if self._is_version_chosen and version is not None and version != ours:
+            run, unused = self._run, self.version_dir
+            if run is not None:
+                self._close()
+                self._run = None
+                if unused is not None:
+                    for folder in (self._sub_dir and unused / self._sub_dir, unused):
+                        with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
+                            if folder:
+                                folder.rmdir()
+            self._version = version
+            if run is not None:
+                self.start(run)
+        if version is None or self._version == version:
+            self._last_step = self._keep_until = state.get("last_step")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave open files behind: a copy in another process opens its own."""
+        return {**self.__dict__, "_run": None, **self._closed_fields()}
+
+    def _closed_fields(self) -> dict[str, Any]:
+        """Return the attributes that hold open things, as they are when closed."""
+        return {}
+
+
+def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
+    """Make a new folder in `root_dir` that no other process gets, and return its version.
+
+    Args:
+        root_dir: made if need be.
+        run_name: name of the folder, or None for `version_N`.
+    """
+    root_dir.mkdir(parents=True, exist_ok=True)
+    for version in _candidates(root_dir, run_name):
+        with contextlib.suppress(FileExistsError):
+            (root_dir / (f"version_{version}" if isinstance(version, int) else version)).mkdir()
+            return version
+    raise AssertionError("the candidates do not end")
+
+
+def _candidates(root_dir: Path, run_name: str | None) -> Iterator[int | str]:
+    if run_name:
+        yield run_name
+        yield from (f"{run_name}_{number}" for number in itertools.count(1))
+    taken = [int(match[1]) for path in root_dir.iterdir() if (match := _NUMBERED.fullmatch(path.name))]
+    yield from itertools.count(max(taken, default=-1) + 1)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Put `text` into a file so that a reader, and a crash, finds the old content or the new."""
+    beside = path.with_name(path.name + ".tmp")
+    with open(beside, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line that a crash has left without its end, so that the next one starts on a line of its own."""
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = size
+        while start > 0:
+            step = min(start, 65536)
+            file.seek(start - step)
+            end = file.read(step).rfind(b"\n")
+            if end >= 0:
+                file.truncate(start - step + end + 1)
+                return
+            start -= step
+        file.truncate(0)

@@ -1,0 +1,233 @@
+"""Metrics in Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.loggers.hyperparams import plain
+from trainwright.loggers.images import to_pixels
+from trainwright.loggers.logger import Logger, RunInfo, Status
+
+STEP_KEY = "trainer/global_step"
+"""The x-axis of every curve: W&B's own step counts calls, and refuses to be set back."""
+
+_EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
+
+
+class WandbLogger(Logger):
+    """Logs to Weights & Biases, online or offline.
+
+    W&B keeps a run's history for good. When a run is resumed online from a step before its last one, what it logs at
+    steps that the history holds already is left out, so that the curves' steps only ever increase. Offline, W&B cannot
+    resume: each session makes a file of its own with the same run id, and `wandb sync --append` joins them.
+
+    Args:
+        name: the run's display name; the run's own name when None.
+        save_dir: where W&B keeps its files; the run's root folder when None.
+        version: the run's id, by which it is resumed; W&B makes one when None.
+        offline: write files only, for `wandb sync`.
+        id: the same as `version`.
+        project: the project; W&B's own setting or `"uncategorized"` when None.
+        log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
+        experiment: a run that exists already; it is used and not finished.
+        prefix: put before the name of each metric, with a dash.
+        init_options: handed to `wandb.init`, for example `entity`, `group`, `tags`, `config`.
+
+    Raises:
+        ConfigurationError: `offline` with `log_model`, which needs a connection, or `id` and `version` that differ.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = ".",
+        version: str | None = None,
+        offline: bool = False,
+        id: str | None = None,
+        project: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        experiment: Any = None,
+        prefix: str = "",
+        **init_options: Any,
+    ) -> None:
+        super().__init__(prefix=prefix)
+        if offline and log_model:
+            raise ConfigurationError(
+                f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints are uploaded, which needs a "
+                "connection. Set offline=False or log_model=False."
+            )
+        if id is not None and version is not None and id != version:
+            raise ConfigurationError(f"WandbLogger(id={id!r}, version={version!r}) mean the same; give one of them.")
+        if log_model not in (True, False, "all"):
+            raise ConfigurationError(f"WandbLogger(log_model={log_model!r}): expected True, False or 'all'.")
+        self._name = name
+        self._save_dir = Path(save_dir) if save_dir is not None else None
+        self._id = id if id is not None else version
+        self._is_id_chosen = self._id is None
+        self._offline = offline
+        self._project = project
+        self._log_model = log_model
+        self._init_options = init_options
+        self._experiment = experiment
+        self._is_ours = experiment is None
+        self._floor: int | None = None  # the last step that a resumed history holds
+        self._last_step: int | None = None
+        self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
+
+    @classmethod
+    def in_folder(cls, root_dir: Path) -> Logger:
+        """Return a logger with default settings that keeps its files below `root_dir`."""
+        return cls(save_dir=root_dir)
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None until W&B has made one."""
+        return self._id
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The parent of W&B's own folders."""
+        return self._save_dir
+
+    def start(self, run: RunInfo) -> None:
+        """Open the W&B run. Blocks until its service has started, and online until the server has answered.
+
+        Raises:
+            MissingPackageError: wandb is not installed.
+        """
+        if self._run is not None:
+            return
+        wandb = require_package("wandb", purpose="WandbLogger")
+        if self._save_dir is None:
+            self._save_dir = run.root_dir
+        if self._experiment is None and wandb.run is not None:
+            self.warn_once(
+                "a W&B run is open already in this process; WandbLogger logs to it and leaves it open. Call "
+                "wandb.finish() before, to get a run of its own."
+            )
+            self._experiment, self._is_ours = wandb.run, False
+        if self._experiment is None:
+            self._save_dir.mkdir(parents=True, exist_ok=True)
+            options: dict[str, Any] = {"mode": "offline"} if self._offline else {}
+            options |= {
+                "name": self._name if self._name is not None else run.run_name,
+                "project": self._project,
+                "dir": str(self._save_dir),
+                "id": self._id,
+                "resume": "allow",
+            }
+            self._experiment, self._is_ours = wandb.init(**{**options, **self._init_options}), True
+        super().start(run)
+        experiment = self._experiment
+        self._id = experiment.id
+        self._project = self._project or getattr(experiment, "project", None)
+        experiment.define_metric(STEP_KEY)
+        experiment.define_metric("*", step_metric=STEP_KEY, step_sync=True)
+        if getattr(experiment, "resumed", False) is True:
+            held = experiment.summary.get(STEP_KEY)
+            self._floor = int(held) if held is not None else None
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Add to the run's config, nested as they are."""
+        self._backend().config.update(plain(params), allow_val_change=True)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log values; those at steps that a resumed history holds already are left out."""
+        self._log(metrics, step)
+
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        """Log an image."""
+        pixels = to_pixels(image)
+        wandb = require_package("wandb", purpose="WandbLogger")
+        self._log({key: wandb.Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        """Log a matplotlib figure, as an image."""
+        self._log({key: require_package("wandb", purpose="WandbLogger").Image(figure)}, step)
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        """Log a text, as a table with one cell, which W&B shows as it is."""
+        wandb = require_package("wandb", purpose="WandbLogger")
+        self._log({key: wandb.Table(columns=["text"], data=[[text]])}, step)
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        """Upload a checkpoint now (`log_model="all"`), or remember it for the end (`log_model=True`)."""
+        if self._log_model == "all":
+            self._upload(path, aliases)
+        elif self._log_model:
+            self._last_checkpoint = (path, aliases)
+
+    def watch(
+        self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
+    ) -> None:  # fmt: skip
+        """Have W&B record histograms of gradients or parameters. It reads them in the step, which costs time."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def flush(self) -> None:
+        """Do nothing: W&B's own process takes entries as they come."""
+
+    def finish(self, status: Status) -> None:
+        """End the W&B run with `status`; a run that others opened stays open.
+
+        Blocks until everything is uploaded. Offline, W&B's own process may still write its file for a moment.
+        """
+        if self._run is None:
+            return
+        try:
+            if self._last_checkpoint is not None and self._last_checkpoint[0].exists():
+                self._upload(*self._last_checkpoint)
+        finally:
+            self._run = None
+            self._last_checkpoint = None
+            if self._is_ours:
+                experiment, self._experiment = self._experiment, None
+                experiment.finish(exit_code=_EXIT_CODES[status])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the run's id."""
+        return {"id": self._id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume the run that `state` came from, unless another id was asked for.
+
+        Call it before `start`: a W&B run that is open cannot become another one.
+        """
+        found = state.get("id")
+        if found is None or found == self._id or not self._is_id_chosen:
+            return
+        if self._run is not None:
+            self.warn_once(
+                f"the checkpoint belongs to the W&B run {found!r}, but the run {self._id!r} is open already and goes "
+                f"on as a new one. Pass WandbLogger(id={found!r}) to continue the old curves."
+            )
+            return
+        self._id = found
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        if self._floor is not None and step <= self._floor:
+            return
+        self._backend().log({**self.prefixed(values), STEP_KEY: step})
+
+    def _backend(self) -> Any:
+        if self._experiment is None:
+            raise RuntimeError("WandbLogger is not started; call start(RunInfo(root_dir=...)) first.")
+        return self._experiment
+
+    def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
+        wandb = require_package("wandb", purpose="WandbLogger")
+        artifact = wandb.Artifact(f"model-{self._id}", type="model", metadata={"checkpoint": path.name})
+        artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+        self._backend().log_artifact(artifact, aliases=["latest", path.name, *aliases])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the connection behind: a copy in another process opens its own, with the same id."""
+        return {**self.__dict__, "_run": None, "_experiment": None}

@@ -1,0 +1,377 @@
+"""What every logger must do: the same tests over all of them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.loggers.wandb_file import read_run
+from trainwright.core.errors import MissingPackageError, TrainwrightWarning
+from trainwright.loggers import (
+    LOGGERS,
+    ConsoleLogger,
+    CSVLogger,
+    JSONLinesLogger,
+    Logger,
+    RunInfo,
+    TensorBoardLogger,
+    WandbLogger,
+)
+
+Points = list[tuple[int, float]]
+
+
+def csv_points(logger: Any, name: str) -> Points:
+    with open(logger.log_dir / "metrics.csv", newline="") as file:
+        return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+
+
+def jsonl_points(logger: Any, name: str) -> Points:
+    lines = (logger.log_dir / "metrics.jsonl").read_text().splitlines()
+    return [(row["step"], float(row[name])) for row in map(json.loads, lines) if name in row]
+
+
+def console_points(logger: Any, name: str) -> Points:
+    lines = [line.split(" | ") for line in logger._stream.getvalue().splitlines() if line.startswith("step ")]
+    rows = [(int(head.split()[1]), dict(part.rsplit(" ", 1) for part in rest)) for head, *rest in lines]
+    return [(step, float(row[name])) for step, row in rows if name in row]
+
+
+def tensorboard_points(logger: Any, name: str) -> Points:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0}).Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)] if name in events.Tags()["scalars"] else []
+
+
+def wandb_points(logger: Any, name: str) -> Points:
+    history = read_run(logger.log_dir)["history"]
+    return [(row["trainer/global_step"], float(row[name])) for row in history if name in row]
+
+
+@dataclass
+class Case:
+    """One logger: how it is made, and how its points are read back once it is finished."""
+
+    make: Callable[..., Logger]
+    points: Callable[[Any, str], Points]
+    appends: bool = True
+    is_folder: bool = True
+
+
+CASES = {
+    "csv": Case(CSVLogger, csv_points),
+    "jsonl": Case(JSONLinesLogger, jsonl_points),
+    "tensorboard": Case(TensorBoardLogger, tensorboard_points),
+    "console": Case(lambda **options: ConsoleLogger(**options, stream=io.StringIO()), console_points, is_folder=False),
+    "wandb": Case(
+        lambda **options: WandbLogger(**options, save_dir=None, offline=True, project="contract"),
+        wandb_points,
+        appends=False,  # offline, a session's file is its own
+        is_folder=False,
+    ),
+}
+MARKS = {"wandb": [pytest.mark.distributed, pytest.mark.slow, pytest.mark.requires("wandb", "its own format")]}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in CASES])
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunInfo:
+    return RunInfo(root_dir=tmp_path)
+
+
+def test_every_registered_logger_is_under_the_contract() -> None:
+    assert set(LOGGERS) == set(CASES)
+
+
+def test_what_is_logged_can_be_read_back(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_metrics({"loss": 0.5, "lr": 0.25}, 1)
+    logger.log_metrics({"loss": 0.125}, 2)
+    logger.finish("success")
+    assert case.points(logger, "loss") == [(1, 0.5), (2, 0.125)]
+    assert case.points(logger, "lr") == [(1, 0.25)]
+
+
+def test_two_calls_for_one_step_are_both_kept(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_metrics({"train": 1.0}, 5)
+    logger.log_metrics({"val": 2.0}, 5)
+    logger.finish("success")
+    assert case.points(logger, "train") == [(5, 1.0)]
+    assert case.points(logger, "val") == [(5, 2.0)]
+
+
+def test_a_value_that_is_not_finite_is_not_altered(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_metrics({"loss": math.nan, "high": math.inf, "low": -math.inf}, 1)
+    logger.finish("success")
+    assert math.isnan(case.points(logger, "loss")[0][1])
+    assert case.points(logger, "high") == [(1, math.inf)]
+    assert case.points(logger, "low") == [(1, -math.inf)]
+
+
+def test_the_prefix_stands_before_every_name(case: Case, run: RunInfo) -> None:
+    logger = case.make(prefix="exp")
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    assert case.points(logger, "exp-loss") == [(1, 1.0)]
+    assert case.points(logger, "loss") == []
+
+
+def test_hyperparameters_of_any_kind_are_taken(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_hyperparams({"lr": 0.1, "net": {"sizes": [1, 2], "act": max}, "path": Path("a/b"), "none": None})
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    assert case.points(logger, "loss") == [(1, 1.0)]
+
+
+@pytest.mark.parametrize("status", ["success", "failed", "interrupted"])
+def test_finishing_brings_everything_to_the_reader_whatever_the_status(case: Case, run: RunInfo, status: Any) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish(status)
+    assert case.points(logger, "loss") == [(1, 1.0)]
+
+
+def test_starting_twice_and_finishing_twice_is_the_same_as_once(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    logger.finish("success")
+    assert case.points(logger, "loss") == [(1, 1.0)]
+    assert not logger.is_started
+
+
+def test_started_again_after_its_end_a_logger_goes_on(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    for step in (1, 2):
+        logger.start(run)
+        logger.log_metrics({"loss": float(step)}, step)
+        version = logger.version
+        logger.finish("success")
+        assert logger.version == version
+    expected = [(1, 1.0), (2, 2.0)]
+    assert case.points(logger, "loss") == (expected if case.appends else expected[1:])
+
+
+def test_a_logger_travels_to_another_process_before_its_start(case: Case, run: RunInfo) -> None:
+    if isinstance(case.make(), ConsoleLogger):
+        logger: Logger = pickle.loads(pickle.dumps(ConsoleLogger(prefix="p")))
+        assert logger.prefix == "p"
+        return
+    logger = pickle.loads(pickle.dumps(case.make()))
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    assert case.points(logger, "loss") == [(1, 1.0)]
+
+
+def test_what_a_logger_cannot_hold_is_said_once(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (1, 2):
+            logger.log_image("image", [[0, 255]], step)
+    logger.finish("success")
+    messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
+    if type(logger).log_image is Logger.log_image:
+        assert messages == [f"{type(logger).__name__} cannot log images; they are left out."]
+    else:
+        assert messages == []
+
+
+def test_a_muted_logger_offers_an_experiment_that_does_nothing(case: Case, tmp_path: Path) -> None:
+    logger = case.make()
+    logger.muted = True
+    logger.experiment.config.update({"a": 1})
+    with logger.experiment.context() as inner:
+        inner["x"] = inner["y"]
+    assert not logger.is_started
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_state_is_json_without_paths(case: Case, run: RunInfo) -> None:
+    logger = case.make()
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    state = json.dumps(logger.state_dict())
+    logger.finish("success")
+    assert str(run.root_dir) not in state
+
+
+# Folders of their own
+
+
+@pytest.fixture(params=[name for name, case in CASES.items() if case.is_folder])
+def folder_case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+def write(case: Case, run: RunInfo, steps: range, *, value: float = 1.0, metric: str = "loss", **options: Any) -> Any:
+    logger = case.make(**options)
+    logger.start(run)
+    for step in steps:
+        logger.log_metrics({metric: value}, step)
+    return logger
+
+
+def test_a_copy_of_a_started_logger_is_closed(folder_case: Case, run: RunInfo) -> None:
+    logger = folder_case.make()
+    logger.start(run)
+    logger.log_metrics({"loss": 1.0}, 1)
+    copy = pickle.loads(pickle.dumps(logger))
+    logger.finish("success")
+    assert not copy.is_started
+    assert copy.version == logger.version
+
+
+def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None:
+    for number in range(3):
+        logger = write(folder_case, run, range(1, 2))
+        logger.finish("success")
+        assert logger.version == number
+        assert logger.log_dir == run.root_dir / "trainwright_logs" / f"version_{number}"
+
+
+def test_a_new_folder_follows_the_largest_number(folder_case: Case, run: RunInfo) -> None:
+    (run.root_dir / "trainwright_logs" / "version_41").mkdir(parents=True)
+    (run.root_dir / "trainwright_logs" / "other").mkdir()
+    logger = write(folder_case, run, range(1, 2))
+    logger.finish("success")
+    assert logger.version == 42
+
+
+def test_name_version_and_save_dir_make_the_folder(folder_case: Case, run: RunInfo, tmp_path: Path) -> None:
+    logger = write(folder_case, run, range(1, 2), save_dir=tmp_path / "logs", name="mine", version="final")
+    logger.finish("success")
+    assert logger.log_dir == tmp_path / "logs" / "mine" / "final"
+    assert folder_case.points(logger, "loss") == [(1, 1.0)]
+
+
+def test_a_run_with_a_name_gets_a_folder_of_that_name_and_never_another_runs(folder_case: Case, tmp_path: Path) -> None:
+    named = RunInfo(tmp_path, "night")
+    versions = []
+    for _ in range(2):
+        logger = write(folder_case, named, range(1, 2))
+        logger.finish("success")
+        versions.append(logger.version)
+    assert versions == ["night", "night_1"]
+
+
+def test_a_resumed_run_continues_the_curves_and_no_step_is_doubled(folder_case: Case, run: RunInfo) -> None:
+    first = write(folder_case, run, range(1, 6))
+    state = first.state_dict()  # as in a checkpoint at step 5
+    for step in range(6, 9):
+        first.log_metrics({"loss": -1.0, "late": -1.0}, step)
+    first.finish("failed")
+    second = folder_case.make()
+    second.load_state_dict(json.loads(json.dumps(state)))
+    second.start(run)
+    for step in range(7, 10):
+        second.log_metrics({"loss": 2.0}, step)
+    second.finish("success")
+    assert second.log_dir == first.log_dir
+    assert folder_case.points(second, "loss") == [*((step, 1.0) for step in range(1, 6)), (7, 2.0), (8, 2.0), (9, 2.0)]
+    assert folder_case.points(second, "late") == []
+
+
+def test_a_state_that_comes_after_the_start_is_taken_too(folder_case: Case, run: RunInfo) -> None:
+    first = write(folder_case, run, range(1, 3))
+    state = first.state_dict()
+    first.finish("failed")
+    second = folder_case.make()
+    second.start(run)
+    second.load_state_dict(state)
+    second.log_metrics({"loss": 2.0}, 3)
+    second.finish("success")
+    assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert [path.name for path in (run.root_dir / "trainwright_logs").iterdir()] == ["version_0"]
+
+
+def test_a_version_that_was_asked_for_wins_over_the_state(folder_case: Case, run: RunInfo) -> None:
+    first = write(folder_case, run, range(1, 3))
+    first.finish("success")
+    second = folder_case.make(version=7)
+    second.load_state_dict(first.state_dict())
+    second.start(run)
+    second.log_metrics({"loss": 2.0}, 3)
+    second.finish("success")
+    assert folder_case.points(second, "loss") == [(3, 2.0)]
+    assert folder_case.points(first, "loss") == [(1, 1.0), (2, 1.0)]
+
+
+def test_another_run_in_the_same_folder_replaces_with_a_warning_what_it_logs_again(
+    folder_case: Case, run: RunInfo
+) -> None:
+    write(folder_case, run, range(1, 6), version=0).finish("success")
+    with pytest.warns(TrainwrightWarning, match=re.escape("loss from step 3 on are replaced")):
+        second = write(folder_case, run, range(3, 5), version=0, value=2.0)
+    second.finish("success")
+    assert folder_case.points(second, "loss") == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def test_a_test_run_in_the_folder_of_a_training_leaves_its_curves_alone(folder_case: Case, run: RunInfo) -> None:
+    write(folder_case, run, range(1, 6), version=0).finish("success")
+    second = write(folder_case, run, range(1), version=0, metric="test_loss")
+    second.finish("success")
+    assert folder_case.points(second, "loss") == [(step, 1.0) for step in range(1, 6)]
+    assert folder_case.points(second, "test_loss") == [(0, 1.0)]
+
+
+def test_the_experiment_can_be_asked_for_before_any_trainer(
+    folder_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logger = folder_case.make()
+    assert logger.experiment is not None
+    assert logger.is_started
+    logger.finish("success")
+
+
+def test_before_any_trainer_only_rank_0_has_a_true_experiment(
+    folder_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    logger = folder_case.make()
+    logger.experiment.add_text("a", "b")
+    assert not logger.is_started
+
+
+@pytest.mark.parametrize(("make", "package"), [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb")])
+def test_a_missing_package_is_named_with_its_install_line_at_the_start(
+    make: Any, package: str, run: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    true = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == package else true(name, *rest))
+    with pytest.raises(MissingPackageError, match=f"pip install {package}"):
+        make().start(run)

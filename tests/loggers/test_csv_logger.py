@@ -1,0 +1,94 @@
+"""The CSV file: columns that come late, rows that are cut off, when it is written."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.loggers import CSVLogger, RunInfo
+
+
+def started(folder: Path, **options: int | str) -> CSVLogger:
+    logger = CSVLogger(folder, version=0, **options)  # type: ignore[arg-type]
+    logger.start(RunInfo(folder))
+    return logger
+
+
+def rows(logger: CSVLogger) -> list[dict[str, str]]:
+    assert logger.log_dir is not None
+    with open(logger.log_dir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_column_that_comes_late_loses_no_row(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.flush()
+    logger.log_metrics({"b": 2.0}, 2)
+    logger.finish("success")
+    assert rows(logger) == [{"step": "1", "a": "1.0", "b": ""}, {"step": "2", "a": "", "b": "2.0"}]
+
+
+NAMES = st.sampled_from(["a", "b", "c,d", 'e"f', "g/h"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), st.booleans()), max_size=12))
+def test_every_value_is_read_back_whatever_the_columns_and_flushes(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[dict[str, float], bool]]
+) -> None:
+    logger = started(tmp_path_factory.mktemp("csv"))
+    for step, (metrics, flushes) in enumerate(calls):
+        logger.log_metrics(metrics, step)
+        if flushes:
+            logger.flush()
+    logger.finish("success")
+    if calls:
+        found = [{k: float(v) for k, v in row.items() if v and k != "step"} for row in rows(logger)]
+        assert found == [metrics for metrics, _ in calls]
+
+
+def test_rows_reach_the_disk_when_the_step_has_advanced_enough(tmp_path: Path) -> None:
+    logger = started(tmp_path, flush_logs_every_n_steps=10)
+    for step in (1, 6):
+        logger.log_metrics({"a": 1.0}, step)
+    assert not logger.metrics_file.exists()
+    logger.log_metrics({"a": 1.0}, 12)
+    assert len(rows(logger)) == 3
+    logger.finish("success")
+
+
+def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    for step in (1, 2):
+        first.log_metrics({"a": 0.125}, step)
+    first.flush()
+    path = first.metrics_file
+    path.write_text(path.read_text()[:-3])  # "2,0.1": a number that was never logged
+    second = started(tmp_path)
+    second.log_metrics({"a": 0.5}, 3)
+    second.finish("success")
+    assert rows(second) == [{"step": "1", "a": "0.125"}, {"step": "3", "a": "0.5"}]
+
+
+def test_a_metric_named_like_the_clock_does_not_replace_it(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    with pytest.warns(TrainwrightWarning, match="leaves out the metric 'step'"):
+        logger.log_metrics({"a": 1.0, "step": 99.0}, 3)
+    logger.finish("success")
+    assert rows(logger) == [{"step": "3", "a": "1.0"}]
+
+
+def test_hyperparameters_are_yaml_as_they_are_nested_and_add_up(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_hyperparams({"net": {"sizes": (1, 2)}, "lr": 0.1})
+    logger.log_hyperparams({"lr": 0.2, "seed": 3})
+    logger.finish("success")
+    text = (tmp_path / "trainwright_logs" / "version_0" / "hparams.yaml").read_text()
+    assert yaml.safe_load(text) == {"net": {"sizes": [1, 2]}, "lr": 0.2, "seed": 3}

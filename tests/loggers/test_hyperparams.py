@@ -1,0 +1,80 @@
+"""Hyper-parameters as plain, flat and JSON-able values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.loggers.hyperparams import flatten, json_safe, plain
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Net:
+    width: int = 8
+    act: Any = torch.relu
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (Net(act="gelu"), {"width": 8, "act": "gelu"}),
+        (Namespace(a=1), {"a": 1}),
+        (Colour.RED, "RED"),
+        ((1, {2}), [1, [2]]),
+        (np.float32(0.5), 0.5),
+        (np.arange(2), [0, 1]),
+        (torch.tensor([1.5]), [1.5]),
+        (torch.zeros(100), "tensor of shape (100,), torch.float32"),
+        (Path("a") / "b", "a/b"),
+        (nn := torch.nn.Linear, f"{nn.__module__}.Linear"),
+        (None, None),
+        ({1: True}, {"1": True}),
+        (torch.device("cpu"), "cpu"),
+    ],
+)
+def test_values_become_plain(value: Any, expected: Any) -> None:
+    assert plain(value) == expected
+
+
+def test_nesting_becomes_paths() -> None:
+    params = {"opt": {"lr": 0.1, "betas": [0.9, 0.99]}, "blocks": [{"width": 1}, {"width": 2}], "empty": {}}
+    assert flatten(params) == {
+        "opt/lr": 0.1,
+        "opt/betas": "[0.9, 0.99]",
+        "blocks/0/width": 1,
+        "blocks/1/width": 2,
+        "empty": "{}",
+    }
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+TREES = st.dictionaries(
+    st.text(),
+    st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10),
+    max_size=4,
+)
+
+
+@given(TREES)
+def test_any_tree_is_strict_json_and_flattens_to_scalars(tree: dict[str, Any]) -> None:
+    assert json.loads(json.dumps(json_safe(plain(tree)), allow_nan=False)) is not None
+    assert all(value is None or isinstance(value, (bool, int, float, str)) for value in flatten(tree).values())
+
+
+def test_a_subclass_of_a_number_is_yaml() -> None:
+    assert yaml.safe_load(yaml.safe_dump(plain({"a": np.float64(0.5)}))) == {"a": 0.5}

@@ -1,0 +1,208 @@
+"""All loggers as one: a failing one is left out, ranks other than the main one do nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainwright.core.errors import MissingPackageError, TrainwrightWarning
+from trainwright.loggers import CSVLogger, JSONLinesLogger, Logger, LoggerGroup, RunInfo, TensorBoardLogger
+
+
+class Recorder(Logger):
+    """Remembers its calls; raises in the methods named in `fails`."""
+
+    def __init__(self, *fails: str, error: type[Exception] = OSError) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.fails = fails
+        self.error = error
+        self.state: Mapping[str, Any] | None = None
+
+    def _note(self, method: str) -> None:
+        self.calls.append(method)
+        if method in self.fails:
+            raise self.error("the disk is full")
+
+    def start(self, run: RunInfo) -> None:
+        self._note("start")
+        super().start(run)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self._note("log_hyperparams")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._note("log_metrics")
+
+    def flush(self) -> None:
+        self._note("flush")
+
+    def finish(self, status: str) -> None:
+        self._note("finish")
+
+    def log_graph(self, task: Any, example_input: Any = None) -> None:
+        self._note("log_graph")
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        self._note(f"log_checkpoint {path} {aliases}")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"id": id(self)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+
+class Other(Recorder):
+    """A logger of another class."""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunInfo:
+    return RunInfo(tmp_path)
+
+
+def test_every_logger_gets_every_call(run: RunInfo) -> None:
+    first, second = Recorder(), Recorder()
+    group = LoggerGroup([first, second])
+    group.start(run)
+    group.log_hyperparams({"lr": 1})
+    group.log_metrics({"a": 1.0}, 1)
+    group.flush()
+    group.finish("success")
+    assert first.calls == second.calls == ["start", "log_hyperparams", "log_metrics", "flush", "finish"]
+
+
+@pytest.mark.parametrize("method", ["start", "log_hyperparams", "log_metrics", "flush", "finish"])
+def test_a_logger_that_raises_is_reported_once_and_left_out_and_the_others_go_on(run: RunInfo, method: str) -> None:
+    broken, sound = Recorder(method), Recorder()
+    group = LoggerGroup([broken, sound])
+
+    def whole_run() -> None:
+        group.start(run)
+        group.log_hyperparams({})
+        for step in (1, 2):
+            group.log_metrics({"a": 1.0}, step)
+            group.flush()
+        group.finish("success")
+
+    with pytest.warns(TrainwrightWarning, match=rf"Recorder\.{method} failed with OSError: the disk is full") as caught:
+        whole_run()
+    assert len(caught) == 1
+    assert broken.calls[-1] == method
+    assert broken.calls.count(method) == 1
+    assert sound.calls == ["start", "log_hyperparams", *["log_metrics", "flush"] * 2, "finish"]
+
+
+def test_a_failed_logger_is_tried_again_by_the_next_run(run: RunInfo) -> None:
+    logger = Recorder("log_metrics")
+    group = LoggerGroup([logger])
+    group.start(run)
+    with pytest.warns(TrainwrightWarning, match="log_metrics"):
+        group.log_metrics({"a": 1.0}, 1)
+    assert group.active == []
+    group.start(run)
+    assert group.active == [logger]
+
+
+def test_a_missing_package_ends_the_start(run: RunInfo) -> None:
+    with pytest.raises(MissingPackageError):
+        LoggerGroup([Recorder("start", error=MissingPackageError)]).start(run)
+
+
+def test_ctrl_c_in_a_logger_is_not_swallowed(run: RunInfo) -> None:
+    logger = Recorder("flush", error=KeyboardInterrupt)  # type: ignore[arg-type]
+    group = LoggerGroup([logger])
+    group.start(run)
+    with pytest.raises(KeyboardInterrupt):
+        group.flush()
+
+
+def test_on_other_ranks_nothing_is_called_or_written(run: RunInfo) -> None:
+    logger, files = Recorder(), CSVLogger()
+    group = LoggerGroup([logger, files], is_main=False)
+    group.start(run)
+    group.log_hyperparams({})
+    group.log_metrics({"a": 1.0}, 1)
+    group.load_state_dict([{"logger": "Recorder", "id": 1}])
+    group.finish("success")
+    assert logger.calls == []
+    assert logger.state is None
+    assert logger.muted
+    assert list(run.root_dir.iterdir()) == []
+
+
+def test_a_flush_without_metrics_calls_no_logger(run: RunInfo) -> None:
+    logger = Recorder()
+    group = LoggerGroup([logger])
+    group.start(run)
+    group.log_metrics({}, 1)
+    assert logger.calls == ["start"]
+
+
+def test_only_loggers_that_want_it_get_the_graph(run: RunInfo) -> None:
+    wants, other = Recorder(), Recorder()
+    wants.wants_graph = True
+    group = LoggerGroup([wants, other])
+    group.start(run)
+    group.log_graph(object())
+    assert (wants.calls, other.calls) == (["start", "log_graph"], ["start"])
+
+
+def test_a_checkpoint_is_announced_with_its_aliases(run: RunInfo) -> None:
+    logger = Recorder()
+    group = LoggerGroup([logger])
+    group.log_checkpoint(Path("step-1"), aliases=("best",))
+    assert logger.calls == ["log_checkpoint step-1 ('best',)"]
+
+
+def test_loggers_in_one_place_share_the_numbered_folder(run: RunInfo) -> None:
+    (run.root_dir / "trainwright_logs" / "version_0").mkdir(parents=True)
+    loggers: list[Logger] = [CSVLogger(), JSONLinesLogger(), TensorBoardLogger(), CSVLogger(name="apart")]
+    group = LoggerGroup(loggers)
+    group.start(run)
+    group.log_metrics({"a": 1.0}, 1)
+    group.finish("success")
+    assert [logger.version for logger in loggers] == [1, 1, 1, 0]
+    assert group.log_dir == run.root_dir / "trainwright_logs" / "version_1"
+
+
+def test_loggers_that_share_a_folder_resume_in_the_old_one_together(run: RunInfo) -> None:
+    def session(states: list[dict[str, Any]] | None, *, late: bool = False) -> LoggerGroup:
+        group = LoggerGroup([CSVLogger(), JSONLinesLogger()])
+        if states is not None and not late:
+            group.load_state_dict(states)
+        group.start(run)
+        if states is not None and late:
+            group.load_state_dict(states)
+        return group
+
+    first = session(None)
+    first.log_metrics({"a": 1.0}, 1)
+    states = first.state_dict()
+    first.finish("failed")
+    for late in (False, True):
+        group = session(states, late=late)
+        assert [logger.version for logger in group] == [0, 0]
+        group.finish("success")
+    assert [path.name for path in (run.root_dir / "trainwright_logs").iterdir()] == ["version_0"]
+
+
+def test_states_find_loggers_of_their_class_in_order() -> None:
+    first, second, other = Recorder(), Recorder(), Other()
+    states = LoggerGroup([first, other, second]).state_dict()
+    fresh, fresh_other = Recorder(), Other()
+    LoggerGroup([fresh_other, fresh, CSVLogger()]).load_state_dict(states)
+    assert fresh.state is not None
+    assert fresh_other.state is not None
+    assert (fresh.state["id"], fresh_other.state["id"]) == (id(first), id(other))
+
+
+def test_a_group_is_a_sequence_of_its_loggers() -> None:
+    loggers = [Recorder(), Recorder()]
+    group = LoggerGroup(loggers)
+    assert list(group) == loggers
+    assert (len(group), group[1]) == (2, loggers[1])

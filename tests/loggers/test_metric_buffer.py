@@ -1,0 +1,491 @@
+"""The buffer behind `log`, in one process: names, aggregates, errors, cost."""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+import timeit
+import weakref
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.loggers.metric_buffer import EpochStage, MetricBuffer
+from trainwright.loggers.metric_slot import FOLD_EVERY
+
+
+def training() -> MetricBuffer:
+    buffer = MetricBuffer()
+    buffer.begin("train")
+    buffer.in_step = True
+    buffer.batch = torch.zeros(4, 2)
+    return buffer
+
+
+def evaluating(num_dataloaders: int = 1) -> MetricBuffer:
+    buffer = MetricBuffer()
+    buffer.begin("validate", num_dataloaders=num_dataloaders)
+    buffer.in_step = True
+    buffer.batch = torch.zeros(4, 2)
+    return buffer
+
+
+class OnDevice(torch.Tensor):
+    """A tensor whose value the host must not ask for."""
+
+    forbidden = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = ("item", "__float__", "__bool__", "__int__", "__index__", "tolist", "numpy", "cpu", "__format__")
+        if cls.forbidden and getattr(func, "__name__", "") in reads:
+            raise AssertionError(f"the host asked for a device value: {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+# When and under which names
+
+
+def test_in_a_training_step_the_latest_value_is_logged_and_no_aggregate() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0)
+    buffer.log("loss", torch.tensor(2.0))
+    assert buffer.flush_step().logged == {"loss": 2.0}
+    assert buffer.flush_epoch().callback == {}
+
+
+def test_a_step_value_is_flushed_once() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0)
+    buffer.flush_step()
+    assert buffer.flush_step().callback == {}
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_in_evaluation_the_mean_of_the_epoch_is_logged(stage: EpochStage) -> None:
+    buffer = MetricBuffer()
+    buffer.begin(stage)
+    buffer.in_step = True
+    buffer.batch = torch.zeros(4, 2)
+    buffer.log("acc", 1.0)
+    buffer.log("acc", torch.tensor(0.0))
+    assert buffer.flush_step().callback == {}
+    assert buffer.flush_epoch().logged == {"acc": 0.5}
+
+
+def test_in_a_hook_of_a_training_epoch_the_aggregate_is_logged() -> None:
+    buffer = training()
+    buffer.in_step, buffer.batch = False, None
+    buffer.log("epoch_time", 3.0)
+    assert buffer.flush_step().callback == {}
+    assert buffer.flush_epoch().logged == {"epoch_time": 3.0}
+
+
+def test_logged_on_step_and_epoch_a_metric_has_both_endings_and_its_plain_name_for_callbacks() -> None:
+    buffer = training()
+    for value in (1.0, 3.0):
+        buffer.log("loss", torch.tensor(value), on_step=True, on_epoch=True, prog_bar=True)
+    step = buffer.flush_step()
+    epoch = buffer.flush_epoch()
+    assert step.logged == step.prog_bar == {"loss_step": 3.0}
+    assert step.callback == {"loss": 3.0, "loss_step": 3.0}
+    assert epoch.logged == epoch.prog_bar == {"loss_epoch": 2.0}
+    assert epoch.callback == {"loss": 2.0, "loss_epoch": 2.0}
+
+
+def test_logger_false_keeps_a_metric_from_the_loggers_only() -> None:
+    buffer = training()
+    buffer.log("a", 1.0, logger=False, prog_bar=True)
+    flushed = buffer.flush_step()
+    assert (flushed.logged, flushed.callback, flushed.prog_bar) == ({}, {"a": 1.0}, {"a": 1.0})
+
+
+def test_several_loaders_have_keys_of_their_own() -> None:
+    buffer = evaluating(num_dataloaders=2)
+    for index, value in ((0, 1.0), (0, 3.0), (1, 10.0)):
+        buffer.dataloader_idx = index
+        buffer.log("acc", value)
+    assert buffer.flush_epoch().logged == {"acc/dataloader_idx_0": 2.0, "acc/dataloader_idx_1": 10.0}
+
+
+def test_several_loaders_share_a_key_on_request() -> None:
+    buffer = evaluating(num_dataloaders=2)
+    for index, value in ((0, 1.0), (1, 3.0)):
+        buffer.dataloader_idx = index
+        buffer.log("acc", value, add_dataloader_idx=False)
+    assert buffer.flush_epoch().logged == {"acc": 2.0}
+
+
+def test_a_forked_name_of_a_loader_keeps_the_loader_last() -> None:
+    buffer = evaluating(num_dataloaders=2)
+    buffer.dataloader_idx = 1
+    buffer.log("acc", 1.0, on_step=True, on_epoch=True)
+    assert buffer.flush_step().logged == {"acc_step/dataloader_idx_1": 1.0}
+    assert buffer.flush_epoch().logged == {"acc_epoch/dataloader_idx_1": 1.0}
+
+
+def test_a_validation_inside_an_epoch_leaves_the_training_metrics_alone() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0, on_step=True, on_epoch=True)
+    buffer.begin("validate")
+    buffer.log("loss", 100.0)
+    assert buffer.flush_epoch().logged == {"loss": 100.0}
+    buffer.switch("train")
+    buffer.log("loss", 3.0, on_step=True, on_epoch=True)
+    assert buffer.flush_epoch().logged == {"loss_epoch": 2.0}
+
+
+def test_begin_drops_the_aggregates_of_an_unfinished_epoch() -> None:
+    buffer = evaluating()
+    buffer.log("acc", 100.0)
+    buffer.begin("validate")
+    buffer.log("acc", 1.0)
+    assert buffer.flush_epoch().logged == {"acc": 1.0}
+
+
+def test_begin_keeps_a_step_value_that_waits_for_its_flush() -> None:
+    buffer = training()
+    buffer.log("loss", 7.0)
+    buffer.begin("train")
+    assert buffer.flush_step().logged == {"loss": 7.0}
+
+
+def test_peek_shows_waiting_values_and_leaves_them() -> None:
+    buffer = training()
+    buffer.log("loss", torch.tensor(7.0))
+    assert buffer.peek() == {"loss": 7.0}
+    assert buffer.flush_step().logged == {"loss": 7.0}
+
+
+def test_an_epoch_starts_over_after_its_flush() -> None:
+    buffer = evaluating()
+    buffer.log("acc", torch.tensor(100.0))
+    buffer.flush_epoch()
+    buffer.log("acc", torch.tensor(2.0))
+    assert buffer.flush_epoch().logged == {"acc": 2.0}
+
+
+# Aggregates
+
+VALUES = st.lists(
+    st.tuples(st.floats(-1e6, 1e6), st.integers(1, 50), st.sampled_from(["host", "f32", "f64", "bf16", "int"])),
+    min_size=1,
+    max_size=3 * FOLD_EVERY,
+)
+
+
+def as_logged(value: float, form: str) -> Any:
+    if form == "host":
+        return value
+    dtype = {"f32": torch.float32, "f64": torch.float64, "bf16": torch.bfloat16, "int": torch.int64}[form]
+    return torch.tensor(value).to(dtype)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_a_mean_is_weighted_by_batch_size_whatever_the_forms_of_its_values(
+    values: list[tuple[float, int, str]],
+) -> None:
+    buffer = evaluating()
+    logged = [(as_logged(value, form), size) for value, size, form in values]
+    for value, size in logged:
+        buffer.log("m", value, batch_size=size)
+    expected = sum(float(value) * size for value, size in logged) / sum(size for _, size in logged)
+    assert buffer.flush_epoch().logged["m"] == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES, st.sampled_from(["sum", "min", "max"]))
+def test_sum_min_and_max_equal_pythons_own(values: list[tuple[float, int, str]], kind: str) -> None:
+    buffer = evaluating()
+    logged = [as_logged(value, form) for value, _, form in values]
+    for value in logged:
+        buffer.log("m", value, reduce_fx=kind)
+    expected = {"sum": sum, "min": min, "max": max}[kind]([float(value) for value in logged])
+    assert buffer.flush_epoch().logged["m"] == pytest.approx(expected, rel=1e-9, abs=1e-3)
+
+
+def test_the_weight_is_the_length_of_the_batch_unless_told() -> None:
+    buffer = evaluating()
+    for length, value in ((1, 0.0), (3, 4.0)):
+        buffer.batch = {"x": torch.zeros(length, 5)}
+        buffer.log("m", torch.tensor(value))
+    assert buffer.flush_epoch().logged == {"m": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("reduce_fx", "expected"), [(torch.mean, 2.0), (torch.sum, 6.0), (torch.min, 1.0), (torch.max, 3.0), (max, 3.0)]
+)
+def test_functions_stand_for_their_names(reduce_fx: Any, expected: float) -> None:
+    buffer = evaluating()
+    for value in (1.0, 2.0, 3.0):
+        buffer.log("m", torch.tensor(value), reduce_fx=reduce_fx)
+    assert buffer.flush_epoch().logged == {"m": expected}
+
+
+def test_a_reduction_of_the_users_own_sees_all_values_in_order() -> None:
+    buffer = evaluating()
+    seen: list[list[float]] = []
+
+    def last(values: torch.Tensor) -> torch.Tensor:
+        seen.append(values.tolist())
+        return values[-1]
+
+    logged = [float(n) if n % 7 == 0 else torch.tensor(float(n)) for n in range(150)]
+    for value in logged:
+        buffer.log("m", value, reduce_fx=last)
+    assert buffer.flush_epoch().logged == {"m": 149.0}
+    assert seen == [[float(n) for n in range(150)]]
+
+
+def test_a_lambda_written_in_the_call_is_the_same_each_time() -> None:
+    buffer = evaluating()
+    for value in (1.0, 5.0, 2.0):
+        buffer.log("m", value, reduce_fx=lambda values: values.median())
+    assert buffer.flush_epoch().logged == {"m": 2.0}
+
+
+def test_bf16_losses_are_averaged_without_loss_of_digits() -> None:
+    buffer = evaluating()
+    value = torch.tensor(1.0078125, dtype=torch.bfloat16)
+    for _ in range(1000):
+        buffer.log("m", value)
+    assert buffer.flush_epoch().logged == {"m": 1.0078125}
+
+
+@pytest.mark.parametrize("kind", ["mean", "sum", "min", "max"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_nan_stays_nan(kind: str, on_device: bool) -> None:
+    buffer = evaluating()
+    for value in (1.0, math.nan, 2.0):
+        buffer.log("m", torch.tensor(value) if on_device else value, reduce_fx=kind)
+    assert math.isnan(buffer.flush_epoch().logged["m"])
+
+
+def test_a_step_value_of_nan_or_infinity_is_logged_as_it_is() -> None:
+    buffer = training()
+    buffer.log("a", torch.tensor(math.nan))
+    buffer.log("b", torch.tensor(-math.inf))
+    flushed = buffer.flush_step().logged
+    assert math.isnan(flushed["a"])
+    assert flushed["b"] == -math.inf
+
+
+@pytest.mark.parametrize(
+    "value", [3, True, np.float32(1.5), np.array([2.0]), torch.tensor([[4.0]]), torch.tensor(5), torch.tensor(True)]
+)
+def test_every_kind_of_single_number_is_taken(value: Any) -> None:
+    buffer = training()
+    buffer.log("m", value)
+    assert buffer.flush_step().logged == {"m": float(value.item() if hasattr(value, "item") else value)}
+
+
+def test_the_value_is_that_of_the_time_of_logging() -> None:
+    buffer = training()
+    total = torch.tensor(1.0)
+    buffer.log("total", total, on_step=True, on_epoch=True)
+    total += 10
+    assert buffer.flush_step().logged == {"total_step": 1.0}
+    assert buffer.flush_epoch().logged == {"total_epoch": 1.0}
+
+
+def test_values_made_in_inference_mode_can_be_aggregated_outside() -> None:
+    buffer = evaluating()
+    with torch.inference_mode():
+        for _ in range(FOLD_EVERY + 3):
+            buffer.log("m", torch.ones(()) * 2)
+    assert buffer.flush_epoch().logged == {"m": 2.0}
+
+
+# Refusals
+
+
+def test_another_option_for_the_same_key_in_one_epoch_is_an_error() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0)
+    with pytest.raises(ConfigurationError, match=r"'loss'.*other options.*prog_bar=False before, True now"):
+        buffer.log("loss", 1.0, prog_bar=True)
+
+
+def test_the_default_written_out_is_the_same_option() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0)
+    buffer.log("loss", 2.0, on_step=True, on_epoch=False)
+    assert buffer.flush_step().logged == {"loss": 2.0}
+
+
+def test_a_new_epoch_may_choose_other_options() -> None:
+    buffer = training()
+    buffer.log("loss", 1.0)
+    buffer.begin("train")
+    buffer.log("loss", 2.0, prog_bar=True)
+    assert buffer.flush_step().prog_bar == {"loss": 2.0}
+
+
+def test_a_metric_that_would_go_nowhere_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="would go nowhere"):
+        training().log("loss", 1.0, on_step=False, on_epoch=False)
+
+
+def test_on_step_outside_a_step_is_refused() -> None:
+    buffer = training()
+    buffer.in_step = False
+    with pytest.raises(ConfigurationError, match="outside a step"):
+        buffer.log("loss", 1.0, on_step=True)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.zeros(0), np.zeros(3)])
+def test_a_value_that_is_not_one_number_is_refused(value: Any) -> None:
+    with pytest.raises(TaskError, match="'loss'"):
+        training().log("loss", value)
+
+
+def test_a_dict_is_sent_to_log_dict() -> None:
+    with pytest.raises(TaskError, match="log_dict"):
+        training().log("loss", {"a": 1.0})
+
+
+def test_complex_and_text_are_refused() -> None:
+    with pytest.raises(TaskError, match="complex"):
+        training().log("loss", torch.tensor(1j))
+    with pytest.raises(TaskError, match="got a str"):
+        training().log("loss", "low")
+
+
+@pytest.mark.parametrize("name", [5, None, ["loss"], ""])
+def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        training().log(name, 1.0)
+
+
+@pytest.mark.parametrize("size", [-1, torch.tensor(4), "4"])
+def test_a_batch_size_that_is_no_count_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="batch_size"):
+        evaluating().log("m", 1.0, batch_size=size)
+
+
+@pytest.mark.parametrize("reduce_fx", ["median", 5, ["mean"]])
+def test_an_unknown_reduction_is_refused(reduce_fx: Any) -> None:
+    with pytest.raises(ConfigurationError, match="reduce_fx"):
+        evaluating().log("m", 1.0, reduce_fx=reduce_fx)
+
+
+def test_a_reduction_that_gives_no_number_is_named() -> None:
+    buffer = evaluating()
+    buffer.log("m", 1.0, reduce_fx=lambda values: values.repeat(2))
+    with pytest.raises(TaskError, match=r"'m'.*reduce_fx returned"):
+        buffer.flush_epoch()
+
+
+def test_logging_before_an_epoch_has_begun_is_refused() -> None:
+    with pytest.raises(TaskError, match="no epoch has begun"):
+        MetricBuffer().log("m", 1.0)
+
+
+# Cost
+
+
+def test_nothing_is_read_from_a_device_before_the_flush() -> None:
+    buffer = training()
+    value = torch.tensor(2.0).as_subclass(OnDevice)
+    with pytest.raises(AssertionError, match="the host asked"):
+        float(value)  # the trap works
+    for kind in ("mean", "sum", "min", "max"):
+        for step in range(2 * FOLD_EVERY):
+            buffer.log(kind, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=1 + step % 3)
+    with pytest.raises(AssertionError, match="the host asked"):
+        buffer.flush_epoch()
+
+
+def test_one_flush_reads_each_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = training()
+    for index in range(20):
+        buffer.log(f"m{index}", torch.tensor(float(index)), on_step=True, on_epoch=True)
+    reads: list[str] = []
+    tolist, item = torch.Tensor.tolist, torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append("tolist") or tolist(self))
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: reads.append("item") or item(self))
+    buffer.flush_step()
+    buffer.flush_epoch()
+    assert reads == ["tolist", "tolist"]
+
+
+def python_calls(buffer: MetricBuffer, value: torch.Tensor, **options: Any) -> int:
+    count = 0
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    buffer.log("loss", value, **options)
+    sys.setprofile(profile)
+    try:
+        buffer.log("loss", value, **options)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_logging_a_step_value_is_one_python_call() -> None:
+    assert python_calls(training(), torch.tensor(1.0)) == 1
+
+
+def test_logging_an_epochs_mean_with_a_batch_is_three_python_calls() -> None:
+    # log, the weight, the length of the batch
+    buffer = training()
+    buffer.batch = (torch.zeros(4, 2), torch.zeros(4))
+    assert python_calls(buffer, torch.tensor(1.0), on_step=True, on_epoch=True) == 3
+
+
+def test_memory_does_not_grow_with_the_number_of_steps() -> None:
+    buffer = training()
+    slot = None
+    for step in range(10 * FOLD_EVERY + 5):
+        buffer.log("loss", torch.tensor(1.0), on_step=True, on_epoch=True, batch_size=1 + step % 2)
+        slot = slot or buffer._by_name["loss"]
+        assert len(slot.values) < FOLD_EVERY
+        assert len(slot.weights) < FOLD_EVERY
+        assert not slot.chunks
+    del slot
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if type(found) is torch.Tensor and found.dim() == 0]
+    assert len(tensors) < 2 * FOLD_EVERY
+
+
+def test_neither_graph_nor_batch_is_kept_alive() -> None:
+    buffer = training()
+    weight = torch.ones(3, requires_grad=True)
+    hidden = weight * 2
+    watch = weakref.ref(hidden)
+    buffer.batch = batch = torch.zeros(4)
+    watch_batch = weakref.ref(batch)
+    buffer.log("loss", (hidden * hidden).sum(), on_step=True, on_epoch=True)
+    buffer.batch = None
+    del hidden, batch
+    assert watch() is None
+    assert watch_batch() is None
+
+
+def test_many_equal_steps_average_to_the_value() -> None:
+    buffer = evaluating()
+    value = torch.tensor(0.1, dtype=torch.float64)
+    log = buffer.log
+    for _ in range(20_000):
+        log("m", value, batch_size=50)
+    assert buffer.flush_epoch().logged["m"] == pytest.approx(0.1, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_logging_a_loss_costs_at_most_5_microseconds() -> None:
+    torch.set_num_threads(1)
+    buffer = training()
+    loss = (torch.ones(8, requires_grad=True) ** 2).sum()
+    best_s = min(timeit.repeat(lambda: buffer.log("loss", loss), number=5_000, repeat=15)) / 5_000
+    assert best_s < 5e-6

@@ -1,0 +1,129 @@
+"""torchmetrics objects in `log`, on one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.loggers.metric_buffer import MetricBuffer
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def buffer_for(stage: Any, num_dataloaders: int = 1) -> MetricBuffer:
+    buffer = MetricBuffer()
+    buffer.begin(stage, num_dataloaders=num_dataloaders)
+    buffer.in_step = True
+    buffer.batch = torch.zeros(2, 1)
+    return buffer
+
+
+def test_a_metric_object_is_computed_at_the_epochs_end_and_reset() -> None:
+    buffer, metric = buffer_for("validate"), torchmetrics.MeanMetric()
+    for value in (1.0, 3.0):
+        metric.update(torch.tensor(value))
+        buffer.log("m", metric)
+    assert buffer.flush_epoch().logged == {"m": 2.0}
+    assert not metric.update_called
+
+
+def test_a_metric_objects_step_value_is_that_of_its_last_batch() -> None:
+    buffer, metric = buffer_for("train"), torchmetrics.MeanMetric()
+    for value in (1.0, 3.0):
+        metric(torch.tensor(value))
+        buffer.log("m", metric, on_step=True, on_epoch=True)
+    assert buffer.flush_step().logged == {"m_step": 3.0}
+    assert buffer.flush_epoch().logged == {"m_epoch": 2.0}
+
+
+def test_without_a_batch_value_the_step_value_is_what_has_been_accumulated() -> None:
+    buffer, metric = buffer_for("train"), torchmetrics.MeanMetric()
+    for value in (1.0, 3.0):
+        metric.update(torch.tensor(value))
+        buffer.log("m", metric)
+    assert buffer.flush_step().logged == {"m": 2.0}
+    metric.update(torch.tensor(5.0))  # the value before was not remembered as the result
+    assert metric.compute() == 3.0
+
+
+def test_a_metric_logged_on_step_alone_is_reset_at_the_epochs_end_too() -> None:
+    buffer, metric = buffer_for("train"), torchmetrics.SumMetric()
+    metric(torch.tensor(1.0))
+    buffer.log("m", metric)
+    assert buffer.flush_epoch().callback == {}
+    assert not metric.update_called
+
+
+def test_a_waiting_step_value_outlives_the_reset() -> None:
+    buffer, metric = buffer_for("train"), torchmetrics.SumMetric()
+    metric(torch.tensor(4.0))
+    buffer.log("m", metric)
+    buffer.flush_epoch()
+    assert buffer.flush_step().logged == {"m": 4.0}
+
+
+def test_begin_starts_a_metric_over_that_an_unfinished_epoch_left() -> None:
+    buffer, metric = buffer_for("validate"), torchmetrics.SumMetric()
+    metric.update(torch.tensor(100.0))
+    buffer.log("m", metric)
+    buffer.begin("validate")
+    metric.update(torch.tensor(1.0))
+    buffer.log("m", metric)
+    assert buffer.flush_epoch().logged == {"m": 1.0}
+
+
+def test_a_collections_results_are_named_after_it() -> None:
+    buffer = buffer_for("validate")
+    collection = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric(), "sum": torchmetrics.SumMetric()})
+    for value in (1.0, 3.0):
+        collection.update(torch.tensor(value))
+        buffer.log("val", collection)
+    assert buffer.flush_epoch().logged == {"val/mean": 2.0, "val/sum": 4.0}
+
+
+def test_the_members_of_a_collection_may_be_logged_one_by_one() -> None:
+    # As log_dict does; members of one compute group share their state.
+    buffer = buffer_for("validate")
+    collection = torchmetrics.MetricCollection(
+        [
+            torchmetrics.classification.BinaryPrecision(),
+            torchmetrics.classification.BinaryRecall(),
+        ]
+    )
+    for _ in range(2):
+        for _ in range(3):
+            collection.update(torch.tensor([0.9, 0.8, 0.1]), torch.tensor([1, 0, 1]))
+            for name, metric in collection.items():
+                buffer.log(name, metric)
+        assert buffer.flush_epoch().logged == {"BinaryPrecision": 0.5, "BinaryRecall": 0.5}
+
+
+def test_one_metric_object_for_two_loaders_is_refused() -> None:
+    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
+    metric.update(torch.tensor(1.0))
+    buffer.dataloader_idx = 0
+    buffer.log("m", metric)
+    buffer.dataloader_idx = 1
+    with pytest.raises(ConfigurationError, match=r"one metric object is logged for several dataloaders"):
+        buffer.log("m", metric)
+
+
+def test_one_metric_object_over_all_loaders_is_one_value() -> None:
+    buffer, metric = buffer_for("validate", num_dataloaders=2), torchmetrics.SumMetric()
+    for index in (0, 1):
+        buffer.dataloader_idx = index
+        metric.update(torch.tensor(1.0))
+        buffer.log("m", metric, add_dataloader_idx=False)
+    assert buffer.flush_epoch().logged == {"m": 2.0}
+
+
+def test_two_objects_under_one_name_are_refused() -> None:
+    buffer = buffer_for("validate")
+    first, second = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    first.update(torch.tensor(1.0))
+    buffer.log("m", first)
+    with pytest.raises(ConfigurationError, match="two different metric objects"):
+        buffer.log("m", second)

@@ -1,0 +1,234 @@
+"""The buffer over several ranks: one exchange a flush, the union of keys, one number for each."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.distributed import run_distributed
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.loggers.metric_ranks import Exchange, Flushed
+
+
+def as_ranks(world_size: int, fn: Callable[[int, Exchange], Any]) -> list[Any]:
+    """Call `fn(rank, exchange)` on so many threads, whose exchange is an all-gather that counts its rounds."""
+    board: list[dict[str, Any]] = [{} for _ in range(world_size)]
+    barrier = threading.Barrier(world_size, timeout=20)
+
+    def work(rank: int) -> Any:
+        def exchange(payload: dict[str, Any]) -> list[dict[str, Any]]:
+            board[rank] = pickle.loads(pickle.dumps(payload))
+            barrier.wait()
+            found = list(board)
+            barrier.wait()
+            return found
+
+        return fn(rank, exchange)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(work, rank) for rank in range(world_size)]
+        return [future.result() for future in futures]
+
+
+def epoch_of(rank: int, exchange: Exchange, log: Callable[[MetricBuffer, int], None]) -> Flushed:
+    buffer = MetricBuffer()
+    buffer.begin("validate")
+    buffer.in_step = True
+    log(buffer, rank)
+    return buffer.flush_epoch(exchange)
+
+
+def step_of(rank: int, exchange: Exchange, log: Callable[[MetricBuffer, int], None]) -> Flushed:
+    buffer = MetricBuffer()
+    buffer.begin("train")
+    buffer.in_step = True
+    log(buffer, rank)
+    return buffer.flush_step(exchange)
+
+
+def epochs(world_size: int, log: Callable[[MetricBuffer, int], None]) -> list[dict[str, float]]:
+    return [f.callback for f in as_ranks(world_size, lambda rank, exchange: epoch_of(rank, exchange, log))]
+
+
+def steps(world_size: int, log: Callable[[MetricBuffer, int], None]) -> list[dict[str, float]]:
+    return [f.callback for f in as_ranks(world_size, lambda rank, exchange: step_of(rank, exchange, log))]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)])
+def test_a_synced_step_value_is_reduced_over_ranks(kind: str, expected: float) -> None:
+    found = steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0, reduce_fx=kind, sync_dist=True))
+    assert found == [{"m": expected}] * 2
+
+
+@pytest.mark.parametrize("sync_dist", [None, False])
+def test_a_step_value_is_each_ranks_own_by_default(sync_dist: bool | None) -> None:
+    found = steps(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=sync_dist))
+    assert found == [{"m": 1.0}, {"m": 2.0}]
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)])
+def test_an_epochs_aggregate_is_reduced_over_ranks_by_default(kind: str, expected: float) -> None:
+    assert (
+        epochs(2, lambda buffer, rank: buffer.log("m", torch.tensor(rank + 1.0), reduce_fx=kind))
+        == [{"m": expected}] * 2
+    )
+
+
+def test_an_epochs_aggregate_stays_each_ranks_own_with_sync_dist_false() -> None:
+    assert epochs(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=False)) == [{"m": 1.0}, {"m": 2.0}]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 9)), max_size=80), min_size=2, max_size=4))
+def test_a_mean_over_ranks_is_the_mean_over_all_samples(values: list[list[tuple[float, int]]]) -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        for value, size in values[rank]:
+            buffer.log("m", torch.tensor(value, dtype=torch.float64), batch_size=size)
+
+    found = epochs(len(values), log)
+    pooled = [pair for rank in values for pair in rank]
+    if not pooled:
+        assert found == [{}] * len(values)
+        return
+    expected = sum(value * size for value, size in pooled) / sum(size for _, size in pooled)
+    assert [rank["m"] for rank in found] == [pytest.approx(expected, rel=1e-9, abs=1e-6)] * len(values)
+
+
+def test_ranks_that_log_other_keys_all_hold_their_union() -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        buffer.log("both", float(rank))
+        buffer.log(f"only_{rank}", float(rank))
+
+    assert epochs(2, log) == [{"both": 0.5, "only_0": 0.0, "only_1": 1.0}] * 2
+
+
+def test_a_rank_that_logged_nothing_takes_part_and_learns_all() -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        if rank == 1:
+            buffer.log("m", 5.0, prog_bar=True, logger=False)
+
+    found = as_ranks(2, lambda rank, exchange: epoch_of(rank, exchange, log))
+    assert found == [Flushed(logged={}, callback={"m": 5.0}, prog_bar={"m": 5.0})] * 2
+
+
+@pytest.mark.parametrize("logs", [True, False])
+def test_each_flush_exchanges_exactly_once(logs: bool) -> None:
+    rounds: list[dict[str, Any]] = []
+
+    def exchange(payload: dict[str, Any]) -> list[dict[str, Any]]:
+        rounds.append(payload)
+        return [payload]
+
+    buffer = MetricBuffer()
+    buffer.begin("train")
+    buffer.in_step = True
+    if logs:
+        buffer.log("m", 1.0, on_step=True, on_epoch=True, sync_dist=True)
+    assert rounds == []
+    buffer.flush_step(exchange)
+    assert len(rounds) == 1
+    buffer.flush_epoch(exchange)
+    assert len(rounds) == 2
+
+
+def test_rank_zero_only_gives_every_rank_the_value_of_rank_0() -> None:
+    assert epochs(3, lambda buffer, rank: buffer.log("m", float(rank + 7), rank_zero_only=True)) == [{"m": 7.0}] * 3
+
+
+def test_a_nan_on_one_rank_reaches_every_rank() -> None:
+    for kind in ("mean", "sum", "min", "max"):
+        found = epochs(2, lambda buffer, rank, kind=kind: buffer.log("m", [1.0, math.nan][rank], reduce_fx=kind))  # type: ignore[misc]
+        assert all(math.isnan(rank["m"]) for rank in found)
+
+
+def test_a_reduction_of_the_users_own_sees_the_values_of_all_ranks() -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        for value in ([1.0, 2.0], [10.0])[rank]:
+            buffer.log("m", torch.tensor(value), reduce_fx=lambda values: values.median())
+
+    assert epochs(2, log) == [{"m": 2.0}] * 2
+
+
+def test_ranks_that_reduce_a_key_differently_all_raise() -> None:
+    def attempt(rank: int, exchange: Exchange) -> str:
+        with pytest.raises(ConfigurationError, match=r"reduce it differently \(max, min\)"):
+            epoch_of(rank, exchange, lambda buffer, rank: buffer.log("m", 1.0, reduce_fx=["min", "max"][rank]))
+        return "raised"
+
+    assert as_ranks(2, attempt) == ["raised", "raised"]
+
+
+def test_a_synced_step_mean_is_weighted_by_the_batch() -> None:
+    def log(buffer: MetricBuffer, rank: int) -> None:
+        buffer.batch = torch.zeros([1, 3][rank], 2)
+        buffer.log("m", [0.0, 4.0][rank], sync_dist=True)
+
+    assert steps(2, log) == [{"m": 3.0}] * 2
+
+
+def _gather(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, payload)
+    return found
+
+
+def _metric_objects_on_a_rank() -> tuple[dict[str, float], dict[str, float], list[str]]:
+    import warnings
+
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+    rank = dist.get_rank()
+    shared, local, alone = MeanMetric(), SumMetric(), SumMetric()
+    collection = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+    buffer = MetricBuffer()
+    buffer.begin("validate")
+    buffer.in_step = True
+    # Ranks see unequal numbers of batches and log in different orders.
+    for value in ([1.0, 2.0, 3.0], [10.0])[rank]:
+        shared.update(torch.tensor(value))
+        local.update(torch.tensor(value))
+        collection.update(torch.tensor(value))
+        logs = [
+            lambda: buffer.log("shared", shared),
+            lambda: buffer.log("local", local, sync_dist=False),
+            lambda: buffer.log("all", collection),
+        ]
+        for log in logs if rank == 0 else reversed(logs):
+            log()
+    if rank == 1:
+        alone.update(torch.tensor(5.0))
+        buffer.log("alone", alone)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = buffer.flush_epoch(_gather).callback
+    shared.update(torch.tensor(8.0))
+    buffer.begin("validate")
+    buffer.log("shared", shared)
+    second = buffer.flush_epoch(_gather).callback
+    messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
+    return first, second, messages
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_metric_objects_reduce_over_ranks_in_one_order_and_start_over() -> None:
+    pytest.importorskip("torchmetrics")
+    (first_0, second_0, messages_0), (first_1, second_1, messages_1) = run_distributed(_metric_objects_on_a_rank, 2)
+    common = {"shared": 4.0, "all/mean": 4.0, "all/sum": 16.0}
+    assert first_0 == {**common, "local": 6.0}
+    assert first_1 == {**common, "local": 10.0, "alone": 5.0}
+    assert second_0 == second_1 == {"shared": 8.0}
+    assert messages_0 == []
+    assert len(messages_1) == 1
+    assert "'alone' was logged on 1 of 2 ranks" in messages_1[0]

@@ -1,0 +1,164 @@
+"""What TensorBoard reads back: images, figures, text, graph, hyper-parameters."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.loggers import RunInfo, TensorBoardLogger
+
+pytest.importorskip("tensorboard")
+
+
+def started(folder: Path, **options: Any) -> TensorBoardLogger:
+    logger = TensorBoardLogger(folder, version=0, **options)
+    logger.start(RunInfo(folder))
+    return logger
+
+
+def events_of(logger: TensorBoardLogger) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger.finish("success")
+    return EventAccumulator(str(logger.log_dir)).Reload()
+
+
+def picture(event: Any) -> np.ndarray[Any, Any]:
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(event.encoded_image_string)))
+
+
+def test_an_image_is_read_back(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    image = torch.zeros(3, 4, 5)
+    image[0] = 1.0
+    logger.log_image("im", image, 3)
+    (event,) = events_of(logger).Images("im")
+    assert event.step == 3
+    found = picture(event)
+    assert found.shape == (4, 5, 3)
+    assert (found == [255, 0, 0]).all()
+
+
+def test_a_figure_is_read_back_and_left_open(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(2, 1), dpi=50)
+    axes.plot([1, 2])
+    logger = started(tmp_path)
+    logger.log_figure("fig", figure, 2)
+    assert pyplot.fignum_exists(figure.number)
+    pyplot.close(figure)
+    (event,) = events_of(logger).Images("fig")
+    assert (event.step, event.width, event.height) == (2, 100, 50)
+
+
+def test_a_text_is_read_back(tmp_path: Path) -> None:
+    logger = started(tmp_path, prefix="p")
+    logger.log_text("note", "hello", 1)
+    (event,) = events_of(logger).Tensors("p-note/text_summary")
+    assert event.tensor_proto.string_val[0] == b"hello"
+
+
+class Task(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+        self.layers[1].eval()
+        self.example_input_array = torch.randn(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x)
+        return y
+
+
+def test_the_graph_is_read_back_and_the_task_is_left_as_it_was(tmp_path: Path) -> None:
+    task = Task()
+    modes = [module.training for module in task.modules()]
+    state = {name: value.clone() for name, value in task.state_dict().items()}
+    rng = torch.get_rng_state()
+    logger = started(tmp_path, log_graph=True)
+    assert logger.wants_graph
+    logger.log_graph(task)
+    assert [module.training for module in task.modules()] == modes
+    assert all(torch.equal(value, state[name]) for name, value in task.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert any("Linear" in node.name for node in events_of(logger).Graph().node)
+
+
+def test_a_graph_without_an_input_is_refused(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        logger.log_graph(nn.Linear(1, 1))
+    logger.finish("success")
+
+
+def hparams_of(events: Any) -> dict[str, Any]:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    info = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
+    return {name: getattr(value, value.WhichOneof("kind")) for name, value in info.hparams.items()}
+
+
+def test_hyperparameters_are_a_flat_table_and_nested_yaml(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_hyperparams({"lr": 0.5, "net": {"act": "relu", "sizes": [1, 2]}, "bias": True, "none": None})
+    events = events_of(logger)
+    expected = {"lr": 0.5, "net/act": "relu", "net/sizes": "[1, 2]", "bias": True, "none": "None"}
+    assert hparams_of(events) == expected
+    assert [(event.step, event.value) for event in events.Scalars("hp_metric")] == [(0, -1.0)]
+    assert logger.log_dir is not None
+    text = (logger.log_dir / "hparams.yaml").read_text()
+    assert yaml.safe_load(text)["net"] == {"act": "relu", "sizes": [1, 2]}
+
+
+def test_the_runs_own_metric_takes_the_place_of_the_default(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    logger.log_hyperparams({"lr": 0.5}, {"val_loss": 0.25})
+    tags = events_of(logger).Tags()["scalars"]
+    assert tags == ["val_loss"]
+
+
+def test_without_the_default_metric_only_the_table_is_written(tmp_path: Path) -> None:
+    logger = started(tmp_path, default_hp_metric=False)
+    logger.log_hyperparams({"lr": 0.5})
+    events = events_of(logger)
+    assert events.Tags()["scalars"] == []
+    assert hparams_of(events) == {"lr": 0.5}
+
+
+def test_a_resumed_run_writes_the_default_metric_no_second_time(tmp_path: Path) -> None:
+    for step in (1, 2):
+        logger = started(tmp_path)
+        logger.log_hyperparams({"lr": 0.5})
+        logger.log_metrics({"loss": 1.0}, step)
+        events = events_of(logger)
+    assert len(events.Scalars("hp_metric")) == 1
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+
+
+def test_sub_dir_holds_the_event_files(tmp_path: Path) -> None:
+    logger = started(tmp_path, sub_dir="tb")
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    assert list((tmp_path / "trainwright_logs" / "version_0" / "tb").glob("events.out.tfevents.*"))
+
+
+def test_the_experiment_is_the_writer(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    logger = started(tmp_path)
+    assert isinstance(logger.experiment, SummaryWriter)
+    logger.finish("success")

@@ -1,0 +1,197 @@
+"""W&B, offline for real and with a stand-in for what needs its server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.loggers.wandb_file import read_run
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.loggers import RunInfo, WandbLogger
+
+
+class FakeRun:
+    """A W&B run that remembers what it is told."""
+
+    def __init__(self, *, resumed: bool = False, last_step: int | None = None, **options: Any) -> None:
+        self.options = options
+        self.id = options.get("id") or "made-up"
+        self.project = options.get("project")
+        self.resumed = resumed
+        self.summary = {} if last_step is None else {"trainer/global_step": last_step}
+        self.history: list[dict[str, Any]] = []
+        self.axes: list[tuple[str, Any]] = []
+        self.artifacts: list[tuple[Any, list[str]]] = []
+        self.exit_code: int | None = None
+
+    def define_metric(self, name: str, step_metric: str | None = None, step_sync: bool | None = None) -> None:
+        self.axes.append((name, step_metric))
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.history.append(values)
+
+    def log_artifact(self, artifact: Any, aliases: list[str]) -> None:
+        self.artifacts.append((artifact, aliases))
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+class FakeArtifact:
+    def __init__(self, name: str, type: str, metadata: dict[str, Any]) -> None:
+        self.name, self.paths = name, list[str]()
+
+    def add_dir(self, path: str) -> None:
+        self.paths.append(path)
+
+    add_file = add_dir
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Put a stand-in where `require_package("wandb")` finds the package; `runs` are those that were made."""
+    package = SimpleNamespace(run=None, runs=[], make={}, Artifact=FakeArtifact)
+
+    def init(**options: Any) -> FakeRun:
+        package.runs.append(FakeRun(**package.make, **options))
+        return package.runs[-1]  # type: ignore[no-any-return]
+
+    package.init = init
+    monkeypatch.setattr("trainwright.loggers.wandb_logger.require_package", lambda *args, **options: package)
+    return package
+
+
+def test_curves_have_the_optimizer_step_as_their_axis(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.start(RunInfo(tmp_path))
+    logger.log_metrics({"loss": 1.0}, 50)
+    assert fake.runs[0].axes == [("trainer/global_step", None), ("*", "trainer/global_step")]
+    assert fake.runs[0].history == [{"loss": 1.0, "trainer/global_step": 50}]
+
+
+def test_a_resumed_history_gets_no_step_twice(fake: SimpleNamespace, tmp_path: Path) -> None:
+    fake.make = {"resumed": True, "last_step": 150}
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.load_state_dict({"id": "abc"})
+    logger.start(RunInfo(tmp_path))
+    for step in (110, 150, 160):
+        logger.log_metrics({"loss": 1.0}, step)
+    assert fake.runs[0].options["id"] == "abc"
+    assert fake.runs[0].options["resume"] == "allow"
+    assert [row["trainer/global_step"] for row in fake.runs[0].history] == [160]
+
+
+def test_the_id_that_wandb_makes_is_the_state(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.start(RunInfo(tmp_path))
+    assert logger.state_dict() == {"id": "made-up"}
+    assert logger.version == "made-up"
+
+
+def test_an_id_that_was_asked_for_wins_over_the_state(fake: SimpleNamespace) -> None:
+    logger = WandbLogger(id="mine")
+    logger.load_state_dict({"id": "abc"})
+    assert logger.version == "mine"
+
+
+def test_a_state_that_comes_too_late_is_reported(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.start(RunInfo(tmp_path))
+    with pytest.warns(TrainwrightWarning, match=r"WandbLogger\(id='abc'\)"):
+        logger.load_state_dict({"id": "abc"})
+
+
+@pytest.mark.parametrize(("status", "code"), [("success", 0), ("failed", 1), ("interrupted", 255)])
+def test_the_status_is_the_exit_code(fake: SimpleNamespace, tmp_path: Path, status: Any, code: int) -> None:
+    logger = WandbLogger(save_dir=tmp_path)
+    logger.start(RunInfo(tmp_path))
+    logger.finish(status)
+    assert fake.runs[0].exit_code == code
+
+
+def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
+    fake.run = FakeRun(id="theirs")
+    logger = WandbLogger(save_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="is open already"):
+        logger.start(RunInfo(tmp_path))
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finish("success")
+    assert fake.runs == []
+    assert len(fake.run.history) == 1
+    assert fake.run.exit_code is None
+
+
+def test_a_run_handed_over_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
+    theirs = FakeRun(id="theirs")
+    logger = WandbLogger(experiment=theirs)
+    logger.start(RunInfo(tmp_path))
+    assert logger.experiment is theirs
+    logger.finish("success")
+    assert theirs.exit_code is None
+
+
+def test_the_runs_name_and_options_reach_init(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=None, project="p", entity="e", tags=["t"])
+    logger.start(RunInfo(tmp_path, "night"))
+    options = fake.runs[0].options
+    assert (options["name"], options["project"], options["entity"], options["tags"]) == ("night", "p", "e", ["t"])
+    assert options["dir"] == str(tmp_path)
+    assert "mode" not in options
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    paths = [folder / "step-1", folder / "step-2"]
+    for path in paths:
+        path.mkdir()
+    return paths
+
+
+def test_log_model_all_uploads_each_checkpoint(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, log_model="all")
+    logger.start(RunInfo(tmp_path))
+    for path in checkpoints(tmp_path):
+        logger.log_checkpoint(path, aliases=("best",))
+    uploaded = [(artifact.paths, aliases) for artifact, aliases in fake.runs[0].artifacts]
+    assert uploaded == [([str(tmp_path / name)], ["latest", name, "best"]) for name in ("step-1", "step-2")]
+
+
+def test_log_model_true_uploads_the_last_checkpoint_at_the_end(fake: SimpleNamespace, tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, log_model=True)
+    logger.start(RunInfo(tmp_path))
+    for path in checkpoints(tmp_path):
+        logger.log_checkpoint(path)
+    run = fake.runs[0]
+    assert run.artifacts == []
+    logger.finish("success")
+    assert [artifact.paths for artifact, _ in run.artifacts] == [[str(tmp_path / "step-2")]]
+
+
+@pytest.mark.parametrize(
+    "options", [{"offline": True, "log_model": True}, {"id": "a", "version": "b"}, {"log_model": "best"}]
+)
+def test_options_that_contradict_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="WandbLogger"):
+        WandbLogger(**options)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.requires("wandb", "its own format")
+def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> None:
+    logger = WandbLogger("night", tmp_path, offline=True, project="proj", id="abc123")
+    logger.start(RunInfo(tmp_path))
+    logger.log_hyperparams({"lr": 0.5, "net": {"sizes": (1, 2)}})
+    logger.log_image("im", torch.rand(1, 4, 5), 1)
+    logger.log_text("note", "hello", 2)
+    logger.finish("failed")
+    run = read_run(tmp_path)
+    assert (run["id"], run["project"], run["name"], run["exit_code"]) == ("abc123", "proj", "night", 1)
+    assert run["config"]["lr"] == 0.5
+    assert run["config"]["net"] == {"sizes": [1, 2]}
+    image, note = run["history"][0], run["history"][1]
+    assert (image["im/height"], image["im/width"], image["trainer/global_step"]) == (4, 5, 1)
+    assert note["note/nrows"] == 1
