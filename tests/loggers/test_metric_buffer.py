@@ -417,6 +417,22 @@ def test_one_flush_reads_each_device_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert reads == ["tolist", "tolist"]
 
 
+@pytest.mark.requires("cuda", "a GPU waits, a CPU does not")
+def test_on_a_gpu_logging_never_waits() -> None:
+    buffer = training()
+    value = torch.ones((), device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for kind in ("mean", "sum", "min", "max"):
+            for step in range(2 * FOLD_EVERY):
+                buffer.log(kind, value, on_step=True, on_epoch=True, reduce_fx=kind, batch_size=1 + step % 3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = {"mean_epoch": 1.0, "sum_epoch": 2.0 * FOLD_EVERY, "min_epoch": 1.0, "max_epoch": 1.0}
+    assert buffer.flush_epoch().logged == expected
+
+
 def python_calls(buffer: MetricBuffer, value: torch.Tensor, **options: Any) -> int:
     count = 0
 
