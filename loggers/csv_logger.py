@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, write_atomically
+from trainwright.loggers.versioned import WHERE, VersionedLogger, cut_torn_line, write_atomically
 
 METRICS_FILE = "metrics.csv"
 HPARAMS_FILE = "hparams.yaml"
@@ -77,7 +77,7 @@ class CSVLogger(VersionedLogger):
         for row in rows:
             if int(row["step"]) >= step:
                 row = {} if names is None else {key: text for key, text in row.items() if key not in names}
-            if any(text for key, text in row.items() if key != "step"):
+            if any(text for key, text in row.items() if key not in WHERE):
                 kept.append(row)
         write_atomically(self.metrics_file, _text(columns, kept, header=True))
 

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from trainwright.loggers.hyperparams import json_safe, plain
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, write_atomically
+from trainwright.loggers.versioned import WHERE, VersionedLogger, cut_torn_line, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 HPARAMS_FILE = "hparams.json"
@@ -68,7 +68,7 @@ class JSONLinesLogger(VersionedLogger):
         for row in _rows(self.metrics_file):
             if int(row["step"]) >= step:
                 row = {} if names is None else {key: value for key, value in row.items() if key not in names}
-            if any(key not in _OWN for key in row):
+            if any(key not in WHERE for key in row):
                 lines.append(json.dumps(row, allow_nan=False) + "\n")
         write_atomically(self.metrics_file, "".join(lines))
 

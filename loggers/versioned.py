@@ -15,6 +15,8 @@ from trainwright.core.errors import require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.logger import Logger, RunInfo
 
+WHERE = frozenset({"step", "time", "epoch"})
+"""Columns that say where a row stands; the loop sends `epoch` with whatever it logs, so it is no curve of its own."""
 _NUMBERED = re.compile(r"version_(\d+)")
 
 
@@ -169,7 +171,7 @@ class VersionedLogger(Logger):
             else:
                 self._previous = self.last_steps()
         if self._previous:
-            earlier = {name: self._previous.pop(name) for name in names if name in self._previous}
+            earlier = {name: self._previous.pop(name) for name in names if name in self._previous and name not in WHERE}
             earlier = {name: last for name, last in earlier.items() if last >= step}
             if earlier:
                 self.replace(step, earlier)
