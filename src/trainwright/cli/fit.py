@@ -1,0 +1,221 @@
+"""`trainwright fit|validate|test|predict --config config.yaml`: run what a configuration file describes.
+
+A configuration file holds `seed_everything`, `trainer:` (the arguments of `Trainer`), `task:` and `data:` (each a
+`class_path` with `init_args`), and `ckpt_path`. Any of it can be overridden: `--trainer.max_epochs 3`, `task.lr=0.01`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.cli.class_defaults import fill_nested_defaults, place_classes
+from trainwright.cli.main import INTERRUPTED
+from trainwright.cli.overrides import read_command_line, read_configs, swap_classes
+from trainwright.cli.short_names import expand_assignments, expand_config
+from trainwright.core.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from trainwright.core.run import Stage
+
+CONFIG_NAME = "config.yaml"
+PREDICTIONS_NAME = "predictions.safetensors"
+_MARK = "# What this run was started with, every default filled in; written by `trainwright fit`.\n"
+_NOT_SERIALIZABLE = "Unable to serialize instance"  # how jsonargparse 4.53 writes a default such as a lambda
+
+
+def fit(argv: Sequence[str]) -> int:
+    """Train; see `trainwright fit --help`."""
+    return run_stage("fit", argv)
+
+
+def validate(argv: Sequence[str]) -> int:
+    """Validate; see `trainwright validate --help`."""
+    return run_stage("validate", argv)
+
+
+def test(argv: Sequence[str]) -> int:
+    """Test; see `trainwright test --help`."""
+    return run_stage("test", argv)
+
+
+def predict(argv: Sequence[str]) -> int:
+    """Predict; see `trainwright predict --help`."""
+    return run_stage("predict", argv)
+
+
+def run_stage(stage: Stage, argv: Sequence[str]) -> int:
+    """Read the configuration, build the Trainer, the task and the data, save the resolved configuration, and run.
+
+    Modules of the current folder can be named in class paths. Every rank calls this alike; the main one writes.
+
+    Returns:
+        0, or 130 when the run was ended by Ctrl-C.
+
+    Raises:
+        ConfigurationError: a file, a key, a value or a class that cannot be used.
+    """
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    line = read_command_line(argv)
+    config = read_configs(line.configs)
+    expand_config(config)
+    assignments, notes = swap_classes(config, expand_assignments(line.assignments))
+    assignments = place_classes(config, assignments)
+    fill_nested_defaults(config)
+    for note in notes:
+        print(f"trainwright: note: {note}", file=sys.stderr)
+    parser = build_parser(stage)
+    settings = _parse(parser, config, [*line.flags, *(f"--{key}={value}" for key, value in assignments)])
+    if settings.task is None:
+        raise ConfigurationError("no task is configured. Name it: task.class_path in --config, or --task=module.Class.")
+    _check_checkpoint(settings.ckpt_path)
+    if settings.seed_everything is not None:
+        from trainwright.core.rng import seed_everything
+
+        seed_everything(settings.seed_everything)
+    built = parser.instantiate(settings)
+    trainer = built.trainer
+    if stage == "fit" and _is_main_process(settings.trainer.get("launcher")):
+        save_config(_resolved_yaml(parser, settings), Path(trainer.default_root_dir))
+    if stage == "predict":
+        _predict(built, settings)
+    else:
+        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path)
+    return INTERRUPTED if trainer.interrupted else 0
+
+
+def _predict(built: Any, settings: Any) -> None:
+    """Predict, and write what came out on the main process; with `--output none` a callback of the user's does."""
+    trainer, keep = built.trainer, settings.output != "none"
+    found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
+    if keep and trainer.is_global_zero:
+        from trainwright.cli.predictions import write_predictions
+
+        path = Path(settings.output or Path(trainer.default_root_dir) / PREDICTIONS_NAME)
+        shapes = write_predictions(found or [], path)
+        told = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        print(f"predictions: {path} ({told})")
+
+
+def build_parser(stage: Stage) -> Any:
+    """Return the jsonargparse parser of a command: `trainer`, `task`, `data`, `seed_everything` and `ckpt_path`."""
+    from jsonargparse import ArgumentParser
+
+    from trainwright import DataModule, TaskModule, Trainer
+
+    parser = ArgumentParser(
+        prog=f"trainwright {stage}",
+        description=f"{stage.capitalize()} what --config describes; override any of it with key=value.",
+        exit_on_error=False,
+        allow_abbrev=False,  # `--trainer.max_epoch` must be an error, not a guess
+    )
+    parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
+    parser.add_argument("--seed_everything", type=int | None, default=None, help="seed every generator before building")
+    parser.add_argument(
+        "--ckpt_path", type=str | None, default=None, help='checkpoint to start from: a folder, "best" or "last"'
+    )
+    if stage == "predict":
+        parser.add_argument(
+            "--output",
+            type=str | None,
+            default=None,
+            help=f"safetensors file to write (default: {PREDICTIONS_NAME} in trainer.default_root_dir); none: no file",
+        )
+    parser.add_class_arguments(Trainer, "trainer")
+    parser.add_subclass_arguments(TaskModule, "task", required=False)
+    parser.add_subclass_arguments(DataModule, "data", required=False)
+    return parser
+
+
+def _parse(parser: Any, config: dict[str, Any], arguments: list[str]) -> Any:
+    import argparse
+
+    _check_top_level(parser, config)
+    try:
+        # Defaults wait until the command line was read: a default of a class must not outlive a swap of that class.
+        settings = parser.parse_args(arguments, namespace=parser.parse_object(config, defaults=False))
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(_with_nearest(parser, str(error))) from None
+    for key in ("task", "data"):
+        if key not in settings:
+            settings[key] = None
+    return settings
+
+
+def _check_top_level(parser: Any, config: dict[str, Any]) -> None:
+    known = ["seed_everything", "trainer", "task", "data", "ckpt_path"]
+    for key in config:
+        if key not in known:
+            raise ConfigurationError(
+                f"the configuration has a key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}."
+            )
+
+
+def _with_nearest(parser: Any, message: str) -> str:
+    """Add the option that was probably meant to the parser's message about one that it does not know."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    words = [word.partition("=")[0].strip("'\",") for word in message.split()]
+    unknown = [word for word in words if word.startswith("--") and word not in known]
+    return message + (nearest(unknown[0], known) if unknown else "")
+
+
+def _check_checkpoint(ckpt_path: str | None) -> None:
+    if ckpt_path is not None and ckpt_path not in ("best", "last") and not Path(ckpt_path).exists():
+        raise ConfigurationError(
+            f'ckpt_path={ckpt_path!r} does not exist. Give a checkpoint\'s folder, "best" or "last".'
+        )
+
+
+def _is_main_process(launcher: str | None) -> bool:
+    from trainwright.core.process import detect
+
+    return detect(launcher or "auto").rank == 0
+
+
+def _resolved_yaml(parser: Any, settings: Any) -> str:
+    """Return the settings as YAML that `--config` reads again.
+
+    A default that YAML cannot hold (a lambda that makes an optimizer) is left out, so that it is the default again.
+    """
+    import yaml
+
+    kept = settings.clone()
+    kept.pop("config", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=rf"\s*{_NOT_SERIALIZABLE}")
+        text = parser.dump(kept, skip_unset=False)
+    return yaml.safe_dump(_without_unserializable(yaml.safe_load(text)), sort_keys=False)
+
+
+def _without_unserializable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_unserializable(item)
+            for key, item in value.items()
+            if not (isinstance(item, str) and item.startswith(_NOT_SERIALIZABLE))
+        }
+    if isinstance(value, list):
+        return [_without_unserializable(item) for item in value]
+    return value
+
+
+def save_config(text: str, folder: Path) -> Path:
+    """Write a resolved configuration into the run's folder, by one rename, and return where.
+
+    A file of that name which no run has written (the user's own `config.yaml`, when the run's folder is the project's)
+    is left alone and the resolved one goes beside it.
+    """
+    target = folder / CONFIG_NAME
+    if target.exists() and not target.read_text().startswith(_MARK):
+        target = folder / "config.resolved.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.tmp")
+    staging.write_text(_MARK + text)
+    staging.replace(target)
+    return target

@@ -1,0 +1,131 @@
+"""The dispatcher: find the sub-command, run it, and turn our own errors into one readable line.
+
+It imports the standard library only, so that `trainwright --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainwright import __version__
+from trainwright.core.errors import TrainwrightError, nearest
+from trainwright.core.registry import import_object
+
+_PROG = "trainwright"
+_USAGE_ERROR = 2  # as argparse has it
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One sub-command.
+
+    Attributes:
+        target: `"module:function"`; the function takes the arguments after the command's name and returns an exit code.
+        help: one line for `trainwright --help`.
+        forwards: what follows the command's name belongs, at least in part, to another program, so that nothing in
+            it is taken for an option of `trainwright` itself.
+    """
+
+    target: str
+    help: str
+    forwards: bool = False
+
+
+COMMANDS: dict[str, Command] = {
+    "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
+    "fit": Command("trainwright.cli.fit:fit", "train what a configuration file describes"),
+    "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
+    "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
+    "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
+    "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: the arguments after the program's name; those of this process unless told.
+
+    Returns:
+        0; 2 for an error in what was asked (an unknown command, a `TrainwrightError`), printed to stderr without a
+        traceback unless `--traceback` is given; 130 after Ctrl-C; or the code that the command exits with. Errors that
+        are not ours pass through with their traceback.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    show_traceback, arguments = _take_traceback_option(arguments)
+    try:
+        return _dispatch(arguments)
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except TrainwrightError as error:
+        if show_traceback:
+            traceback.print_exc()
+        else:
+            print(f"{_PROG}: error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"{_PROG}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = _parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    name = arguments[0]
+    if name.startswith("-"):
+        parser.parse_args(arguments)  # --help and --version exit; anything else is reported
+        return 0
+    command = COMMANDS.get(name)
+    if command is None:
+        known = ", ".join(COMMANDS)
+        print(f"{_PROG}: error: unknown command {name!r}.{nearest(name, COMMANDS)} Known: {known}.", file=sys.stderr)
+        return _USAGE_ERROR
+    return int(import_object(command.target)(arguments[1:]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog=_PROG,
+        usage=f"{_PROG} COMMAND [ARGUMENTS]",
+        description="Train PyTorch models.",
+        epilog=f"commands:\n{lines}\n\n`{_PROG} COMMAND --help` describes one command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"{_PROG} {__version__}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    return parser
+
+
+def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
+    """Find `--traceback` before or after the command's name, and return the arguments without it.
+
+    After the name of a command that forwards its arguments it belongs to the other program, after `--` to nobody here.
+    """
+    name = next((index for index, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
+    command = COMMANDS.get(arguments[name]) if name < len(arguments) else None
+    end = name if command is not None and command.forwards else len(arguments)
+    if "--" in arguments[:end]:
+        end = arguments.index("--")
+    ours = [word for word in arguments[:end] if word != "--traceback"]
+    return len(ours) < end, ours + arguments[end:]
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """Return the code that the interpreter would exit with, after printing a message as it would."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1

@@ -1,0 +1,160 @@
+"""`trainwright new`: write a project that trains from one of the templates.
+
+A template is a folder of data under `trainwright.templates`. Files that end in `.jinja` are rendered and lose the
+suffix; all others are copied byte for byte. Names of files and folders may hold `{{ package }}`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources.abc import Traversable
+from pathlib import Path, PurePosixPath
+
+from trainwright import __version__
+from trainwright.core.errors import ConfigurationError, nearest
+
+TEMPLATES_PACKAGE = "trainwright.templates"
+_SUFFIX = ".jinja"
+_DEFAULT_TEMPLATE = "classifier"
+# Packagers and version control treat files whose name begins with a dot specially, so templates spell it out.
+_DOTFILES = {"gitignore": ".gitignore"}
+
+
+def new(argv: Sequence[str]) -> int:
+    """Write a new project and say what to do next; see `trainwright new --help`."""
+    parser = argparse.ArgumentParser(prog="trainwright new", description="Write a project that trains.")
+    parser.add_argument("path", type=Path, metavar="PATH", help="the folder to write; new, or empty")
+    parser.add_argument(
+        "--template",
+        default=_DEFAULT_TEMPLATE,
+        metavar="NAME",
+        help=f"one of: {', '.join(template_names())} (default: {_DEFAULT_TEMPLATE})",
+    )
+    parser.add_argument("--name", help="the project's name (default: the folder's)")
+    wanted = parser.parse_args(argv)
+    files = write_project(wanted.path, template=wanted.template, name=wanted.name)
+    print(f"Wrote {len(files)} files to {wanted.path}. Next:\n")
+    if wanted.path.resolve() != Path.cwd():
+        print(f"  cd {wanted.path}")
+    print("  pip install -e '.[dev]'")
+    print("  python train.py                          # train, then test the best checkpoint")
+    print("  trainwright fit --config config.yaml     # the same from the configuration file")
+    print("  pytest")
+    return 0
+
+
+def template_names() -> list[str]:
+    """Return the names of the templates there are, sorted."""
+    return sorted(entry.name for entry in _templates().iterdir() if entry.is_dir() and not entry.name.startswith("_"))
+
+
+def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | None = None) -> list[PurePosixPath]:
+    """Render a template into a folder.
+
+    Everything is rendered before anything is written; the files are then written beside the target and renamed, so
+    that an error leaves no half of a project behind.
+
+    Args:
+        path: the folder to write; it may exist if it is empty, and its parents are made.
+        template: a name from `template_names()`.
+        name: the project's name; `path`'s last part unless told.
+
+    Returns:
+        The files written, relative to `path`, sorted.
+
+    Raises:
+        ConfigurationError: an unknown template, a name that is no name for a project, or a target that is not empty.
+    """
+    known = template_names()
+    if template not in known:
+        raise ConfigurationError(
+            f"--template {template!r} is unknown.{nearest(template, known)} Known: {', '.join(known)}."
+        )
+    path = path.resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigurationError(f"{path} exists and is not an empty folder. Choose another PATH or empty it first.")
+    files = render(_templates() / template, project_names(name if name is not None else path.name))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        # One level further down: only the owner may enter what mkdtemp makes, and the project is for everybody.
+        project = staging / path.name
+        project.mkdir()
+        _write(files, project)
+        _publish(project, path)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return sorted(files)
+
+
+def project_names(name: str) -> dict[str, str]:
+    """Return the variables of the templates: `name` (as given), `package` (a Python identifier) and `version` (ours).
+
+    Raises:
+        ConfigurationError: no letter or digit that a distribution's name must begin and end with (PEP 508).
+    """
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
+        raise ConfigurationError(
+            f"--name {name!r} is not a project's name: letters, digits, '.', '-' and '_', a letter or digit at both "
+            "ends. Pass another one with --name."
+        )
+    package = re.sub(r"[^a-z0-9]+", "_", name.lower())
+    if package[0].isdigit() or keyword.iskeyword(package):
+        package = f"project_{package}"
+    return {"name": name, "package": package, "version": __version__}
+
+
+def render(template: Traversable, names: Mapping[str, str]) -> dict[PurePosixPath, bytes]:
+    """Return the files of a template, rendered: path relative to the project → content."""
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    files: dict[PurePosixPath, bytes] = {}
+    for parts, entry in _walk(template):
+        content = entry.read_bytes()
+        if entry.name.endswith(_SUFFIX):
+            parts = (*parts[:-1], entry.name.removesuffix(_SUFFIX))
+            content = environment.from_string(content.decode()).render(names).encode()
+        parts = (*parts[:-1], _DOTFILES.get(parts[-1], parts[-1]))
+        files[PurePosixPath(*(environment.from_string(part).render(names) for part in parts))] = content
+    return files
+
+
+def _templates() -> Traversable:
+    from importlib.resources import files
+
+    return files(TEMPLATES_PACKAGE)
+
+
+def _walk(folder: Traversable, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Traversable]]:
+    for entry in folder.iterdir():
+        if entry.name == "__pycache__" or entry.name.endswith(".pyc"):
+            continue
+        if entry.is_dir():
+            yield from _walk(entry, (*above, entry.name))
+        else:
+            yield (*above, entry.name), entry
+
+
+def _write(files: Mapping[PurePosixPath, bytes], folder: Path) -> None:
+    for relative, content in files.items():
+        target = folder / relative
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+
+
+def _publish(project: Path, path: Path) -> None:
+    """Make the written files the project: by one rename where the folder is new.
+
+    An empty folder that exists stays the same folder (it may be somebody's working folder) and gets the entries.
+    """
+    if not path.exists():
+        project.rename(path)
+        return
+    for entry in sorted(project.iterdir()):
+        entry.rename(path / entry.name)

@@ -1,0 +1,419 @@
+"""`trainwright fit` and its siblings: what is built from a configuration, and what is saved with the run."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import trainwright
+from trainwright.callbacks import Callback
+from trainwright.cli.fit import build_parser, save_config
+from trainwright.cli.main import main
+from trainwright.loggers import Logger
+
+INTERRUPTED = False
+CALLS: list[tuple[str, Any, dict[str, Any]]] = []
+
+
+class RecordingTrainer:
+    """Stands for the Trainer: remembers what it was built with and what it was asked to do."""
+
+    def __init__(
+        self,
+        *,
+        max_epochs: int | None = None,
+        callbacks: list[Callback] | Callback | None = None,
+        logger: Logger | list[Logger] | bool | None = None,
+        default_root_dir: str | Path | None = None,
+        launcher: str = "auto",
+    ) -> None:
+        self.max_epochs = max_epochs
+        self.callbacks = callbacks
+        self.logger = logger
+        self.default_root_dir = Path(default_root_dir or ".")
+        self.launcher = launcher
+        self.interrupted = INTERRUPTED
+        self.is_global_zero = True
+
+    def fit(self, task: Any, **arguments: Any) -> None:
+        CALLS.append(("fit", self, {"task": task, **arguments}))
+
+    def validate(self, task: Any, **arguments: Any) -> None:
+        CALLS.append(("validate", self, {"task": task, **arguments}))
+
+    def test(self, task: Any, **arguments: Any) -> None:
+        CALLS.append(("test", self, {"task": task, **arguments}))
+
+    def predict(self, task: Any, **arguments: Any) -> Any:
+        CALLS.append(("predict", self, {"task": task, **arguments}))
+        return [torch.tensor([1, 2]), torch.tensor([3])] if arguments["return_predictions"] else None
+
+
+PROJECT = """
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright import DataModule, TaskModule
+
+
+class Mine(TaskModule):
+    def __init__(
+        self,
+        lr: float = 0.1,
+        width: int = 4,
+        optimizer: Callable[[Iterable], Optimizer] = lambda p: torch.optim.AdamW(p, lr=0.5),
+    ) -> None:
+        super().__init__()
+        self.lr = lr
+        self.optimizer = optimizer
+        self.layer = torch.nn.Linear(width, 1)
+
+
+class Other(TaskModule):
+    def __init__(self, lr: float = 0.7, note: str | None = None) -> None:
+        super().__init__()
+        self.lr = lr
+        self.note = note
+
+
+class Numbers(DataModule):
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the module `cli_project` and a configuration, as the working folder; the Trainer is recorded."""
+    import sys
+
+    (tmp_path / "cli_project.py").write_text(PROJECT)
+    (tmp_path / "config.yaml").write_text(
+        textwrap.dedent(
+            """
+            seed_everything: 7
+            trainer:
+              max_epochs: 2
+              default_root_dir: runs
+            task:
+              class_path: cli_project.Mine
+              init_args:
+                lr: 1e-3
+                optimizer:
+                  class_path: torch.optim.AdamW
+                  init_args: {lr: 0.3, weight_decay: 0.25}
+            data:
+              class_path: cli_project.Numbers
+            """
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(trainwright, "Trainer", RecordingTrainer)
+    CALLS.clear()
+    yield tmp_path
+    sys.modules.pop("cli_project", None)
+
+
+def run(*arguments: str, stage: str = "fit") -> tuple[Any, dict[str, Any]]:
+    """Run a command that must succeed; return the Trainer and what it was asked."""
+    assert main([stage, *arguments]) == 0
+    (name, trainer, asked) = CALLS.pop()
+    assert name == stage
+    return trainer, asked
+
+
+def optimizer_of(task: Any) -> Any:
+    return task.optimizer(list(task.layer.parameters()))
+
+
+@pytest.mark.usefixtures("project")
+def test_a_configuration_builds_trainer_task_and_data() -> None:
+    trainer, asked = run("--config", "config.yaml")
+    assert trainer.max_epochs == 2
+    assert type(asked["task"]).__name__ == "Mine"
+    assert asked["task"].lr == 0.001
+    assert asked["datamodule"].batch_size == 8
+    assert asked["ckpt_path"] is None
+
+
+@pytest.mark.usefixtures("project")
+def test_the_command_line_overrides_the_file_in_whichever_order() -> None:
+    trainer, asked = run("task.lr=0.01", "--config", "config.yaml", "--trainer.max_epochs", "3", "data.batch_size=2")
+    assert trainer.max_epochs == 3
+    assert asked["task"].lr == 0.01
+    assert asked["datamodule"].batch_size == 2
+
+
+@pytest.mark.usefixtures("project")
+def test_everything_can_be_given_without_a_file() -> None:
+    _, asked = run("--task=cli_project.Mine", "task.width=3")
+    assert asked["task"].layer.in_features == 3
+    assert asked["datamodule"] is None
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_every_stage_runs_from_the_same_configuration(stage: str) -> None:
+    _, asked = run("--config", "config.yaml", "ckpt_path=last", stage=stage)
+    assert asked["ckpt_path"] == "last"
+
+
+@pytest.mark.usefixtures("project")
+def test_the_seed_makes_equal_weights() -> None:
+    first = run("--config", "config.yaml")[1]["task"].layer.weight
+    second = run("--config", "config.yaml")[1]["task"].layer.weight
+    third = run("--config", "config.yaml", "seed_everything=8")[1]["task"].layer.weight
+    assert first.equal(second)
+    assert not first.equal(third)
+
+
+@pytest.mark.usefixtures("project")
+def test_an_optimizer_factory_is_built_from_class_path_and_arguments() -> None:
+    optimizer = optimizer_of(run("--config", "config.yaml")[1]["task"])
+    assert type(optimizer).__name__ == "AdamW"
+    assert optimizer.param_groups[0]["lr"] == 0.3
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.usefixtures("project")
+def test_an_optimizer_s_arguments_can_be_overridden() -> None:
+    optimizer = optimizer_of(run("--config", "config.yaml", "task.optimizer.lr=0.9")[1]["task"])
+    assert optimizer.param_groups[0]["lr"] == 0.9
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "SGD"])
+def test_another_optimizer_does_not_inherit_the_old_one_s_arguments(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer = optimizer_of(run("--config", "config.yaml", f"task.optimizer={name}")[1]["task"])
+    assert type(optimizer).__name__ == "SGD"
+    assert optimizer.param_groups[0]["lr"] == 1e-3  # SGD's own default; neither the file's 0.3 nor the task's 0.5
+    assert optimizer.param_groups[0]["weight_decay"] == 0.0
+    assert "weight_decay=0.25" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("project")
+def test_arguments_given_beside_another_optimizer_are_its_own() -> None:
+    words = ("task.optimizer=SGD", "task.optimizer.momentum=0.5", "task.optimizer.lr=0.125")
+    optimizer = optimizer_of(run("--config", "config.yaml", *words)[1]["task"])
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    assert optimizer.param_groups[0]["lr"] == 0.125
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "SGD"])
+def test_an_optimizer_on_the_command_line_does_not_inherit_the_arguments_of_the_task_s_default(name: str) -> None:
+    task = run("--task=cli_project.Mine", f"task.init_args.optimizer={name}")[1]["task"]
+    assert type(optimizer_of(task)).__name__ == "SGD"
+    assert optimizer_of(task).param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.usefixtures("project")
+def test_a_text_that_looks_like_a_class_stays_a_text() -> None:
+    assert run("--task=cli_project.Other", "task.note=SGD")[1]["task"].note == "SGD"
+
+
+def test_an_optimizer_in_a_file_does_not_inherit_the_arguments_of_the_task_s_default(project: Path) -> None:
+    (project / "sgd.yaml").write_text("task: {class_path: cli_project.Mine, init_args: {optimizer: {class_path: SGD}}}")
+    optimizer = optimizer_of(run("--config", "sgd.yaml")[1]["task"])
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.usefixtures("project")
+def test_another_task_does_not_inherit_the_old_one_s_arguments() -> None:
+    assert run("--config", "config.yaml", "task=cli_project.Other")[1]["task"].lr == 0.7
+
+
+def test_callbacks_and_loggers_can_be_named_without_their_module(project: Path) -> None:
+    (project / "extra.yaml").write_text(
+        textwrap.dedent(
+            """
+            trainer:
+              callbacks:
+                - class_path: ModelCheckpoint
+                  init_args: {monitor: val_acc, mode: max}
+                - LearningRateMonitor
+                - class_path: early_stopping
+                  init_args: {monitor: val_loss}
+              logger:
+                - class_path: CSVLogger
+                  init_args: {save_dir: runs}
+            """
+        )
+    )
+    trainer, _ = run("--config", "config.yaml", "--config", "extra.yaml", "trainer.callbacks+=ModelCheckpoint")
+    built = [type(callback).__name__ for callback in trainer.callbacks]
+    assert built == ["ModelCheckpoint", "LearningRateMonitor", "EarlyStopping", "ModelCheckpoint"]
+    assert trainer.callbacks[0].monitor == "val_acc"
+    assert [type(found).__name__ for found in trainer.logger] == ["CSVLogger"]
+
+
+def test_the_resolved_configuration_is_saved_with_the_run(project: Path) -> None:
+    run("--config", "config.yaml", "task.lr=0.25")
+    saved = yaml.safe_load((project / "runs" / "config.yaml").read_text())
+    assert saved["task"]["init_args"]["lr"] == 0.25
+    assert saved["task"]["init_args"]["width"] == 4  # a default, filled in
+    assert saved["trainer"]["max_epochs"] == 2
+
+
+def test_the_saved_configuration_builds_the_same_run(project: Path) -> None:
+    run("--config", "config.yaml", "task.lr=0.25", "task.optimizer.lr=0.125")
+    _, asked = run("--config", "runs/config.yaml")
+    assert asked["task"].lr == 0.25
+    assert optimizer_of(asked["task"]).param_groups[0]["lr"] == 0.125
+
+
+def test_a_default_that_yaml_cannot_hold_is_left_to_be_the_default_again(project: Path) -> None:
+    run("--task=cli_project.Mine", "trainer.default_root_dir=runs")
+    _, asked = run("--config", "runs/config.yaml")
+    assert optimizer_of(asked["task"]).param_groups[0]["lr"] == 0.5
+
+
+def test_evaluation_saves_no_configuration(project: Path) -> None:
+    run("--config", "config.yaml", stage="validate")
+    assert not (project / "runs").exists()
+
+
+def test_only_the_main_process_saves_the_configuration(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    run("--config", "config.yaml")
+    assert not (project / "runs").exists()
+
+
+def test_the_users_own_configuration_is_never_overwritten(project: Path) -> None:
+    before = (project / "config.yaml").read_text()
+    run("--config", "config.yaml", "trainer.default_root_dir=.")
+    assert (project / "config.yaml").read_text() == before
+    assert (project / "config.resolved.yaml").is_file()
+
+
+def test_a_later_run_replaces_the_configuration_of_an_earlier_one(tmp_path: Path) -> None:
+    save_config("a: 1\n", tmp_path)
+    assert save_config("a: 2\n", tmp_path) == tmp_path / "config.yaml"
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"a": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_predictions_are_written_into_the_run_s_folder(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--config", "config.yaml", stage="predict")
+    assert load_file(project / "runs" / "predictions.safetensors")["predictions"].tolist() == [1, 2, 3]
+    assert f"predictions: {Path('runs/predictions.safetensors')} (predictions (3,))" in capsys.readouterr().out
+
+
+def test_predictions_can_go_elsewhere(project: Path) -> None:
+    run("--config", "config.yaml", "--output", "elsewhere.safetensors", stage="predict")
+    assert (project / "elsewhere.safetensors").is_file()
+
+
+def test_without_an_output_no_prediction_is_kept(project: Path) -> None:
+    _, asked = run("--config", "config.yaml", "--output", "none", stage="predict")
+    assert asked["return_predictions"] is False
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.usefixtures("project")
+def test_a_run_that_ctrl_c_has_ended_says_so_by_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "INTERRUPTED", True)
+    assert main(["fit", "--config", "config.yaml"]) == 130
+
+
+def test_print_config_shows_the_settings_and_runs_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", "config.yaml", "task.lr=0.5", "--print_config"]) == 0
+    assert CALLS == []
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert printed["task"]["init_args"]["lr"] == 0.5
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.usefixtures("project")
+def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--help"]) == 0
+    assert "--trainer.max_epochs" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--config", "nope.yaml"], "nope.yaml"),
+        (["--config", "config.yaml", "trainer.max_epoch=3"], "Did you mean '--trainer.max_epochs'?"),
+        (["--config", "config.yaml", "trainer.max_epochs=many"], "max_epochs"),
+        (["--config", "config.yaml", "task.lrr=3"], "lrr"),
+        (["--config", "config.yaml", "task.lr=fast"], "lr"),
+        (["--config", "config.yaml", "ckpt_path=nowhere"], "ckpt_path='nowhere' does not exist"),
+        (["--task=cli_project.Missing"], "Missing"),
+        (["trainer.max_epochs=3"], "no task is configured"),
+        (["--config", "config.yaml", "--trainer.max_epochs"], "has no value"),
+    ],
+)
+def test_a_mistake_is_one_clean_message_and_nothing_runs(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert says in printed
+    assert printed.startswith("trainwright: error: ")
+    assert CALLS == []
+
+
+def test_an_unknown_key_of_the_file_is_an_error_that_names_the_nearest(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "bad.yaml").write_text("trainr: {max_epochs: 3}\n")
+    assert main(["fit", "--config", "bad.yaml"]) == 2
+    assert "key 'trainr'. Did you mean 'trainer'?" in capsys.readouterr().err
+
+
+def test_an_unknown_argument_in_the_file_is_an_error_that_names_it(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "bad.yaml").write_text("trainer: {max_epoch: 3}\n")
+    assert main(["fit", "--config", "config.yaml", "--config", "bad.yaml"]) == 2
+    assert "max_epoch" in capsys.readouterr().err
+
+
+def test_every_argument_of_the_real_trainer_can_be_set_and_keeps_its_default() -> None:
+    import inspect
+
+    parser = build_parser("fit")
+    settings = parser.parse_args([])
+    for parameter in inspect.signature(trainwright.Trainer).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            assert settings.trainer[parameter.name] == parameter.default
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("devices=2", "2"),  # which the Trainer reads as 2; text comes before a number in the argument's type
+        ("devices=auto", "auto"),
+        ("val_check_interval=0.25", 0.25),
+        ("val_check_interval=500 steps", "500 steps"),
+        ("max_time=00:12:00:00", "00:12:00:00"),
+        ("limit_train_batches=10", 10),
+        ("fast_dev_run=true", True),
+        ("fast_dev_run=3", 3),
+        ("logger=false", False),
+        ("precision=bf16-mixed", "bf16-mixed"),
+        ("compile=true", True),
+    ],
+)
+def test_the_real_trainer_s_arguments_are_read_with_the_type_that_they_mean(word: str, value: Any) -> None:
+    name, _, _ = word.partition("=")
+    found = build_parser("fit").parse_args([f"--trainer.{word}"]).trainer[name]
+    assert found == value
+    assert type(found) is type(value)

@@ -1,0 +1,188 @@
+"""The dispatcher: which command runs, what is printed, and which exit code comes back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from trainwright import __version__
+from trainwright.cli import main as main_module
+from trainwright.cli.main import COMMANDS, Command, main
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.registry import import_object
+
+
+def _fail_on_purpose(arguments: Sequence[str]) -> int:
+    raise ConfigurationError("batch_size=0 is not positive")
+
+
+def _fail_unexpectedly(arguments: Sequence[str]) -> int:
+    raise KeyError("a bug")
+
+
+def _interrupted(arguments: Sequence[str]) -> int:
+    raise KeyboardInterrupt
+
+
+def _exit_143(arguments: Sequence[str]) -> int:
+    sys.exit(143)
+
+
+def _exit_with_message(arguments: Sequence[str]) -> int:
+    sys.exit("no space left")
+
+
+def _show(arguments: Sequence[str]) -> int:
+    print(json.dumps(list(arguments)))
+    return 3
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the table by commands that do one thing each."""
+    here = __name__
+    table = {
+        "show": Command(f"{here}:_show", "show"),
+        "forward": Command(f"{here}:_show", "forward", forwards=True),
+        "fail": Command(f"{here}:_fail_on_purpose", "fail"),
+        "bug": Command(f"{here}:_fail_unexpectedly", "bug"),
+        "interrupted": Command(f"{here}:_interrupted", "interrupted"),
+        "exit-143": Command(f"{here}:_exit_143", "exit"),
+        "exit-message": Command(f"{here}:_exit_with_message", "exit"),
+    }
+    # Looking the functions up here, not by import, keeps this independent of the name pytest gives this module.
+    monkeypatch.setattr(main_module, "COMMANDS", table)
+    monkeypatch.setattr(main_module, "import_object", lambda target: globals()[target.partition(":")[2]])
+
+
+def test_every_command_of_the_table_can_be_imported() -> None:
+    for command in COMMANDS.values():
+        assert callable(import_object(command.target))
+
+
+def test_help_lists_every_command_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        assert f"  {name}" in printed
+        assert command.help in printed
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "commands:" in capsys.readouterr().out
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainwright {__version__}\n"
+
+
+def test_an_unknown_command_is_an_error_that_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validat"]) == 2
+    assert "unknown command 'validat'. Did you mean 'validate'?" in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--versoin"]) == 2
+    assert "--versoin" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("commands")
+def test_a_command_gets_what_follows_its_name_and_its_code_is_returned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "a", "--b", "c=d"]) == 3
+    assert json.loads(capsys.readouterr().out) == ["a", "--b", "c=d"]
+
+
+@pytest.mark.usefixtures("commands")
+def test_an_error_of_ours_is_one_line_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fail"]) == 2
+    assert capsys.readouterr().err == "trainwright: error: batch_size=0 is not positive\n"
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize("arguments", [["--traceback", "fail"], ["fail", "--traceback"]])
+def test_traceback_shows_where_an_error_of_ours_comes_from(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert "_fail_on_purpose" in printed
+
+
+@pytest.mark.usefixtures("commands")
+@pytest.mark.parametrize(
+    ("arguments", "handed_on"),
+    [
+        (["show", "a", "--traceback"], ["a"]),
+        (["show", "a", "--", "--traceback"], ["a", "--", "--traceback"]),
+        (["forward", "script.py", "--traceback"], ["script.py", "--traceback"]),
+        (["--traceback", "forward", "script.py"], ["script.py"]),
+    ],
+)
+def test_traceback_is_left_to_other_programs(
+    arguments: list[str], handed_on: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(arguments)
+    assert json.loads(capsys.readouterr().out) == handed_on
+
+
+@pytest.mark.usefixtures("commands")
+def test_an_error_that_is_not_ours_passes_through() -> None:
+    with pytest.raises(KeyError):
+        main(["bug"])
+
+
+@pytest.mark.usefixtures("commands")
+def test_ctrl_c_ends_with_130(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["interrupted"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("commands")
+def test_the_exit_code_of_a_run_that_was_asked_to_end_is_kept() -> None:
+    assert main(["exit-143"]) == 143
+
+
+@pytest.mark.usefixtures("commands")
+def test_an_exit_with_a_message_prints_it_and_ends_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["exit-message"]) == 1
+    assert capsys.readouterr().err == "no space left\n"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["nosuch"]])
+def test_help_imports_neither_torch_nor_anything_else_that_is_slow(arguments: list[str]) -> None:
+    script = (
+        "import sys\n"
+        "from trainwright.cli.main import main\n"
+        f"main({arguments!r})\n"
+        "slow = {'torch', 'numpy', 'jsonargparse', 'jinja2', 'yaml', 'rich', 'tqdm', 'torchmetrics', 'tensorboard'}\n"
+        "found = sorted(slow & set(sys.modules))\n"
+        "sys.exit(f'imported: {found}' if found else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_env_reports_versions_and_the_process_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["trainwright"] == __version__
+    assert facts["torch"] == torch.__version__
+    assert facts["process"].startswith("rank 0 of 1")
+
+
+def test_env_prints_one_line_per_fact(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["env", "--json"])
+    facts = json.loads(capsys.readouterr().out)
+    assert main(["env"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == list(facts)

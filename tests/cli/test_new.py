@@ -1,0 +1,163 @@
+"""`trainwright new`: what is written where, and what is refused before anything is written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from trainwright.cli import new as new_module
+from trainwright.cli.main import main
+from trainwright.cli.new import project_names, render, template_names, write_project
+from trainwright.core.errors import ConfigurationError
+
+
+def _files_below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_there_is_a_template_for_a_classifier_and_one_for_a_language_model() -> None:
+    assert template_names() == ["classifier", "language-model"]
+
+
+@pytest.mark.parametrize("template", ["classifier", "language-model"])
+def test_a_project_has_what_it_needs_to_run(tmp_path: Path, template: str) -> None:
+    write_project(tmp_path / "project", template=template)
+    written = _files_below(tmp_path / "project")
+    for name in (".gitignore", "README.md", "config.yaml", "data.py", "pyproject.toml", "task.py", "train.py"):
+        assert name in written
+    assert "tests/test_project.py" in written
+
+
+def test_the_files_that_were_written_are_returned(tmp_path: Path) -> None:
+    written = write_project(tmp_path / "project")
+    assert [path.as_posix() for path in written] == _files_below(tmp_path / "project")
+
+
+def test_the_command_says_where_the_project_is_and_what_to_do_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "my-digits"
+    assert main(["new", str(target), "--template", "classifier"]) == 0
+    printed = capsys.readouterr().out
+    assert f"cd {target}" in printed
+    assert "python train.py" in printed
+
+
+def test_the_project_is_named_after_its_folder(tmp_path: Path) -> None:
+    write_project(tmp_path / "my-digits")
+    assert 'name = "my-digits"' in (tmp_path / "my-digits" / "pyproject.toml").read_text()
+
+
+def test_another_name_can_be_given(tmp_path: Path) -> None:
+    assert main(["new", str(tmp_path / "somewhere"), "--name", "Zip-Codes"]) == 0
+    assert 'name = "Zip-Codes"' in (tmp_path / "somewhere" / "pyproject.toml").read_text()
+
+
+def test_folders_above_the_project_are_made(tmp_path: Path) -> None:
+    write_project(tmp_path / "a" / "b" / "project")
+    assert (tmp_path / "a" / "b" / "project" / "train.py").is_file()
+
+
+def test_an_empty_folder_is_filled_and_stays_the_same_folder(tmp_path: Path) -> None:
+    target = tmp_path / "project"
+    target.mkdir()
+    before = target.stat().st_ino
+    write_project(target)
+    assert target.stat().st_ino == before
+    assert (target / "train.py").is_file()
+
+
+def test_the_working_folder_itself_can_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "project"
+    target.mkdir()
+    monkeypatch.chdir(target)
+    assert main(["new", "."]) == 0
+    assert Path("train.py").is_file()
+
+
+def test_a_folder_that_is_not_empty_is_refused_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert main(["new", str(tmp_path), "--name", "x"]) == 2
+    assert "not an empty folder" in capsys.readouterr().err
+    assert _files_below(tmp_path) == ["thesis.txt"]
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "project").write_text("a file")
+    with pytest.raises(ConfigurationError, match="not an empty folder"):
+        write_project(tmp_path / "project")
+
+
+def test_an_unknown_template_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'classifier'\? Known: classifier, language-model"):
+        write_project(tmp_path / "project", template="clasifier")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_after_one(files: dict[PurePosixPath, bytes], folder: Path) -> None:
+        (folder / "half").write_text("")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(new_module, "_write", fail_after_one)
+    with pytest.raises(OSError, match="No space"):
+        write_project(tmp_path / "project")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_project_s_folder_has_the_usual_permissions(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        write_project(tmp_path / "project")
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "project").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a b", "x/", "naïve", 'x"'])
+def test_what_cannot_name_a_distribution_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a project's name"):
+        project_names(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("My-Digits.v2", "my_digits_v2"), ("3d", "project_3d"), ("class", "project_class"), ("digits", "digits")],
+)
+def test_the_package_s_name_is_an_identifier(name: str, package: str) -> None:
+    assert project_names(name)["package"] == package
+    assert package.isidentifier()
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A template with one of everything: a rendered file, a copied one, a dotfile, a folder named after the package."""
+    folder = tmp_path / "template"
+    (folder / "{{ package }}").mkdir(parents=True)
+    (folder / "{{ package }}" / "__init__.py.jinja").write_text('"""{{ name }}."""\n')
+    (folder / "{{ package }}_data.txt").write_text("{{ not rendered }}")
+    (folder / "gitignore.jinja").write_text("runs/\n")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "left_over.pyc").write_bytes(b"")
+    return folder
+
+
+def test_jinja_files_are_rendered_others_copied_and_names_filled_in(template: Path) -> None:
+    files = render(template, project_names("My-Digits"))
+    assert {path.as_posix(): content for path, content in files.items()} == {
+        "my_digits/__init__.py": b'"""My-Digits."""\n',
+        "my_digits_data.txt": b"{{ not rendered }}",
+        ".gitignore": b"runs/\n",
+    }
+
+
+def test_a_variable_that_nobody_defines_is_an_error(template: Path) -> None:
+    import jinja2
+
+    (template / "a.jinja").write_text("{{ nmae }}")
+    with pytest.raises(jinja2.UndefinedError, match="nmae"):
+        render(template, project_names("x"))

@@ -1,0 +1,148 @@
+"""Files and overrides as plain dicts and text: reading, merging, swapping classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.cli.overrides import read_command_line, read_configs, swap_classes
+from trainwright.core.errors import ConfigurationError
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trainer.max_epochs=3"],
+        ["--trainer.max_epochs=3"],
+        ["--trainer.max_epochs", "3"],
+    ],
+)
+def test_a_setting_can_be_written_in_three_ways(words: list[str]) -> None:
+    assert read_command_line(words).assignments == [("trainer.max_epochs", "3")]
+
+
+@pytest.mark.parametrize("words", [["--config", "a.yaml"], ["-c", "a.yaml"], ["--config=a.yaml"], ["config=a.yaml"]])
+def test_a_configuration_file_can_be_named_in_four_ways(words: list[str]) -> None:
+    assert read_command_line(words).configs == [Path("a.yaml")]
+
+
+def test_flags_take_no_value() -> None:
+    line = read_command_line(["--print_config", "task.lr=1", "--help"])
+    assert line.flags == ["--print_config", "--help"]
+    assert line.assignments == [("task.lr", "1")]
+
+
+def test_a_value_may_be_negative_or_hold_an_equals_sign() -> None:
+    line = read_command_line(["--trainer.max_steps", "-1", "task.formula=a=b"])
+    assert line.assignments == [("trainer.max_steps", "-1"), ("task.formula", "a=b")]
+
+
+def test_appending_to_a_list_keeps_its_plus() -> None:
+    assert read_command_line(["trainer.callbacks+=EarlyStopping"]).assignments == [
+        ("trainer.callbacks+", "EarlyStopping")
+    ]
+
+
+@pytest.mark.parametrize("words", [["--trainer.max_epochs"], ["--trainer.max_epochs", "--print_config"], ["--config"]])
+def test_an_option_without_its_value_is_an_error_that_names_it(words: list[str]) -> None:
+    with pytest.raises(ConfigurationError, match=f"{words[0]} has no value"):
+        read_command_line(words)
+
+
+def test_a_word_that_is_no_setting_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot read the argument 'config\.yaml'"):
+        read_command_line(["config.yaml"])
+
+
+_KEYS = st.from_regex(r"[a-z][a-z_]*(\.[a-z][a-z_]*){0,2}", fullmatch=True).filter(lambda key: key != "config")
+
+
+@given(st.lists(st.tuples(_KEYS, st.text()), max_size=5))
+def test_whatever_the_values_hold_they_are_read_back(pairs: list[tuple[str, str]]) -> None:
+    assert read_command_line([f"--{key}={value}" for key, value in pairs]).assignments == pairs
+
+
+def _write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_later_files_win_key_by_key_and_replace_lists(tmp_path: Path) -> None:
+    first = _write(tmp_path, "a.yaml", "trainer: {max_epochs: 1, devices: 2, callbacks: [A, B]}\nseed_everything: 1\n")
+    second = _write(tmp_path, "b.yaml", "trainer: {max_epochs: 5, callbacks: [C]}\n")
+    assert read_configs([first, second]) == {
+        "trainer": {"max_epochs": 5, "devices": 2, "callbacks": ["C"]},
+        "seed_everything": 1,
+    }
+
+
+def test_a_later_file_that_changes_a_class_drops_the_old_arguments(tmp_path: Path) -> None:
+    first = _write(tmp_path, "a.yaml", "task: {class_path: m.A, init_args: {lr: 1, depth: 3}}\n")
+    second = _write(tmp_path, "b.yaml", "task: {class_path: m.B, init_args: {lr: 2}}\n")
+    assert read_configs([first, second])["task"] == {"class_path": "m.B", "init_args": {"lr": 2}}
+
+
+def test_a_later_file_that_repeats_a_class_keeps_the_other_arguments(tmp_path: Path) -> None:
+    first = _write(tmp_path, "a.yaml", "task: {class_path: m.A, init_args: {lr: 1, depth: 3}}\n")
+    second = _write(tmp_path, "b.yaml", "task: {class_path: A, init_args: {lr: 2}}\n")
+    assert read_configs([first, second])["task"]["init_args"] == {"lr": 2, "depth": 3}
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert read_configs([_write(tmp_path, "a.yaml", "")]) == {}
+
+
+@pytest.mark.parametrize(("text", "says"), [("- a\n- b\n", "holds a list"), ("a: [1\n", "is not YAML")])
+def test_a_file_that_is_no_mapping_is_an_error_that_names_it(tmp_path: Path, text: str, says: str) -> None:
+    path = _write(tmp_path, "bad.yaml", text)
+    with pytest.raises(ConfigurationError, match=rf"bad\.yaml.* {says}"):
+        read_configs([path])
+
+
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"nope\.yaml: cannot be read"):
+        read_configs([tmp_path / "nope.yaml"])
+
+
+def _config() -> dict[str, Any]:
+    adam = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.3, "weight_decay": 0.5}}
+    return {"task": {"class_path": "task.Mine", "init_args": {"width": 8, "optimizer": adam}}}
+
+
+@pytest.mark.parametrize("key", ["task.optimizer", "task.init_args.optimizer", "task.optimizer.class_path"])
+def test_another_optimizer_starts_from_its_own_defaults_and_a_note_says_what_went(key: str) -> None:
+    config = _config()
+    left, notes = swap_classes(config, [(key, "torch.optim.SGD"), ("task.optimizer.momentum", "0.9")])
+    assert config["task"]["init_args"]["optimizer"] == {"class_path": "torch.optim.SGD"}
+    assert left == [("task.optimizer.momentum", "0.9")]
+    assert len(notes) == 1
+    assert "lr=0.3" in notes[0]
+    assert "weight_decay=0.5" in notes[0]
+
+
+@pytest.mark.parametrize("value", ["torch.optim.AdamW", "AdamW"])
+def test_naming_the_same_class_again_keeps_its_arguments(value: str) -> None:
+    config = _config()
+    _, notes = swap_classes(config, [("task.optimizer", value)])
+    assert config["task"]["init_args"]["optimizer"]["init_args"] == {"lr": 0.3, "weight_decay": 0.5}
+    assert notes == []
+
+
+def test_another_task_drops_the_old_one_s_arguments() -> None:
+    config = _config()
+    swap_classes(config, [("task", "task.Other")])
+    assert config["task"] == {"class_path": "task.Other"}
+
+
+@pytest.mark.parametrize(
+    "assignment", [("task.width", "9"), ("task.optimizer", "null"), ("trainer.max_epochs", "3"), ("data", "data.Mine")]
+)
+def test_assignments_that_swap_no_class_are_left_as_they_are(assignment: tuple[str, str]) -> None:
+    config = _config()
+    assert swap_classes(config, [assignment]) == ([assignment], [])
+    assert config == _config()

@@ -1,0 +1,91 @@
+"""The projects that `trainwright new` writes, run from end to end in processes of their own, as a user would."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trainwright
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+TEMPLATES = ["classifier", "language-model"]
+_SOURCES = str(Path(trainwright.__file__).parents[1])
+
+
+def run(project: Path, *arguments: str, timeout_s: float = 280) -> str:
+    """Run Python in the project's folder; return what it printed, or fail with it."""
+    # One thread: on a busy machine the threads of small kernels wait for each other many times longer than they work.
+    environment = dict(os.environ) | {"PYTHONPATH": _SOURCES, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=project, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def write(folder: Path, template: str) -> Path:
+    project = folder / template
+    run(folder, "-m", "trainwright", "new", str(project), "--template", template)
+    return project
+
+
+def checkpoints(project: Path) -> list[Path]:
+    return sorted(path.parent for path in (project / "runs" / "checkpoints").glob("*/manifest.json"))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_project_s_own_tests_pass(tmp_path: Path, template: str) -> None:
+    project = write(tmp_path, template)
+    printed = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert re.search(r"\d+ passed", printed)
+
+
+def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp_path: Path) -> None:
+    project = write(tmp_path, "classifier")
+    printed = run(project, "train.py")
+
+    accuracy = re.search(r"test accuracy: (\d\.\d+)", printed)
+    assert accuracy is not None, printed
+    assert float(accuracy[1]) >= 0.97
+
+    paths = dict(re.findall(r"^(checkpoint|TensorBoard|CSV): +(\S+)", printed, re.MULTILINE))
+    assert (project / paths["checkpoint"] / "manifest.json").is_file()
+    assert list((project / paths["TensorBoard"]).glob("events.out.tfevents.*"))
+    with (project / paths["CSV"]).open() as lines:
+        columns = csv.DictReader(lines).fieldnames or []
+    assert {"train_loss", "val_acc"} <= set(columns)
+
+
+def test_the_language_model_learns_and_writes_a_sample(tmp_path: Path) -> None:
+    project = write(tmp_path, "language-model")
+    printed = run(project, "train.py")
+    found = re.search(r"test loss: +(\d\.\d+) nats per character \(guessing: (\d\.\d+)\)", printed)
+    assert found is not None, printed
+    assert float(found[1]) < 0.6 * float(found[2])
+    assert "The statement " in printed
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_configuration_trains_overrides_apply_and_the_checkpoint_can_be_tested(
+    tmp_path: Path, template: str
+) -> None:
+    project = write(tmp_path, template)
+    few = ("trainer.max_epochs=1", "trainer.limit_train_batches=10", "trainer.limit_val_batches=2")
+    run(project, "-m", "trainwright", "fit", "--config", "config.yaml", *few, "task.lr=0.002")
+    saved = yaml.safe_load((project / "runs" / "config.yaml").read_text())
+    assert saved["task"]["init_args"]["lr"] == 0.002
+    assert saved["trainer"]["max_epochs"] == 1
+
+    (checkpoint,) = checkpoints(project)
+    words = ("trainer.logger=false", "trainer.limit_test_batches=2", f"ckpt_path={checkpoint}")
+    printed = run(project, "-m", "trainwright", "test", "--config", "config.yaml", *words)
+    assert "test_loss" in printed
