@@ -54,7 +54,7 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, torch.Tensor):
         return _same_tensor(left, right)
     if isinstance(left, (np.ndarray, np.generic)):
-        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+        return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
     if isinstance(left, Mapping):
         pairs = zip(left.items(), right.items(), strict=False)
         return len(left) == len(right) and all(same(a, c) and same(b, d) for (a, b), (c, d) in pairs)

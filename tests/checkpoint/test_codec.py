@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import enum
 import json
+import math
 import pathlib
 import random
 import zoneinfo
@@ -77,6 +78,17 @@ Pair = namedtuple("Pair", "a b")
 @given(_trees)
 def test_a_tree_of_plain_values_comes_back_with_the_same_types_order_and_bits(tree: Any) -> None:
     assert same(round_trip(tree), tree)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1, 2**63, 2**64, -(2**63) - 1, -(10**5000), complex(-0.0, math.nan),
+     "\ud800", "\ud800\udc00", "\U00010000", "\0", b"\xff\0", {"$": "tuple", "v": []}, {1: 2, "1": 3, None: 4, 1.5: 5},
+     {(1, frozenset({b"a"})): True}, [], (), {}, set(), frozenset(), defaultdict(None, {1: 2})],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_values_that_plain_json_would_change_come_back_as_they_were(value: Any) -> None:
+    assert same(round_trip({"x": [value]})["x"][0], value)
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)

@@ -50,7 +50,8 @@ class Crash:
             self.unsynced_files.discard(path)
         elif event == "rename":
             self.unsynced_files = {self.renamed(file, path) for file in self.unsynced_files}
-            self.unsynced_names = {self.renamed(name, path) for name in self.unsynced_names}
+            # The name itself is not among them: without it the rename has not happened, and that is the point before.
+            self.unsynced_names = {self.renamed(name, path) for name in self.unsynced_names} - {path}
         elif event == "fsync_folder":
             self.unsynced_names = {name for name in self.unsynced_names if name.parent != path}
         if self.left == 0:

@@ -185,9 +185,9 @@ def test_p25_compiled_and_plain_models_load_each_others_weights(tmp_path: Path, 
 
 
 def wrapped(form: str) -> nn.Module:
-    model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     if form == "inner":
-        model[0] = compiled(model[0])  # type: ignore[operator]  # a Sequential, typed as Module
+        model[0] = compiled(model[0])
     return compiled(model) if form == "compiled" else model
 
 

@@ -171,6 +171,18 @@ def test_every_file_and_folder_is_synced_before_the_rename_and_the_manifest_come
     assert events[renamed + 1] == ("fsync_folder", tmp_path)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="the names of open files are read from /proc")
+def test_every_file_and_folder_is_handed_to_the_systems_own_sync(tmp_path: Path, synced: list[str]) -> None:
+    path = write_small(tmp_path)
+    handed = {name.replace(hidden_of(synced, path), str(path)) for name in synced}
+    assert handed == {str(entry) for entry in [tmp_path, path, *path.rglob("*")]}
+
+
+def hidden_of(names: list[str], path: Path) -> str:
+    """Return the temporary folder of `path` as it shows in the names of synced files."""
+    return next(name for name in names if os.path.basename(name).startswith(f".{path.name}.tmp-"))
+
+
 def test_newly_made_parent_folders_are_synced_too(tmp_path: Path, events: list[tuple[str, Path]]) -> None:
     write_small(tmp_path / "a" / "b")
     for folder in (tmp_path / "a", tmp_path / "a" / "b"):

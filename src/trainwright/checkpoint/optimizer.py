@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.tree import map_tensors
 
@@ -19,7 +20,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
 
     Args:
         optimizer: its `state_dict()` is called, so its state-dict hooks run.
-        names: parameter → name; every parameter of the optimizer must be in it, others may.
+        names: parameter → name; every parameter of the optimizer must be in it, others may. What wrappers put into
+            names is taken out (see `plain_name`).
 
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
@@ -125,7 +127,7 @@ def _names_by_index(
                     f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is no "
                     "parameter of the task, so that its state cannot be saved by name. Register it in the task."
                 )
-            found[index] = names[parameter]
+            found[index] = plain_name(names[parameter])
     if len(set(found.values())) != len(found):
         raise CheckpointError(f"{type(optimizer).__qualname__}: two of its parameters have the same name.")
     return found

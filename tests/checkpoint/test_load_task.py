@@ -1,0 +1,131 @@
+"""A task built from a checkpoint alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.snapshots import same, write_small
+from trainwright.checkpoint import load_task_from_checkpoint
+from trainwright.core.errors import CheckpointError
+
+
+class Task(nn.Module):
+    def __init__(self, width: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.net = nn.Linear(width, 2, bias=bias)
+
+
+class Late(nn.Module):
+    """Builds its layers where large models do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.calls = 0
+
+    def configure_model(self) -> None:
+        self.calls += 1
+        self.net = nn.Linear(self.width, 2)
+
+
+class Loose(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+        self.net = nn.Linear(options["width"], 2)
+
+
+def saved(folder: Path, task: nn.Module, hyper_parameters: Any, **changes: Any) -> Path:
+    return write_small(
+        folder, trainer={"hyper_parameters": hyper_parameters}, model=task.state_dict(), optimizers=[], **changes
+    )
+
+
+@pytest.mark.parametrize("kind", ["full", "weights"])
+def test_a_task_comes_back_with_its_arguments_and_weights(tmp_path: Path, kind: str) -> None:
+    task = Task(3, bias=False)
+    path = saved(tmp_path, task, {"width": 3, "bias": False}, kind=kind)
+    back = load_task_from_checkpoint(Task, path)
+    assert isinstance(back, Task)
+    assert same(back.state_dict(), task.state_dict())
+
+
+def test_weights_are_the_tasks_own_and_not_mapped_to_the_file(tmp_path: Path) -> None:
+    task = Task(3)
+    path = saved(tmp_path, task, {"width": 3})
+    back = load_task_from_checkpoint(Task, path)
+    for file in (path / "model").glob("*.safetensors"):
+        with open(file, "r+b") as handle:
+            handle.write(b"\xff" * file.stat().st_size)
+    assert same(back.state_dict(), task.state_dict())
+
+
+def test_hyper_parameters_that_the_constructor_does_not_take_are_left_out(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3), {"width": 3, "learning_rate": 0.1})
+    assert load_task_from_checkpoint(Task, path).net.in_features == 3
+
+
+def test_a_constructor_with_keyword_arguments_gets_all_of_them(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3), {"width": 3, "learning_rate": 0.1})
+    assert load_task_from_checkpoint(Loose, path).options == {"width": 3, "learning_rate": 0.1}
+
+
+def test_overrides_win_over_saved_values(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3, bias=False), {"width": 3, "bias": True})
+    assert load_task_from_checkpoint(Task, path, hparams_overrides={"bias": False}).net.bias is None
+
+
+def test_a_model_that_is_configured_late_is_configured_before_loading(tmp_path: Path) -> None:
+    task = Task(3)
+    back = load_task_from_checkpoint(Late, saved(tmp_path, task, {"width": 3}))
+    assert back.calls == 1
+    assert same(back.state_dict(), task.state_dict())
+
+
+def test_map_location_says_where_the_task_goes(tmp_path: Path) -> None:
+    back = load_task_from_checkpoint(Task, saved(tmp_path, Task(3), {"width": 3}), map_location=torch.device("cpu"))
+    assert back.net.weight.device == torch.device("cpu")
+
+
+def test_strict_loading_fails_on_names_that_differ_and_lenient_loading_does_not(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3, bias=False), {"width": 3})
+    with pytest.raises(CheckpointError, match=r"net\.bias"):
+        load_task_from_checkpoint(Task, path)
+    assert load_task_from_checkpoint(Task, path, strict=False).net.in_features == 3
+
+
+@pytest.mark.parametrize("hyper_parameters", [{}, None, {"bias": True}])
+def test_a_missing_argument_is_named_with_the_way_to_give_it(tmp_path: Path, hyper_parameters: Any) -> None:
+    path = saved(tmp_path, Task(3), hyper_parameters)
+    with pytest.raises(CheckpointError, match=r"missing a required argument: 'width'.*as keyword arguments"):
+        load_task_from_checkpoint(Task, path)
+
+
+def test_an_override_that_the_constructor_does_not_take_is_an_error(tmp_path: Path) -> None:
+    path = saved(tmp_path, Task(3), {"width": 3})
+    with pytest.raises(CheckpointError, match="unexpected keyword argument 'depth'"):
+        load_task_from_checkpoint(Task, path, hparams_overrides={"depth": 2})
+
+
+def test_an_error_inside_the_constructor_passes_through(tmp_path: Path) -> None:
+    class Failing(nn.Module):
+        def __init__(self, width: int) -> None:
+            raise TypeError("from inside")
+
+    with pytest.raises(TypeError, match="from inside"):
+        load_task_from_checkpoint(Failing, saved(tmp_path, Task(3), {"width": 3}))
+
+
+def test_hyper_parameters_that_are_no_dict_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="hyper_parameters is a list"):
+        load_task_from_checkpoint(Task, saved(tmp_path, Task(3), [3]))
+
+
+def test_a_missing_checkpoint_is_file_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_task_from_checkpoint(Task, tmp_path / "none")

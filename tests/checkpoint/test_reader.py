@@ -1,0 +1,375 @@
+"""The reader: damage is found, nothing partial passes for whole, nothing is unpickled."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
+from trainwright.checkpoint import (
+    clean_stale,
+    find_checkpoints,
+    newest_valid,
+    read_checkpoint,
+    read_manifest,
+    verify,
+    write_checkpoint,
+)
+from trainwright.checkpoint.layout import FileEntry, Part
+from trainwright.checkpoint.reader import hash_file
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+
+_FILES = [
+    "manifest.json", "model/model-00001-of-00001.safetensors", "model/model.safetensors.index.json",
+    "optimizer/optimizer-00000.json", "optimizer/optimizer-00000.safetensors", "rng/rank-00000.json",
+    "rng/rank-00000.safetensors", "trainer.json", "trainer.safetensors",
+]  # fmt: skip
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_small(tmp_path / "run", 5)
+
+
+def is_refused(path: Path, file: str) -> None:
+    """Check that damage to `file` is reported by its name, and that the checkpoint neither loads nor counts."""
+    problems = verify(path)
+    assert problems
+    assert file in " ".join(problems)
+    with pytest.raises(CheckpointError, match=os.path.basename(file)):
+        read_checkpoint(path)
+    with pytest.warns(TrainwrightWarning, match=os.path.basename(file)):
+        assert newest_valid(path.parent) is None
+
+
+def test_a_whole_checkpoint_has_no_problems(checkpoint: Path) -> None:
+    assert verify(checkpoint) == []
+    assert verify(checkpoint, hashes=False) == []
+    assert newest_valid(checkpoint.parent) == checkpoint
+
+
+@pytest.mark.parametrize("file", _FILES)
+@pytest.mark.parametrize("where", [0.0, 0.5, 1.0])
+def test_a_flipped_bit_in_any_file_is_found(checkpoint: Path, file: str, where: float) -> None:
+    data = bytearray((checkpoint / file).read_bytes())
+    data[int(where * (len(data) - 1))] ^= 0x10
+    (checkpoint / file).write_bytes(data)
+    is_refused(checkpoint, file)
+
+
+@pytest.mark.parametrize("file", _FILES)
+@pytest.mark.parametrize("kept", [0, 1, -1])
+def test_a_truncated_file_is_found(checkpoint: Path, file: str, kept: int) -> None:
+    (checkpoint / file).write_bytes((checkpoint / file).read_bytes()[:kept])
+    is_refused(checkpoint, file)
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_a_longer_file_is_found(checkpoint: Path, file: str) -> None:
+    with open(checkpoint / file, "ab") as handle:
+        handle.write(b"\n")
+    is_refused(checkpoint, file)
+
+
+@pytest.mark.parametrize("file", [file for file in _FILES if file != "manifest.json"])
+def test_a_deleted_file_is_found(checkpoint: Path, file: str) -> None:
+    (checkpoint / file).unlink()
+    is_refused(checkpoint, file)
+
+
+def test_a_deleted_manifest_is_found(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    is_refused(checkpoint, "manifest.json")
+
+
+@pytest.mark.parametrize("file", [file for file in _FILES if file.endswith("00.safetensors")] + ["trainer.json"])
+def test_a_file_swapped_with_that_of_another_checkpoint_is_found(checkpoint: Path, tmp_path: Path, file: str) -> None:
+    other = write_checkpoint(tmp_path / "other", small_snapshot(6, rng=[{"torch": torch.get_rng_state().flip(0)}]))
+    shutil.copy(other / file, checkpoint / file)
+    is_refused(checkpoint, file)
+
+
+def test_a_file_replaced_by_a_folder_is_found(checkpoint: Path) -> None:
+    (checkpoint / "trainer.safetensors").unlink()
+    (checkpoint / "trainer.safetensors").mkdir()
+    is_refused(checkpoint, "trainer.safetensors")
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_block(checkpoint: Path) -> None:
+    (checkpoint / "trainer.safetensors").unlink()
+    os.mkfifo(checkpoint / "trainer.safetensors")
+    is_refused(checkpoint, "trainer.safetensors")
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_p28_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(
+    checkpoint: Path, tmp_path: Path, file: str
+) -> None:
+    shutil.move(checkpoint / file, tmp_path / "elsewhere")
+    (checkpoint / file).symlink_to(tmp_path / "elsewhere")
+    problems = verify(checkpoint)
+    assert len(problems) == 1
+    assert "outside" in problems[0]
+    with pytest.raises(CheckpointError, match="outside"):
+        read_checkpoint(checkpoint)
+
+
+def test_p28_a_sealed_manifest_that_lists_a_file_outside_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "run" / "secret").write_text("x")
+    manifest = read_manifest(checkpoint)
+    parts = manifest.parts | {"trainer": Part({"../secret": FileEntry(1, hash_file(tmp_path / "run" / "secret"))})}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+    assert "may lie outside" in verify(checkpoint)[0]
+    with pytest.raises(CheckpointError, match="may lie outside"):
+        read_checkpoint(checkpoint)
+
+
+def test_files_that_the_manifest_does_not_list_are_ignored(checkpoint: Path) -> None:
+    (checkpoint / "notes.txt").write_text("x")
+    (checkpoint / "model" / "config.json").write_text("{}")
+    assert verify(checkpoint) == []
+    assert read_checkpoint(checkpoint).state["step"] == 5
+
+
+def test_a_checkpoint_reached_through_a_link_is_whole(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "last").symlink_to(checkpoint)
+    assert read_checkpoint(tmp_path / "last").state["step"] == 5
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "trainer"])
+def test_p10_a_part_of_which_all_files_are_gone_is_an_error_that_names_it(checkpoint: Path, part: str) -> None:
+    remove_part(checkpoint, part)
+    with pytest.raises(CheckpointError, match=rf"the part '{part}' is missing"):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "rng", "trainer"])
+def test_p10_a_missing_part_is_left_out_only_when_allowed_and_then_named(checkpoint: Path, part: str) -> None:
+    remove_part(checkpoint, part)
+    with pytest.warns(TrainwrightWarning, match=f"has no {part} part"):
+        back = read_checkpoint(checkpoint, allow_missing=[part])
+    assert back.missing == (part,)
+    assert not {"model": back.model, "optimizer": back.optimizers, "rng": back.rng, "trainer": back.trainer}[part]
+
+
+def test_p10_a_part_of_which_one_file_is_gone_is_damaged_even_when_it_may_be_missing(checkpoint: Path) -> None:
+    (checkpoint / "optimizer" / "optimizer-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is missing"):
+        read_checkpoint(checkpoint, allow_missing=["optimizer"])
+
+
+def test_p10_a_whole_part_that_may_be_missing_is_read(checkpoint: Path) -> None:
+    assert read_checkpoint(checkpoint, allow_missing=["optimizer"]).optimizers != []
+
+
+def test_p10_a_damaged_part_is_an_error_even_when_it_may_be_missing(checkpoint: Path) -> None:
+    file = checkpoint / "optimizer" / "optimizer-00000.json"
+    file.write_bytes(file.read_bytes().replace(b"Adam", b"Bdam"))
+    with pytest.raises(CheckpointError, match=r"optimizer-00000\.json has changed"):
+        read_checkpoint(checkpoint, allow_missing=["optimizer"])
+
+
+def test_p10_resuming_from_weights_names_the_parts_that_they_lack(tmp_path: Path) -> None:
+    path = write_small(tmp_path, kind="weights")
+    with pytest.raises(CheckpointError, match=r"'optimizer' is not in it \(its kind is 'weights'\)"):
+        read_checkpoint(path, parts=["trainer", "model", "optimizer", "rng"])
+
+
+def test_p08_a_checkpoint_whose_rng_part_was_never_listed_is_an_error(checkpoint: Path) -> None:
+    unlist(checkpoint, "rng")
+    with pytest.raises(CheckpointError, match="the part 'rng' is not in it"):
+        read_checkpoint(checkpoint)
+
+
+def test_a_part_that_the_manifest_says_is_not_required_may_be_gone(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    parts = manifest.parts | {"rng": Part(manifest.parts["rng"].files, required=False)}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+    remove_part(checkpoint, "rng")
+    with pytest.warns(TrainwrightWarning, match="has no rng part"):
+        assert read_checkpoint(checkpoint).missing == ("rng",)
+
+
+def remove_part(checkpoint: Path, part: str) -> None:
+    for file in read_manifest(checkpoint).parts[part].files:
+        (checkpoint / file).unlink()
+
+
+def unlist(checkpoint: Path, part: str) -> None:
+    manifest = read_manifest(checkpoint)
+    parts = {name: value for name, value in manifest.parts.items() if name != part}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+
+
+def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> None:
+    (checkpoint / "rng" / "rank-00000.json").write_bytes(b"damage")
+    back = read_checkpoint(checkpoint, parts=["model"])
+    assert same(back.model, dict(small_snapshot(5).model or {}))
+    assert (back.state, back.optimizers, back.rng, back.trainer) == ({}, [], [], {})
+
+
+@pytest.mark.parametrize("argument", ["parts", "allow_missing"])
+def test_an_unknown_part_is_an_error_that_lists_the_parts(checkpoint: Path, argument: str) -> None:
+    options: dict[str, Any] = {argument: ["optimiser"]}
+    with pytest.raises(CheckpointError, match=r"'optimiser'\. Parts are: trainer, model, optimizer, rng"):
+        read_checkpoint(checkpoint, **options)
+
+
+def test_without_hashing_sizes_are_still_checked(checkpoint: Path) -> None:
+    weights = checkpoint / "model" / "model-00001-of-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert read_checkpoint(checkpoint, verify=False).model is not None
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match="expected"):
+        read_checkpoint(checkpoint, verify=False)
+
+
+def test_tensors_that_were_read_outlive_the_checkpoint(checkpoint: Path) -> None:
+    back = read_checkpoint(checkpoint)
+    for file in files_of(checkpoint):
+        with open(file, "r+b") as handle:
+            handle.write(b"\xff" * file.stat().st_size)
+    assert same({**vars(back)}, {**vars(small_snapshot(5, rng=back.rng)), "model": dict(small_snapshot(5).model or {})})
+
+
+def test_a_path_that_does_not_exist_lists_the_checkpoints_nearby(checkpoint: Path) -> None:
+    damaged = write_small(checkpoint.parent, 9)
+    (damaged / "trainer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"step-00000005\. Did you mean 'step-00000005'") as raised:
+        read_checkpoint(checkpoint.parent / "step-5")
+    assert damaged.name not in str(raised.value)
+
+
+def test_a_path_without_any_checkpoint_nearby_is_file_not_found(tmp_path: Path) -> None:
+    for read in (read_checkpoint, read_manifest, verify):
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            read(tmp_path / "a" / "b")
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_explode, ())
+
+
+def _explode() -> None:
+    raise AssertionError("a pickle was executed")
+
+
+def test_the_bomb_of_these_tests_would_explode() -> None:
+    with pytest.raises(AssertionError, match="executed"):
+        pickle.loads(pickle.dumps(_Bomb()))
+
+
+@pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "pytorch_model.bin", "noending"])
+def test_p28_a_pickled_file_is_refused_with_the_way_out_and_never_executed(tmp_path: Path, name: str) -> None:
+    torch.save({"state_dict": _Bomb()}, tmp_path / name)
+    with pytest.raises(CheckpointError, match="weights_only=True"):
+        read_checkpoint(tmp_path / name)
+    assert "weights_only=True" in verify(tmp_path / name)[0]
+
+
+def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"safetensors\.torch\.load_file"):
+        read_checkpoint(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("file", _FILES)
+def test_p28_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
+    manifest = read_manifest(checkpoint)
+    (checkpoint / file).write_bytes(pickle.dumps(_Bomb()))
+    if file != "manifest.json":  # sealed as a forger would, so that only the format itself is in its way
+        entry = FileEntry((checkpoint / file).stat().st_size, hash_file(checkpoint / file))
+        parts = {
+            name: Part({path: entry if path == file else old for path, old in part.files.items()})
+            for name, part in manifest.parts.items()
+        }
+        (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+        assert verify(checkpoint) == []
+    with pytest.raises(CheckpointError):
+        read_checkpoint(checkpoint)
+
+
+def test_p28_no_file_of_a_checkpoint_is_a_pickle(checkpoint: Path) -> None:
+    assert {path.suffix for path in files_of(checkpoint)} == {".json", ".safetensors"}
+    assert not any(path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"PK") for path in files_of(checkpoint))
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
+        read_checkpoint(tmp_path)
+
+
+def test_a_trainer_part_without_progress_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "trainer.json").write_text("{}")
+    manifest = read_manifest(checkpoint)
+    entry = FileEntry(2, hash_file(checkpoint / "trainer.json"))
+    parts = manifest.parts | {"trainer": Part({"trainer.json": entry})}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+    with pytest.raises(CheckpointError, match="holds no 'progress'"):
+        read_checkpoint(checkpoint)
+
+
+def test_checkpoints_are_found_in_order_of_their_steps_and_not_of_their_names(tmp_path: Path) -> None:
+    for step, name in [(10, "a"), (9, "z"), (100, "m")]:
+        write_small(tmp_path, step, name)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "file").write_text("x")
+    assert [(found.path.name, found.manifest.step) for found in find_checkpoints(tmp_path)] == [
+        ("z", 9),
+        ("a", 10),
+        ("m", 100),
+    ]
+
+
+def test_of_two_checkpoints_of_one_step_the_later_one_is_the_newest(tmp_path: Path) -> None:
+    write_small(tmp_path, 3, "z")
+    later = write_small(tmp_path, 3, "a")
+    assert newest_valid(tmp_path) == later
+
+
+def test_p09_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:
+    good, bad, unsealed = (write_small(tmp_path, step) for step in (1, 2, 3))
+    (bad / "trainer.safetensors").write_bytes(b"")
+    (unsealed / "manifest.json").unlink()
+    with pytest.warns(TrainwrightWarning) as caught:
+        assert newest_valid(tmp_path) == good
+    assert [str(bad) in str(warning.message) or str(unsealed) in str(warning.message) for warning in caught] == [
+        True
+    ] * 2
+
+
+def test_the_newest_valid_checkpoint_of_a_kind_passes_over_the_other(tmp_path: Path) -> None:
+    full = write_small(tmp_path, 1)
+    weights = write_small(tmp_path, 2, kind="weights")
+    assert newest_valid(tmp_path) == weights
+    assert newest_valid(tmp_path, kind="full") == full
+
+
+def test_p09_an_unfinished_folder_is_invisible(tmp_path: Path) -> None:
+    whole = write_small(tmp_path, 1)
+    write_small(tmp_path, 2).rename(tmp_path / ".step-00000002.tmp-0123456789abcdef")
+    assert newest_valid(tmp_path) == whole
+    assert [found.path for found in find_checkpoints(tmp_path)] == [whole]
+    clean_stale(tmp_path)
+    assert os.listdir(tmp_path) == [whole.name]
+
+
+def test_a_folder_that_does_not_exist_has_no_checkpoints(tmp_path: Path) -> None:
+    assert newest_valid(tmp_path / "none") is None
+    assert find_checkpoints(tmp_path / "none") == []
+
+
+def test_a_moved_checkpoint_is_whole(checkpoint: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere" / "renamed"
+    shutil.copytree(checkpoint, moved)
+    shutil.rmtree(checkpoint.parent)
+    assert verify(moved) == []
+    assert read_checkpoint(moved).state["step"] == 5

@@ -1,0 +1,224 @@
+"""The run index: only what this run wrote is ever deleted, wherever the folder has been moved."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.snapshots import files_of, write_small
+from trainwright.checkpoint import RunIndex, set_fault_hook, verify
+from trainwright.core.errors import CheckpointError
+
+
+def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
+    """Return the index of a run that wrote one checkpoint per value of the metric `loss`."""
+    index = RunIndex(folder, **options)
+    for step, value in enumerate(metrics, start=1):
+        index.add(write_small(folder, step, f"s{step}", metrics={"loss": value}))
+    return index
+
+
+def test_added_checkpoints_are_listed_by_step_also_by_a_new_process(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path)
+    for step in (3, 1, 2):
+        index.add(write_small(tmp_path, step, kind="weights" if step == 2 else "full"))
+    entries = RunIndex(tmp_path).entries()
+    assert [(entry.name, entry.step, entry.kind) for entry in entries] == [
+        ("step-00000001", 1, "full"),
+        ("step-00000002", 2, "weights"),
+        ("step-00000003", 3, "full"),
+    ]
+    assert entries[0].metrics == {"loss": 1.0}
+    assert index.last() == entries[-1]
+
+
+def test_an_empty_run_has_neither_last_nor_best_and_writes_nothing(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path / "none")
+    assert (index.entries(), index.last(), index.best("loss")) == ([], None, None)
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_checkpoint_written_again_is_listed_once_with_its_new_step(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path)
+    index.add(write_small(tmp_path, 1, "last"))
+    index.add(write_small(tmp_path, 2, "last"))
+    assert [entry.step for entry in index.entries()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "order"),
+    [
+        ([0.3, 0.1, 0.2], "min", ["s2", "s3", "s1"]),
+        ([0.3, 0.1, 0.2], "max", ["s1", "s3", "s2"]),
+        ([math.nan, 8, 7, 5], "min", ["s4", "s3", "s2", "s1"]),
+        ([math.nan, 5, 7, 8], "max", ["s4", "s3", "s2", "s1"]),
+        ([1, 1, math.inf, -math.inf], "min", ["s4", "s1", "s2", "s3"]),
+        ([1, 1], "max", ["s1", "s2"]),
+        ([math.nan, math.nan], "max", ["s1", "s2"]),
+    ],
+)
+def test_checkpoints_rank_by_a_metric_with_nan_last_and_the_earlier_of_equals_first(
+    tmp_path: Path, values: list[float], mode: Any, order: list[str]
+) -> None:
+    index = index_with(tmp_path, values)
+    assert [entry.name for entry in index.ranked("loss", mode)] == order
+    best = index.best("loss", mode)
+    assert best is not None
+    assert best.name == order[0]
+
+
+def test_checkpoints_without_the_metric_are_not_ranked(tmp_path: Path) -> None:
+    assert index_with(tmp_path, [1.0]).ranked("accuracy") == []
+
+
+def test_an_unknown_mode_is_an_error(tmp_path: Path) -> None:
+    mode: Any = "lowest"
+    with pytest.raises(CheckpointError, match="mode='lowest', expected 'min' or 'max'"):
+        index_with(tmp_path, [1.0]).best("loss", mode)
+
+
+def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Path) -> None:
+    index = index_with(tmp_path, [1.0, 2.0])
+    index.delete("s1")
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "s2"]
+    assert [entry.name for entry in RunIndex(tmp_path).entries()] == ["s2"]
+    assert verify(tmp_path / "s2") == []
+
+
+def test_p09_a_deletion_hides_the_whole_checkpoint_before_it_takes_anything_away(tmp_path: Path) -> None:
+    index = index_with(tmp_path, [1.0])
+    whole = len(files_of(tmp_path / "s1"))
+    seen: list[tuple[str, bool, int]] = []
+
+    def look(event: str, path: Path) -> None:
+        if event in ("rename", "delete"):
+            seen.append((event, (tmp_path / "s1").exists(), len(files_of(path)) if path.is_dir() else 0))
+
+    set_fault_hook(look)
+    try:
+        index.delete("s1")
+    finally:
+        set_fault_hook(None)
+    assert seen == [("rename", False, whole), ("delete", False, 0), ("rename", False, 0)]
+
+
+def test_p26_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
+    index = index_with(tmp_path / "run", [1.0])
+    write_small(tmp_path / "run", 5, "unlisted")
+    write_small(tmp_path, 5, "outside")
+    for name in ("unlisted", "../outside", str(tmp_path / "outside"), ".", "index.json"):
+        with pytest.raises(CheckpointError, match="not among the checkpoints that this run wrote"):
+            index.delete(name)
+    assert verify(tmp_path / "run" / "unlisted") == verify(tmp_path / "outside") == []
+
+
+def test_p26_runs_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Path) -> None:
+    mine, theirs = RunIndex(tmp_path, run="a"), RunIndex(tmp_path, run="b")
+    mine.add(write_small(tmp_path, 1))
+    theirs.add(write_small(tmp_path, 2))
+    assert [entry.step for entry in mine.entries()] == [1]
+    assert [entry.step for entry in theirs.entries()] == [2]
+    with pytest.raises(CheckpointError, match="not among the checkpoints that this run wrote"):
+        mine.delete("step-00000002")
+    mine.delete("step-00000001")
+    assert [entry.step for entry in RunIndex(tmp_path, run="b").entries()] == [2]
+
+
+def test_p26_a_checkpoint_that_somebody_else_put_under_our_name_is_not_deleted(tmp_path: Path) -> None:
+    index = index_with(tmp_path, [1.0])
+    write_small(tmp_path, 1, "s1")
+    with pytest.raises(CheckpointError, match="no longer the checkpoint that this run wrote"):
+        index.delete("s1")
+    assert verify(tmp_path / "s1") == []
+
+
+def test_p26_a_link_under_our_name_is_not_followed(tmp_path: Path) -> None:
+    index = index_with(tmp_path / "run", [1.0])
+    shutil.move(tmp_path / "run" / "s1", tmp_path / "s1")
+    (tmp_path / "run" / "s1").symlink_to(tmp_path / "s1")
+    with pytest.raises(CheckpointError, match="not deleted"):
+        index.delete("s1")
+    assert verify(tmp_path / "s1") == []
+
+
+def test_p26_a_moved_run_deletes_in_its_new_place_and_not_in_the_old_one(tmp_path: Path) -> None:
+    index_with(tmp_path / "old", [1.0, 2.0])
+    shutil.copytree(tmp_path / "old", tmp_path / "new")
+    assert str(tmp_path) not in (tmp_path / "new" / "index.json").read_text()
+    moved = RunIndex(tmp_path / "new")
+    moved.delete("s1")
+    assert [entry.name for entry in moved.entries()] == ["s2"]
+    assert verify(tmp_path / "old" / "s1") == []
+
+
+def test_an_entry_whose_folder_is_gone_is_not_listed_and_can_be_dropped(tmp_path: Path) -> None:
+    index = index_with(tmp_path, [1.0, 2.0])
+    shutil.rmtree(tmp_path / "s1")
+    assert [entry.name for entry in index.entries()] == ["s2"]
+    index.delete("s1")
+    assert "s1" not in (tmp_path / "index.json").read_text()
+
+
+def test_a_checkpoint_in_another_folder_cannot_be_added(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="does not lie in"):
+        index.add(write_small(tmp_path, 1))
+
+
+def test_a_checkpoint_that_is_not_there_cannot_be_added(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        RunIndex(tmp_path).add(tmp_path / "none")
+
+
+def test_the_folder_may_be_given_relative_to_the_working_folder(tmp_path: Path) -> None:
+    os.chdir(tmp_path)
+    index = RunIndex("run")
+    index.add(write_small(Path("run"), 1))
+    index.delete("step-00000001")
+    assert os.listdir("run") == ["index.json"]
+
+
+@pytest.mark.parametrize("name", ["../other", "/tmp/other", "a/b", ".hidden", "..", "", 3, None])
+def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
+    index_with(tmp_path, [1.0])
+    values = json.loads((tmp_path / "index.json").read_text())
+    values["checkpoints"][0]["name"] = name
+    (tmp_path / "index.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="names"):
+        RunIndex(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not readable JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"format_version": 1}', "is damaged.*the checkpoints stay"),
+        ('{"format_version": 2, "checkpoints": []}', "newer than 1"),
+        ('{"format_version": 1, "checkpoints": [], "checkpoints": []}', "stands twice"),
+        ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', "is damaged"),
+        (
+            '{"format_version": 1, "checkpoints": [{"name": "a", "step": 1, "created": "", "kind": "x", "run": "", '
+            '"metrics": {}}]}',
+            "unknown kind 'x'",
+        ),
+    ],
+)
+def test_a_damaged_index_is_an_error_before_anything_is_written(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        RunIndex(tmp_path)
+
+
+def test_p28_an_index_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+    index_with(tmp_path / "a", [1.0])
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "index.json").symlink_to(tmp_path / "a" / "index.json")
+    with pytest.raises(CheckpointError, match="outside"):
+        RunIndex(tmp_path / "b")
