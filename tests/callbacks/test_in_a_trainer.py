@@ -84,8 +84,11 @@ def test_each_epoch_s_checkpoint_says_its_epoch_and_step_and_holds_the_exact_sco
     note = LambdaCallback(on_train_epoch_end=lambda run, task: scores.append(run.callback_metrics["val_loss"]))
     fit(task, tmp_path, [callback, note], max_epochs=3)
     for epoch in range(3):
-        written = json.loads((tmp_path / "c" / f"epoch={epoch}" / "trainer.json").read_text())
-        assert (f'"step": {5 * (epoch + 1)}') in json.dumps(written)
+        folder = tmp_path / "c" / f"epoch={epoch}"
+        progress = json.loads((folder / "trainer.json").read_text())["progress"]
+        assert (progress["epoch"], progress["step"]) == (epoch, 5 * (epoch + 1))
+        metrics = json.loads((folder / "manifest.json").read_text())["metrics"]
+        assert float(metrics["val_loss"]) == scores[epoch]
     assert list(callback.best_k_models.values()) == scores
 
 

@@ -143,6 +143,15 @@ def test_a_step_interval_before_the_first_validation_waits_for_it(tmp_path: Path
     assert [step for step, _ in run.written] == [3, 4]
 
 
+def test_a_step_that_is_due_twice_is_saved_once(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    run = FakeRun([callback], tmp_path)
+    run.has_validation = True
+    with pytest.warns(TrainwrightWarning, match="Nothing is ranked until validation"):
+        run.fit(epochs=1, batches=5, val_every=4, on_validation=log("val_loss", [7.0]))
+    assert run.saved_names() == ["step=4"]
+
+
 def test_steps_are_counted_over_epochs(tmp_path: Path) -> None:
     run = FakeRun([ModelCheckpoint(every_n_train_steps=4, save_top_k=-1)], tmp_path)
     run.fit(epochs=2, batches=5)
@@ -366,6 +375,13 @@ def test_a_new_run_with_the_same_callback_saves_at_steps_that_the_first_saved_at
     again = FakeRun([callback], tmp_path / "b")
     again.fit(epochs=1, batches=3)
     assert [step for step, _ in again.written] == [3]
+
+
+def test_a_new_run_in_another_folder_ranks_afresh(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss")
+    fit(callback, tmp_path / "a", [1.0], epochs=1)
+    again = fit(callback, tmp_path / "b", [2.0], epochs=1)
+    assert (again.saved_names(), callback.best_model_score) == (["epoch=0-step=5"], 2.0)
 
 
 def test_the_checkpoint_holds_what_early_stopping_decided_at_the_same_moment(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ class Net(TaskModule):
         self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.body(x if y is None else x + y))
+        noise = 0.01 * torch.rand(())  # draws in evaluation mode, too
+        out: torch.Tensor = self.head(self.body(x if y is None else x + y)) + noise
         return out
 
 
