@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 
 from trainwright.core.errors import ConfigurationError, WorkerError
-from trainwright.core.process import STARTED_BY_TRAINER, environment
+from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
 _GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed
 
@@ -138,7 +138,7 @@ class _variables:
 
     def __enter__(self) -> None:
         for name, value in self._values.items():
-            self._before[name] = os.environ.get(name)
+            self._before[name] = variable(name)
             os.environ[name] = value
 
     def __exit__(self, *_: object) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
 
 _groups_made = 0
+_stores: dict[tuple[str, int, int], TCPStore] = {}
 
 
 class Processes:
@@ -72,6 +73,7 @@ class ProcessGroup(Processes):
         self.backend = backend
         self._made_here = False
         self._host_group: Any = None
+        self._store: TCPStore | None = None
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -82,12 +84,9 @@ class ProcessGroup(Processes):
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there.
             attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
-            agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            store = TCPStore(
-                host, port, self.world_size, is_master=self.rank == 0 and not agent_serves, timeout=self.timeout,
-                wait_for_workers=False, multi_tenant=True,
-            )  # fmt: skip
+            store = self._open_store(host, port)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
+            self._store = store  # kept after close(): others may still be reading from it as they leave
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
             dist.init_process_group(
                 backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
@@ -95,6 +94,24 @@ class ProcessGroup(Processes):
             self._made_here = True
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
+
+    def _open_store(self, host: str, port: int) -> TCPStore:
+        """Return the connection to the store that rank 0, or torchrun's agent, serves.
+
+        It is kept for the life of a process that a launcher started: a rank that begins its next stage while rank 0
+        still ends the last one would write into a server that is about to go away, and both would wait for good.
+        """
+        key = (host, port, self.rank)
+        store = _stores.get(key)
+        if store is None:
+            agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
+            store = TCPStore(
+                host, port, self.world_size, is_master=self.rank == 0 and not agent_serves, timeout=self.timeout,
+                wait_for_workers=False, multi_tenant=True,
+            )  # fmt: skip
+            if variable(STARTED_BY_TRAINER) is None:  # those have a port of their own for each stage
+                _stores[key] = store
+        return store
 
     def close(self) -> None:
         if self._made_here and dist.is_initialized():

@@ -7,8 +7,6 @@ it: one process, whole gradients, `torch.optim` optimizers. An engine overrides 
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,11 +22,12 @@ from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move
+from trainwright.strategies.binding import bind_step, needs_closure
 from trainwright.strategies.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
 from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.transfer import make_transfer
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -93,6 +92,7 @@ class Strategy:
 
     @property
     def num_processes(self) -> int:
+        """Processes on this node; more than one without a launcher: the Trainer starts them."""
         return len(self.device_indices)
 
     @property
@@ -194,52 +194,22 @@ class Strategy:
         task = self.task
         self.run, self.hooks, self.sink = run, hooks, sink
         self._items = task.num_items if counts_items and overrides(task, "num_items", TaskModule) else None
-        self._transfer = self._make_transfer(run)
+        self._transfer = make_transfer(task, getattr(run, "datamodule", None), self.device, self.precision)
         self._backward = task.backward if overrides(task, "backward", TaskModule) else None
         self._own_step = task.optimizer_step if overrides(task, "optimizer_step", TaskModule) else None
         self._own_zero = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad", TaskModule) else None
         self._own_clip = (
             task.configure_gradient_clipping if overrides(task, "configure_gradient_clipping", TaskModule) else None
         )
-        self._needs_closure = any(_needs_closure(optimizer) for optimizer in self.optimizers)
+        self._needs_closure = any(needs_closure(optimizer) for optimizer in self.optimizers)
         # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
         # gets them in Lightning's place instead: after the group's first training_step, before its backward.
         self._zero_late = bool(hooks.on_before_zero_grad) or self._own_zero is not None
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(self.optimizers))
         step = task.training_step
         wrapped = self._step if task.automatic_optimization else None  # by hand, backward runs inside the step
-        self._training_step = _bind(step, "training_step", wrapped, num_arguments=2)
+        self._training_step = bind_step(step, "training_step", wrapped, num_arguments=2)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
-
-    def _make_transfer(self, run: Run) -> Callable[..., Any] | None:
-        """Return what moves a batch to the device, or None when it is there already and nobody wants to see it."""
-        task, owner = self.task, getattr(run, "datamodule", None)
-        names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-        own: list[Any] = []
-        for name in names:
-            if overrides(task, name, TaskModule):
-                own.append(getattr(task, name))
-            elif owner is not None and _defines(owner, name):
-                own.append(getattr(owner, name))
-            else:
-                own.append(None)
-        before, transfer, after = own
-        if before is transfer is after is None:
-            if self.device.type == "cpu" and self.precision.param_dtype is None:
-                return None
-            return self._move
-        device = self.device
-
-        def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
-            if before is not None:
-                batch = before(batch, dataloader_idx)
-            batch = self._move(batch) if transfer is None else transfer(batch, device, dataloader_idx)
-            return batch if after is None else after(batch, dataloader_idx)
-
-        return hooked
-
-    def _move(self, batch: Any, dataloader_idx: int = 0) -> Any:
-        return move(batch, self.device, float_dtype=self.precision.param_dtype)
 
     # The step
 
@@ -480,7 +450,7 @@ class Strategy:
         """
         step = self._eval_steps.get(name)
         if step is None:
-            step = self._eval_steps[name] = _bind(getattr(self.task, name), name, self._eval_step, num_arguments=3)
+            step = self._eval_steps[name] = bind_step(getattr(self.task, name), name, self._eval_step, num_arguments=3)
         with self._context or _NOTHING:
             return step(batch, idx, dataloader_idx)
 
@@ -521,42 +491,3 @@ class Strategy:
 
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-
-
-def _bind(
-    step: Callable[..., Any], name: str, wrapper: Callable[..., Any] | None, *, num_arguments: int
-) -> Callable[..., Any]:
-    """Return a caller of one of the task's steps that takes `num_arguments` arguments and drops those it does not want.
-
-    Args:
-        step: the task's own method.
-        name: what it is called, for the wrapper.
-        wrapper: `wrapper(name, *args)` runs the step through an engine; None calls the method itself.
-        num_arguments: 2 (batch, batch_idx) or 3 (… and dataloader_idx).
-    """
-    call = step if wrapper is None else functools.partial(wrapper, name)
-    wanted = _positional(step)
-    if wanted >= num_arguments:
-        return call
-    return lambda *args: call(*args[:wanted])
-
-
-def _positional(step: Callable[..., Any]) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step of the task takes."""
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 3
-    return min(sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), 3)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-def _defines(owner: object, name: str) -> bool:
-    """Tell whether a data module defines the transfer hook itself rather than inheriting ours."""
-    for cls in type(owner).__mro__:
-        if name in vars(cls):
-            return not cls.__module__.startswith("trainwright.")
-    return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,14 +14,12 @@ from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_o
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+from trainwright.trainer.facts import RunFacts
 
 _OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a checkpoint besides their own entries
 
 
-def capture(run: Trainer, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
+def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
     """Collect everything a resume needs. Collective: every rank's generators are gathered.
 
     Returns:
@@ -31,7 +29,7 @@ def capture(run: Trainer, *, weights_only: bool = False, metrics: dict[str, floa
     return _collect(run, everyones_rng, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
 
 
-def capture_alone(run: Trainer, metrics: dict[str, float]) -> Snapshot:
+def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
     """Collect what this rank has without asking the others, for use in an exception path.
 
     Raises:
@@ -42,7 +40,7 @@ def capture_alone(run: Trainer, metrics: dict[str, float]) -> Snapshot:
     return _collect(run, rng, weights_only=not alone, metrics=metrics)
 
 
-def _collect(run: Trainer, rng: list[Any], *, weights_only: bool, metrics: dict[str, float]) -> Snapshot:
+def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict[str, float]) -> Snapshot:
     task, strategy = run.task, run.strategy
     shown: dict[str, Any] = {
         "epoch": run.state.epoch,
@@ -80,7 +78,7 @@ def _collect(run: Trainer, rng: list[Any], *, weights_only: bool, metrics: dict[
     )
 
 
-def save(run: Trainer, path: Path, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Path:
+def save(run: RunFacts, path: Path, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Path:
     """Write a checkpoint: everything is collected on every rank, rank 0 writes. Collective.
 
     Raises:
@@ -101,7 +99,7 @@ def save(run: Trainer, path: Path, *, weights_only: bool = False, metrics: dict[
     return path
 
 
-def restore(run: Trainer, path: Path) -> None:
+def restore(run: RunFacts, path: Path) -> None:
     """Put a checkpoint's whole state into a prepared run. Every rank reads the same folder; nothing is communicated.
 
     Raises:
@@ -140,7 +138,7 @@ def restore(run: Trainer, path: Path) -> None:
         run.datamodule.load_state_dict(saved["datamodule"])
     rank = run.global_rank
     if len(snapshot.rng) == run.world_size:
-        run._rng_to_restore = lambda: set_rng_state(snapshot.rng[rank], run.strategy.device)
+        run.restore_rng_later(lambda: set_rng_state(snapshot.rng[rank], run.strategy.device))
     else:
         warnings.warn(
             f"{path} was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}: their "
@@ -154,7 +152,7 @@ def _parts(path: Path) -> tuple[str, ...] | None:
     return ("trainer", "model") if read_manifest(path).kind == "weights" else None
 
 
-def restore_weights(run: Trainer, snapshot: Snapshot) -> None:
+def restore_weights(run: RunFacts, snapshot: Snapshot) -> None:
     """Load a snapshot's weights, and let the task and the callbacks read back what they added."""
     if snapshot.model is None:
         raise CheckpointError("the checkpoint holds no weights.")
@@ -168,12 +166,12 @@ def restore_weights(run: Trainer, snapshot: Snapshot) -> None:
     load_plain_state(run.task, shown["state_dict"], strict=run.task.strict_loading)
 
 
-def load_weights(run: Trainer, path: Path) -> None:
+def load_weights(run: RunFacts, path: Path) -> None:
     """Load a checkpoint's weights alone, for an evaluation."""
     restore_weights(run, read_checkpoint(path, parts=("trainer", "model"), copy_model=False))
 
 
-def _restore_callbacks(run: Trainer, states: dict[str, Any], path: Path) -> None:
+def _restore_callbacks(run: RunFacts, states: dict[str, Any], path: Path) -> None:
     known = {callback.state_key: callback for callback in run.callbacks}
     for key, state in states.items():
         if key in known:
@@ -186,7 +184,7 @@ def _restore_callbacks(run: Trainer, states: dict[str, Any], path: Path) -> None
             )
 
 
-def resolve(run: Trainer, ckpt_path: str | Path | None, stage: str) -> Path | None:
+def resolve(run: RunFacts, ckpt_path: str | Path | None, stage: str) -> Path | None:
     """Turn a `ckpt_path=` argument into a checkpoint's folder; nothing is touched.
 
     Args:
@@ -221,7 +219,7 @@ def resolve(run: Trainer, ckpt_path: str | Path | None, stage: str) -> Path | No
     return path
 
 
-def check_fits(run: Trainer, path: Path) -> None:
+def check_fits(run: RunFacts, path: Path) -> None:
     """Check that a resumed run has something left to do or nothing; a bound behind the checkpoint is an error.
 
     Raises:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from trainwright.core.errors import TaskError
 from trainwright.loggers.metric_ranks import Flushed
+from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
 
 EvaluationKind = Literal["validate", "test", "predict"]
 _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def evaluate(
-    run: Trainer, kind: EvaluationKind, data: EvaluationData, *, max_batches: int | None = None, keep: bool = False
+    run: RunFacts, kind: EvaluationKind, data: EvaluationData, *, max_batches: int | None = None, keep: bool = False
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data.
 
@@ -69,7 +67,7 @@ def evaluate(
     return flushed, outputs
 
 
-def _one_batch(run: Trainer, kind: str, name: str, batch: Any, idx: int, index: int, hooks: Any) -> Any:
+def _one_batch(run: RunFacts, kind: str, name: str, batch: Any, idx: int, index: int, hooks: Any) -> Any:
     metrics, task = run.metrics, run.task
     batch = run.strategy.to_device(batch, index)
     metrics.batch, metrics.in_step = batch, True
@@ -112,7 +110,7 @@ def _least(limit: int | None, other: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(run: Trainer, name: str) -> Iterator[None]:
+def _evaluation_mode(run: RunFacts, name: str) -> Iterator[None]:
     """Put every module into evaluation mode, and each back into the mode it was in."""
     task = run.task
     modes = [(module, module.training) for module in task.modules()]

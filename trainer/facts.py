@@ -1,48 +1,119 @@
-"""What a run answers when it is asked: the reading half of the `Run` protocol, apart from the loop."""
+"""What a run holds and answers when it is asked: what the Trainer's parts and its callbacks see of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.errors import TaskError
+from trainwright.core.run import SchedulerConfig, Stage
+from trainwright.core.state import StepResult, TrainState
+from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
+from trainwright.data import DataModule
+from trainwright.loggers.logger_group import LoggerGroup
+from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.loggers.metric_ranks import Exchange, Flushed
 from trainwright.strategies.gradients import GradientClip
-from trainwright.trainer.optimization import ManualOptimizer
-
-if TYPE_CHECKING:
-    from trainwright.core.state import TrainState
-    from trainwright.core.task import TaskModule
-    from trainwright.strategies.strategy import Strategy
-    from trainwright.trainer.loaders import EvaluationData, TrainData
+from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.loaders import EvaluationData, TrainData
+from trainwright.trainer.optimization import ManualOptimizer, Schedules
 
 
-class RunFacts:
-    """Properties and small services of a Trainer; it holds no state of its own."""
+class RunFacts(ABC):
+    """A run's attributes, properties and small services; `StageRunner` fills them in.
+
+    Attributes:
+        state: where training stands; kept between stages.
+        stage: the stage that is running, or None.
+        callbacks: this stage's callbacks, the task's own included.
+        loggers: the loggers.
+        logging: the loggers as one.
+        strategy: this stage's copy of the configured strategy.
+        optimizers, lr_scheduler_configs: what `configure_optimizers` returned.
+        schedules: steps the learning-rate schedules.
+        datamodule: the data module of this stage, or None.
+        hooks: who listens to which event.
+        metrics: takes what tasks and callbacks log.
+        exchange: gathers small host objects over ranks; None for one process.
+        should_stop: set it to True to end `fit` after the present step.
+        interrupted: Ctrl-C ended the last stage.
+        resumed: this fit continues a checkpoint.
+        sanity_checking: the validation that runs is the one before training.
+        last_step: what the last optimizer step gave.
+        at_step_boundary: no optimizer step is half done.
+        num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
+        run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
+        seed: of the order of the data.
+        count_tokens: something wants `state.tokens` counted.
+    """
 
     state: TrainState
+    stage: Stage | None
     callbacks: list[Callback]
+    loggers: list[Any]
+    logging: LoggerGroup | None
     strategy: Strategy
+    optimizers: list[Optimizer]
+    lr_scheduler_configs: list[SchedulerConfig]
+    schedules: Schedules
+    datamodule: DataModule | None
+    hooks: HookTable
+    metrics: MetricBuffer
+    exchange: Exchange | None
+    should_stop: bool
+    interrupted: bool
+    resumed: bool
+    sanity_checking: bool
+    last_step: StepResult | None
+    at_step_boundary: bool
+    num_eval_batches: list[int | float]
+    run_id: str
+    seed: int | None
+    count_tokens: bool
     default_root_dir: Path
     accumulate_grad_batches: int
+    log_every_n_steps: int
     max_epochs: int | None
     max_steps: int
+    inference_mode: bool
+    fast_dev_run: bool | int
+    barebones: bool
     _task: TaskModule | None
     _callback_metrics: dict[str, float]
     _logged_metrics: dict[str, float]
     _progress_bar_metrics: dict[str, float]
     _eval_data: dict[str, EvaluationData]
+    _rng_to_restore: Callable[[], None] | None
 
-    if TYPE_CHECKING:
+    @abstractmethod
+    def train_data(self) -> TrainData:
+        """The prepared training data; made at the first asking."""
 
-        def train_data(self) -> TrainData:
-            """The prepared training data; made at the first asking."""
+    @abstractmethod
+    def data_state(self) -> dict[str, Any]:
+        """Return the place in the training data, for a checkpoint."""
+
+    @abstractmethod
+    def load_data_state(self, saved: dict[str, Any], seed: int | None) -> None:
+        """Take back what `data_state` returned; used by the next epoch."""
+
+    def fire(self, event: str, *args: Any) -> None:
+        """Call everyone who listens to an event that is not fired in the step."""
+        for hook in getattr(self.hooks, event):
+            hook(self, self._task, *args)
+
+    def restore_rng_later(self, restore: Callable[[], None]) -> None:
+        """Put the random number generators back as the last act before training goes on."""
+        self._rng_to_restore = restore
 
     # The task and where it stands
 
@@ -169,6 +240,25 @@ class RunFacts:
     def precision(self) -> str:
         """The precision's name, such as `"bf16-mixed"`."""
         return self.strategy.precision.name
+
+    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Take a value that a callback logs; see `TaskModule.log` for the options."""
+        self.metrics.log(name, value, **options)
+
+    def log_now(self, metrics: Mapping[str, float]) -> None:
+        """Send host-side numbers to the loggers at the present step; they do nothing off the main rank."""
+        self._logged_metrics.update(metrics)
+        if self.logging is not None:
+            self.logging.log_metrics({**metrics, "epoch": self.state.epoch}, max(self.state.step - 1, 0))
+
+    def take_metrics(self, flushed: Flushed, kind: str) -> None:
+        """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
+        if self.sanity_checking:
+            return
+        self._callback_metrics.update(flushed.callback)
+        self._progress_bar_metrics.update(flushed.prog_bar)
+        if flushed.logged and kind != "predict":
+            self.log_now(flushed.logged)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""

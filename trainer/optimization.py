@@ -148,16 +148,17 @@ class Schedules:
     """Steps learning-rate schedules: each once per unit it declares, whatever the world size or accumulation.
 
     Args:
-        configs: what to step.
-        task: its `lr_scheduler_step` does the stepping.
+        configs: what to step; a task that optimizes by hand steps them itself.
+        task: its `lr_scheduler_step` does the stepping; None when there is nothing to step.
     """
 
-    def __init__(self, configs: list[SchedulerConfig], task: TaskModule) -> None:
+    def __init__(self, configs: list[SchedulerConfig], task: TaskModule | None) -> None:
         self.configs = configs
         self._task = task
-        self._per_step = [c for c in configs if c.interval == "step"]
-        self._per_epoch = [c for c in configs if c.interval == "epoch" and c.monitor is None]
-        self._monitored = [c for c in configs if c.interval == "epoch" and c.monitor is not None]
+        ours = configs if task is not None and task.automatic_optimization else []
+        self._per_step = [c for c in ours if c.interval == "step"]
+        self._per_epoch = [c for c in ours if c.interval == "epoch" and c.monitor is None]
+        self._monitored = [c for c in ours if c.interval == "epoch" and c.monitor is not None]
         self.steps_often = bool(self._per_step)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -179,6 +180,7 @@ class Schedules:
                 self._do(config, metrics)
 
     def _do(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
+        assert self._task is not None  # there are schedules, so there is a task
         if config.monitor is None:
             self._task.lr_scheduler_step(config.scheduler, None)
         elif config.monitor in metrics:

@@ -6,15 +6,12 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainwright.checkpoint import RunIndex, write_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer import checkpointing
-
-if TYPE_CHECKING:
-    from trainwright.trainer.trainer import Trainer
+from trainwright.trainer.facts import RunFacts
 
 
 class SafePoint:
@@ -24,7 +21,7 @@ class SafePoint:
         run: whose wishes these are.
     """
 
-    def __init__(self, run: Trainer) -> None:
+    def __init__(self, run: RunFacts) -> None:
         self._run = run
         self._actions: list[Callable[[], None]] = []
         self._saves: list[SaveRequest] = []

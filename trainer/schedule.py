@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.core.duration import Duration, Interval
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run
 from trainwright.core.state import TrainState
 
 if TYPE_CHECKING:
@@ -26,19 +28,21 @@ class ValidationSchedule:
 
     def __init__(self, interval: int | float | Duration, every_n_epoch: int | None, num_batches: int | None) -> None:
         self._every_n_epoch = every_n_epoch
+        self._num_batches = num_batches
         self._at_end = False
         self._batches = 0
         self._interval: Interval | None = None
+        self._epochs: float | None = None
+        self._next_s = self._span_s = 0.0
+        self._clock: AgreedClock | None = None
+        self._run: Run | None = None
         if isinstance(interval, Duration):
-            self._interval = Interval(interval)
+            self._take_duration(interval)
         elif isinstance(interval, float):
             if interval == 1.0:
                 self._at_end = True
             elif num_batches is None:
-                raise ConfigurationError(
-                    f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. "
-                    "Use 1.0 (at the epoch's end), a number of batches, or a length such as '500 steps'."
-                )
+                raise _without_length(interval)
             else:
                 self._batches = max(1, int(num_batches * interval))
         else:
@@ -49,10 +53,27 @@ class ValidationSchedule:
                 )
             self._batches = interval
 
-    def align(self, state: TrainState) -> None:
-        """Count on from the next multiple after `state`."""
+    def _take_duration(self, interval: Duration) -> None:
+        if interval.unit == "epochs":
+            if self._num_batches is None and not float(interval.value).is_integer():
+                raise _without_length(f"'{interval}'")
+            self._epochs = interval.value
+        elif interval.unit == "seconds":
+            self._span_s = interval.value
+            self._clock = AgreedClock(self._remaining_s)
+        else:
+            self._interval = Interval(interval)
+
+    def align(self, run: Run) -> None:
+        """Count on from the next multiple after the run's present state; called again, it changes nothing."""
+        if self._run is not None:
+            return
+        self._run = run
         if self._interval is not None:
-            self._interval.align(state)
+            self._interval.align(run.state)
+        if self._clock is not None:
+            self._next_s = (run.state.seconds // self._span_s + 1) * self._span_s
+            self._clock.start(run)
 
     def in_epoch(self, epoch: int) -> bool:
         """Tell whether 0-based `epoch` has validations at all."""
@@ -61,16 +82,46 @@ class ValidationSchedule:
     def due(self, state: TrainState, group_size: int, is_last: bool) -> bool:
         """Tell whether a validation is due after a group of `group_size` micro-batches that `state` counts already.
 
-        An interval that ended inside the group is honoured at its end.
+        An interval that ended inside the group is honoured at its end. With an interval of time and several processes
+        it is collective at few steps, and rank 0's clock decides (see `AgreedClock`).
         """
         if self._interval is not None:
             return self._interval.due(state) and self.in_epoch(state.epoch)
+        if self._clock is not None:
+            return self._time_is_up(state) and self.in_epoch(state.epoch)
         if not self.in_epoch(state.epoch):
             return False
         if self._at_end:
             return is_last
+        if self._epochs is not None:
+            return self._epochs_passed(state, group_size, is_last)
         now = state.batches if self._every_n_epoch is None else state.batch_in_epoch
         return now // self._batches > (now - group_size) // self._batches
+
+    def _epochs_passed(self, state: TrainState, group_size: int, is_last: bool) -> bool:
+        assert self._epochs is not None
+        if self._num_batches is None:
+            return is_last and (state.epoch + 1) % self._epochs == 0
+        span = self._epochs * self._num_batches
+        now = state.epoch * self._num_batches + state.batch_in_epoch
+        # A third of thirty batches, three times, must be thirty: rounding may not lose the last one.
+        return int(now / span + 1e-9) > int((now - group_size) / span + 1e-9)
+
+    def _remaining_s(self) -> float:
+        return float("inf") if self._run is None else self._next_s - self._run.state.seconds
+
+    def _time_is_up(self, state: TrainState) -> bool:
+        if self._clock is None or self._run is None or not self._clock.is_up(self._run):
+            return False
+        self._next_s = (state.seconds // self._span_s + 1) * self._span_s
+        return True
+
+
+def _without_length(interval: object) -> ConfigurationError:
+    return ConfigurationError(
+        f"val_check_interval={interval} is a fraction of an epoch, but the training loader has no length. Use 1.0 (at "
+        "the epoch's end), a number of batches, or a length such as '500 steps'."
+    )
 
 
 class EndOfFit:
@@ -82,8 +133,6 @@ class EndOfFit:
         self._counted = tuple(limit for limit in limits.others if limit.unit != "seconds")
         self._timed = tuple(limit for limit in limits.others if limit.unit == "seconds")
         self._limits = limits
-        self.counts_tokens = any(limit.unit == "tokens" for limit in limits.others)
-        self.counts_samples = any(limit.unit == "samples" for limit in limits.others)
 
     def reached(self, state: TrainState) -> bool:
         """Tell whether a bound that every rank counts alike is reached."""

@@ -275,7 +275,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
     limit_batches = {
         "train": arguments["limit_train_batches"],
         "validate": overfit or arguments["limit_val_batches"],
-        "test": overfit or arguments["limit_test_batches"],
+        "test": arguments["limit_test_batches"],
         "predict": arguments["limit_predict_batches"],
     }
     root = Path(arguments["default_root_dir"] or ".").absolute()

@@ -13,21 +13,23 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.duration import Interval
+from trainwright.core.duration import Duration, Interval
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import detect, started_by_trainer
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
 from trainwright.core.state import StepResult, TrainState
 from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
 from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
@@ -37,36 +39,18 @@ from trainwright.strategies.launcher import run_in_processes, set_variable
 from trainwright.trainer import checkpointing
 from trainwright.trainer.assembly import with_task_callbacks
 from trainwright.trainer.checks import check_callbacks, check_task, has_step
+from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
 from trainwright.trainer.settings import Settings
 
-if TYPE_CHECKING:
-    from trainwright.data import DataModule
-
 Body = Callable[..., Any]
 
 
-class StageRunner:
-    """Owns what a Trainer holds between and during stages; see `Trainer` for the loop.
-
-    Attributes:
-        state: where training stands; kept between stages.
-        callbacks: this stage's callbacks, the task's own included.
-        loggers: the loggers.
-        strategy: this stage's copy of the configured strategy.
-        hooks: who listens to which event.
-        metrics: takes what tasks and callbacks log.
-        stage: the stage that is running, or None.
-        should_stop: set it to True to end `fit` after the present step.
-        interrupted: Ctrl-C ended the last stage.
-        resumed: this fit continues a checkpoint.
-        last_step: what the last optimizer step gave.
-        num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
-        at_step_boundary: no optimizer step is half done.
-    """
+class StageRunner(RunFacts):
+    """Owns what a Trainer holds between and during stages (see `RunFacts`); `Trainer` adds the loop."""
 
     def __init__(self, settings: Settings) -> None:
         arguments = settings.arguments
@@ -99,7 +83,7 @@ class StageRunner:
         self.hooks = HookTable()
         self._is_set_up = False
         self.metrics = MetricBuffer()
-        self.schedules = Schedules([], self._task)  # type: ignore[arg-type]  # no schedules, no task needed
+        self.schedules = Schedules([], self._task)  # no schedules, no task needed
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.datamodule: DataModule | None = None
@@ -108,10 +92,11 @@ class StageRunner:
         self.should_stop = False
         self.resumed = False
         self.count_tokens = False
+        self._samples_decide = False
         self.last_step: StepResult | None = None
         self.at_step_boundary = True
         self.exchange: Exchange | None = None
-        self.safe_point = SafePoint(self)  # type: ignore[arg-type]  # the Trainer, whose base this is
+        self.safe_point = SafePoint(self)
         self.num_eval_batches: list[int | float] = []
         self._sources = Sources({})
         self._train_data: TrainData | None = None
@@ -127,14 +112,6 @@ class StageRunner:
         self._callback_metrics: dict[str, float] = {}
         self._logged_metrics: dict[str, float] = {}
         self._progress_bar_metrics: dict[str, float] = {}
-
-    if TYPE_CHECKING:
-        task: TaskModule
-        global_rank: int
-        world_size: int
-        is_global_zero: bool
-        checkpoint_dir: Path
-        print: Callable[..., None]
 
     # Starting a stage
 
@@ -163,7 +140,7 @@ class StageRunner:
         if stage == "fit" and has_step(task, "training_step"):
             _check_length(sources.given.get("train"))
         if ckpt_path not in (None, "last", "best"):
-            checkpointing.resolve(self, ckpt_path, stage)  # type: ignore[arg-type]  # the Trainer
+            checkpointing.resolve(self, ckpt_path, stage)
 
     def _run_stage(self, stage: Stage, sources: Sources, ckpt_path: str | Path | None, body: Body) -> Any:
         """One stage on one process."""
@@ -175,6 +152,7 @@ class StageRunner:
                 self._join()
                 self._set_up(stage, ckpt_path)
                 result = body(self)
+            self.strategy.processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
             return result
         except BaseException as error:
@@ -219,7 +197,7 @@ class StageRunner:
 
     def _set_up(self, stage: Stage, ckpt_path: str | Path | None) -> None:
         task = self.task
-        task._run = self  # type: ignore[assignment]  # this class and its siblings make up a Run
+        task._run = self
         self.callbacks = with_task_callbacks(self.callbacks, task)
         check_callbacks(self.callbacks)
         self.hooks = HookTable(self.callbacks, task)
@@ -228,12 +206,16 @@ class StageRunner:
         make = self._make_optimizers if stage == "fit" else None
         self.optimizers = self.strategy.prepare(task, make)
         self.schedules = Schedules(self.lr_scheduler_configs, task)
-        self._end = EndOfFit(self.settings.limits)
-        self.count_tokens |= self._end.counts_tokens
+        # A user may raise the bounds between two fits.
+        self._end = EndOfFit(replace(self.settings.limits, max_epochs=self.max_epochs, max_steps=self.max_steps))
+        lengths = (*self.settings.limits.others, self.settings.val_check_interval)
+        units = {length.unit for length in lengths if isinstance(length, Duration)}
+        self.count_tokens |= "tokens" in units
+        self._samples_decide = "samples" in units
         self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero)
         self._load(stage, ckpt_path)
         self._start_loggers(stage)
-        self.strategy.attach(self, self.hooks, self.metrics)  # type: ignore[arg-type]  # likewise
+        self.strategy.attach(self, self.hooks, self.metrics)  # likewise
         task._sink = self.metrics
         if stage == "fit":
             self._begin_fit()
@@ -263,23 +245,23 @@ class StageRunner:
         if ckpt_path is None:
             return
         path = self.strategy.processes.broadcast_object(
-            checkpointing.resolve(self, ckpt_path, stage) if self.is_global_zero else None  # type: ignore[arg-type]
+            checkpointing.resolve(self, ckpt_path, stage) if self.is_global_zero else None
         )
         if path is None:
             return
         if stage == "fit":
-            checkpointing.check_fits(self, path)  # type: ignore[arg-type]
-            checkpointing.restore(self, path)  # type: ignore[arg-type]
+            checkpointing.check_fits(self, path)
+            checkpointing.restore(self, path)
             self.resumed = True
             if self.state.epoch_done:
                 self.state.begin_next_epoch()
                 self._position = None
         else:
-            checkpointing.load_weights(self, path)  # type: ignore[arg-type]
+            checkpointing.load_weights(self, path)
 
     def _begin_fit(self) -> None:
         """Align every interval with where the run stands."""
-        self.log_every = Interval(_steps(self.log_every_n_steps))
+        self.log_every = Interval(Duration(self.log_every_n_steps, "steps"))
         self.log_every.align(self.state)
         self._validation: ValidationSchedule | None = None
 
@@ -292,7 +274,6 @@ class StageRunner:
                 self.settings.arguments["check_val_every_n_epoch"],
                 self.train_data().num_batches,
             )
-            self._validation.align(self.state)
         return self._validation
 
     def _start_loggers(self, stage: Stage) -> None:
@@ -353,7 +334,7 @@ class StageRunner:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.safe_point = SafePoint(self)  # type: ignore[arg-type]
+        self.safe_point = SafePoint(self)
 
     # Data
 
@@ -405,6 +386,7 @@ class StageRunner:
         every = self.settings.arguments["reload_dataloaders_every_n_epochs"]
         if every and self.state.epoch % every == 0:
             self._train_data = None
+            self._validation = None  # its interval may be a fraction of the new loader
             self._eval_data.clear()
 
     def _take_position(self) -> Mapping[str, int] | None:
@@ -432,22 +414,7 @@ class StageRunner:
         if restore is not None:
             restore()
 
-    # Events and wishes
-
-    def fire(self, event: str, *args: Any) -> None:
-        """Call everyone who listens to an event that is not fired in the step."""
-        for hook in getattr(self.hooks, event):
-            hook(self, self._task, *args)
-
-    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
-        """Take a value that a callback logs; see `TaskModule.log` for the options."""
-        self.metrics.log(name, value, **options)
-
-    def log_now(self, metrics: Mapping[str, float]) -> None:
-        """Send host-side numbers to the loggers at the present step; they do nothing off the main rank."""
-        self._logged_metrics.update(metrics)
-        if self.logging is not None:
-            self.logging.log_metrics({**metrics, "epoch": self.state.epoch}, max(self.state.step - 1, 0))
+    # Wishes
 
     def at_safe_point(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
@@ -465,7 +432,7 @@ class StageRunner:
         """
         if not self._is_set_up or not self.at_step_boundary:
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
-        return checkpointing.save(self, Path(filepath), weights_only=weights_only)  # type: ignore[arg-type]
+        return checkpointing.save(self, Path(filepath), weights_only=weights_only)
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""
@@ -475,12 +442,6 @@ class StageRunner:
         """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
         self.stop_reason = reason
         self.should_stop = self._stop_agreed = True
-
-
-def _steps(n: int) -> Any:
-    from trainwright.core.duration import Duration
-
-    return Duration(n, "steps")
 
 
 def _check_length(loader: Any) -> None:

@@ -26,10 +26,8 @@ from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.data import DataModule
 from trainwright.loggers.logger import Logger
-from trainwright.loggers.metric_ranks import Flushed
 from trainwright.strategies.strategy import SkipRestOfEpoch, Strategy
 from trainwright.trainer import evaluation
-from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import Sources
 from trainwright.trainer.settings import configure
 from trainwright.trainer.stage import StageRunner
@@ -37,7 +35,7 @@ from trainwright.trainer.stage import StageRunner
 _AGREE_EVERY_N_STEPS = 10  # how often ranks agree on wishes to stop; one exchange of a number on the host
 
 
-class Trainer(StageRunner, RunFacts):
+class Trainer(StageRunner):
     """Trains, evaluates and predicts with a task.
 
     Args:
@@ -221,6 +219,7 @@ class Trainer(StageRunner, RunFacts):
         """A whole run: sanity check, epochs until a bound or a wish ends it."""
         self.fire("on_fit_start")
         self._sanity_check()
+        self.train_data()
         self.fire("on_train_start")
         self._clock = time.perf_counter()
         if self.state.batch_in_epoch == 0:
@@ -228,6 +227,8 @@ class Trainer(StageRunner, RunFacts):
         while not self._is_over():
             self._train_epoch()
         self.fire("on_train_end")
+        if self.safe_point.waiting:
+            self._settle()
         self.fire("on_fit_end")
 
     def _train_epoch(self) -> None:
@@ -257,6 +258,7 @@ class Trainer(StageRunner, RunFacts):
                     break
         except SkipRestOfEpoch:
             strategy.discard_gradients()
+            self.schedules.after_epoch(state.epoch)
             closed = True
         self._end_epoch(closed)
 
@@ -275,6 +277,7 @@ class Trainer(StageRunner, RunFacts):
     def _begin_epoch(self) -> Iterable[Group]:
         data, state = self.train_data(), self.state
         data.begin_epoch(state.epoch, self._take_position())
+        self.validation.align(self)
         self.metrics.begin("train")
         self.fire("on_train_epoch_start")
         groups = data.groups(state, self.accumulate_grad_batches)
@@ -328,7 +331,8 @@ class Trainer(StageRunner, RunFacts):
 
     def _count_samples(self, group: Group) -> int:
         mine = sum(batch_size(batch) for batch in group.batches)
-        return self._sum(mine) if self._end.counts_samples else mine * self.strategy.dp_size
+        # Ranks must agree on the number where something is decided by it, and only there is it worth an exchange.
+        return self._sum(mine) if self._samples_decide else mine * self.strategy.dp_size
 
     def _count_tokens(self, group: Group) -> int:
         return self._sum(sum(self.task.num_tokens(batch) for batch in group.batches))
@@ -411,15 +415,6 @@ class Trainer(StageRunner, RunFacts):
 
     def _flush_step(self) -> None:
         self.take_metrics(self.metrics.flush_step(self.exchange), "train")
-
-    def take_metrics(self, flushed: Flushed, kind: str) -> None:
-        """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
-        if self.sanity_checking:
-            return
-        self._callback_metrics.update(flushed.callback)
-        self._progress_bar_metrics.update(flushed.prog_bar)
-        if flushed.logged and kind != "predict":
-            self.log_now(flushed.logged)
 
     def _settle(self) -> None:
         self._flush_step()

@@ -1,0 +1,50 @@
+"""How a batch gets to the device: the task's hooks, else the data module's, else a plain move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainwright.callbacks.hook_table import overrides
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
+from trainwright.strategies.binding import defines_itself
+from trainwright.strategies.precision import Precision
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def make_transfer(
+    task: TaskModule, datamodule: Any, device: torch.device, precision: Precision
+) -> Callable[..., Any] | None:
+    """Return `transfer(batch, dataloader_idx=0)`, or None when batches are in place and nobody wants to see them.
+
+    Args:
+        task: whose hooks come first.
+        datamodule: whose hooks are used where the task has none, or None.
+        device: where batches go; a copy from pinned memory is not waited for.
+        precision: floating-point inputs take its parameters' dtype.
+    """
+
+    def find(name: str) -> Any:
+        if overrides(task, name, TaskModule):
+            return getattr(task, name)
+        return getattr(datamodule, name) if datamodule is not None and defines_itself(datamodule, name) else None
+
+    plain = partial(move, device=device, float_dtype=precision.param_dtype)
+    before, transfer, after = (find(name) for name in _HOOKS)
+    if before is transfer is after is None:
+        if device.type == "cpu" and precision.param_dtype is None:
+            return None
+        return lambda batch, dataloader_idx=0: plain(batch)
+
+    def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return hooked
