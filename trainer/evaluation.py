@@ -57,6 +57,7 @@ def evaluate(
                         outputs[index].append(output)
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
+            run.take_metrics(metrics.flush_step(run.exchange), kind)
             flushed = metrics.flush_epoch(run.exchange)
             run.take_metrics(flushed, kind)
             run.fire(f"on_{name}_end")

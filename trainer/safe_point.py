@@ -63,6 +63,9 @@ class SafePoint:
         """Enter the checkpoint in the run's index, move its link, delete what it replaces. Main rank only."""
         index = RunIndex(path.parent, run=self._run.run_id)
         index.add(path)
+        if self._run.logging is not None:
+            aliases = ("best",) if path.name == Path(self._best()).name else ()
+            self._run.logging.log_checkpoint(path, aliases=aliases)
         if request.link is not None:
             _link(path.parent / request.link, path.name)
         for name in request.remove:
@@ -70,6 +73,9 @@ class SafePoint:
                 index.delete(name)
             except CheckpointError as error:
                 warnings.warn(f"an earlier checkpoint was not deleted: {error}", TrainwrightWarning, stacklevel=2)
+
+    def _best(self) -> str:
+        return getattr(self._run.checkpoint_callback, "best_model_path", "") or ""
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from an exception path: main rank only, nothing is communicated, errors are reported."""
@@ -95,6 +101,10 @@ class SafePoint:
 
 def _link(link: Path, target: str) -> None:
     """Point a relative symbolic link at a sibling, in one step."""
+    if link.is_dir() and not link.is_symlink():
+        raise CheckpointError(
+            f"{link} is a checkpoint of its own, written when save_last was True. Move it away, or keep save_last=True."
+        )
     partial = link.with_name(f".{link.name}.link")
     partial.unlink(missing_ok=True)
     os.symlink(target, partial, target_is_directory=True)

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
+from trainwright.checkpoint import clean_stale
 from trainwright.core.duration import Duration, Interval
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import detect, started_by_trainer
@@ -120,6 +121,7 @@ class StageRunner(RunFacts):
         self._check(stage, task, sources, ckpt_path)
         self._task = task
         self._forget_stage()
+        self._forget_metrics()
         self.interrupted = False
         work = partial(self._run_stage, stage, sources, ckpt_path, body)
         selection = self.settings.selection
@@ -215,7 +217,7 @@ class StageRunner(RunFacts):
         self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero)
         self._load(stage, ckpt_path)
         self._start_loggers(stage)
-        self.strategy.attach(self, self.hooks, self.metrics)  # likewise
+        self.strategy.attach(self, self.hooks, self.metrics)
         task._sink = self.metrics
         if stage == "fit":
             self._begin_fit()
@@ -242,6 +244,8 @@ class StageRunner(RunFacts):
         return optimizers
 
     def _load(self, stage: Stage, ckpt_path: str | Path | None) -> None:
+        if stage == "fit" and self.is_global_zero and self.checkpoint_dir.is_dir():
+            clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
         if ckpt_path is None:
             return
         path = self.strategy.processes.broadcast_object(

@@ -24,6 +24,7 @@ def load_task_from_checkpoint(
     *,
     map_location: torch.device | str | None = None,
     strict: bool = True,
+    hparams_file: Path | str | None = None,
     hparams_overrides: Mapping[str, Any] | None = None,
 ) -> TaskT:
     """Construct a task with the hyper-parameters of a checkpoint and load its weights.
@@ -34,6 +35,7 @@ def load_task_from_checkpoint(
         path: a checkpoint folder of either kind.
         map_location: the device for the task; None leaves it where it builds itself.
         strict: raise when names of weights are missing or left over.
+        hparams_file: a YAML or JSON file of hyper-parameters to take instead of the saved ones.
         hparams_overrides: values that replace saved hyper-parameters, or that were not saved.
 
     Raises:
@@ -42,17 +44,34 @@ def load_task_from_checkpoint(
             or does not take one that was given, or the weights do not fit.
     """
     snapshot = read_checkpoint(path, parts=("trainer", "model"), copy_model=False)
-    saved = snapshot.trainer.get(HYPER_PARAMETERS) or {}
+    origin = path if hparams_file is None else hparams_file
+    saved = snapshot.trainer.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
+    saved = {} if saved is None else saved
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{path}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
+        raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
     task = cls(**_arguments(cls, saved, hparams_overrides or {}, path))
     configure_model = getattr(task, "configure_model", None)
     if callable(configure_model):
         configure_model()
     if map_location is not None:
         task.to(map_location)
-    load_plain_state(task, snapshot.model or {}, strict=strict)
+    on_load = getattr(task, "on_load_checkpoint", None)
+    shown = {
+        **snapshot.trainer.get("task", {}),
+        "epoch": snapshot.state.get("epoch", 0),
+        "global_step": snapshot.state.get("step", 0),
+        "state_dict": snapshot.model or {},
+    }
+    if callable(on_load):
+        on_load(shown)
+    load_plain_state(task, shown["state_dict"], strict=strict)
     return task
+
+
+def _read_file(path: Path) -> Any:
+    import yaml  # JSON is YAML, so that one reader serves both
+
+    return yaml.safe_load(path.read_text())
 
 
 def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str) -> dict[str, Any]:

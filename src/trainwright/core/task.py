@@ -363,7 +363,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             map_location=map_location,
             strict=strict if strict is not None else cls.strict_loading,
             hparams_file=hparams_file,
-            overrides=overrides,
+            hparams_overrides=overrides,
         )
 
     def __getstate__(self) -> dict[str, Any]:
