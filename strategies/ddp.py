@@ -146,7 +146,12 @@ class DDPStrategy(Strategy):
         return torch.stack(found)
 
     def teardown(self) -> None:
-        self._replica = None
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            # Its reducer must not be the last to hold the process group. Freeing a gloo group joins the group's threads,
+            # one of which may wait for the interpreter's lock to free a tensor, and Python frees the reducer with that
+            # lock held: a deadlock in about one run of twenty (torch 2.13).
+            del replica.logger, replica.reducer
         super().teardown()
 
 
