@@ -148,9 +148,9 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         replica, self._replica = self._replica, None
         if replica is not None:
-            # Its reducer must not be the last to hold the process group. Freeing a gloo group joins the group's threads,
-            # one of which may wait for the interpreter's lock to free a tensor, and Python frees the reducer with that
-            # lock held: a deadlock in about one run of twenty (torch 2.13).
+            # Its reducer must not be the last to hold the process group. Freeing a gloo group joins its threads, one of
+            # which may wait for the interpreter's lock to free a tensor, and Python frees the reducer with that lock
+            # held: a deadlock in about one run of twenty (torch 2.13).
             del replica.logger, replica.reducer
         super().teardown()
 

@@ -1,0 +1,422 @@
+"""Which checkpoints a run leaves, what they say, and what a run that continues from one does."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.snapshots import same
+from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import find_checkpoints, read_checkpoint
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+
+FOUR_BATCHES = 8  # samples, by 2
+
+
+def saved_in(folder: Path) -> list[tuple[int, int]]:
+    """Return (epoch, step) of every checkpoint in a folder, by step."""
+    return [(found.manifest.epoch, found.manifest.step) for found in find_checkpoints(folder)]
+
+
+class ScriptedTask(RegressionTask):
+    """Logs one given value of `val_loss` per validation."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = iter(values)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the next value at the first batch; one batch a validation is meant."""
+        self.log("val_loss", next(self.values))
+
+
+class MeanTask(RegressionTask):
+    """Keeps every validation batch's loss, epoch by epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_epoch: dict[int, list[float]] = {}
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the batch's loss and keep it."""
+        loss = self.loss(batch)
+        self.log("val_loss", loss)
+        self.by_epoch.setdefault(self.current_epoch, []).append(float(loss))
+
+
+# Which files there are
+
+
+def test_keeping_all_writes_one_checkpoint_per_epoch_that_says_its_epoch_step_and_score(tmp_path: Path) -> None:
+    task = MeanTask()
+    saver = ModelCheckpoint(tmp_path, filename="{val_loss:.4f}-{epoch}", monitor="val_loss", save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=3, limit_train_batches=5, callbacks=[saver], num_sanity_val_steps=0)
+    trainer.fit(task, regression_loader(), regression_loader(12))
+    found = find_checkpoints(tmp_path)
+    assert [(f.manifest.epoch, f.manifest.step) for f in found] == [(0, 5), (1, 10), (2, 15)]
+    for epoch, checkpoint in enumerate(found):
+        mean = sum(task.by_epoch[epoch]) / len(task.by_epoch[epoch])
+        assert checkpoint.path.name == f"val_loss={mean:.4f}-epoch={epoch}"
+        assert checkpoint.manifest.metrics["val_loss"] == pytest.approx(mean, abs=1e-5)
+        assert saver.best_k_models[str(checkpoint.path)] == pytest.approx(mean, abs=1e-5)
+
+
+def test_five_validations_an_epoch_leave_five_checkpoints_at_their_steps(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=10, val_check_interval=0.2, callbacks=[saver])
+    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
+    assert saved_in(tmp_path) == [(0, 2), (0, 4), (0, 6), (0, 8), (0, 10)]
+
+
+def test_validating_every_second_epoch_leaves_a_checkpoint_of_each_of_those(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=5, limit_train_batches=1, check_val_every_n_epoch=2, callbacks=[saver])
+    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
+    assert [epoch for epoch, _ in saved_in(tmp_path)] == [1, 3]
+
+
+class EpochTask(RegressionTask):
+    """Logs the epoch as a metric."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Log `epoch`."""
+        self.log("epoch", float(self.current_epoch), on_step=False, on_epoch=True)
+        return self.loss(batch)
+
+
+def test_the_best_by_epoch_is_the_last_and_the_worst_kept_the_first(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="epoch", mode="max", save_top_k=-1)
+    quiet_trainer(max_epochs=3, limit_train_batches=2, callbacks=[saver]).fit(EpochTask(), regression_loader())
+    assert Path(saver.best_model_path).name == "epoch=2"
+    assert saver.best_model_score == 2
+    assert Path(saver.kth_best_model_path).name == "epoch=0"
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "best"),
+    [
+        ("min", [math.nan, 8, 7, 5], 5),
+        ("max", [math.nan, 5, 7, 8], 8),
+        ("min", [math.nan] * 3, math.inf),
+        ("max", [math.nan] * 3, -math.inf),
+    ],
+    ids=["min", "max", "all NaN, min", "all NaN, max"],
+)
+def test_a_score_that_is_not_a_number_is_the_worst(tmp_path: Path, mode: str, values: list[float], best: float) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", mode=mode, save_top_k=1)
+    trainer = quiet_trainer(
+        max_epochs=len(values), limit_train_batches=1, limit_val_batches=1, callbacks=[saver], num_sanity_val_steps=0
+    )
+    trainer.fit(ScriptedTask(values), regression_loader(), regression_loader())
+    assert saver.best_model_score == best
+    assert len(saved_in(tmp_path)) == 1
+
+
+# Continuing
+
+
+class DecayingTask(RegressionTask):
+    """SGD with momentum and a schedule by steps: everything a checkpoint must bring back."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(momentum=0.9, **options)
+        self.load_hooks = 0
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and its exponential schedule."""
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Count the calls."""
+        self.load_hooks += 1
+
+
+def every_two_steps(folder: Path) -> ModelCheckpoint:
+    """Return a callback that keeps a checkpoint of every second step, named by the step."""
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+
+
+def test_a_resumed_run_writes_the_checkpoints_that_the_whole_run_wrote(tmp_path: Path) -> None:
+    def run(folder: Path, ckpt_path: Path | None = None) -> StepRecorder:
+        recorder = StepRecorder()
+        trainer = quiet_trainer(max_epochs=4, callbacks=[recorder, every_two_steps(folder)])
+        trainer.fit(DecayingTask(), regression_loader(FOUR_BATCHES, 2, shuffle=True), ckpt_path=ckpt_path)
+        return recorder
+
+    whole = run(tmp_path / "whole")
+    with pytest.warns(TrainwrightWarning, match="step=2 .* not found"):  # the new folder does not have it
+        resumed = run(tmp_path / "resumed", tmp_path / "whole" / "step=2")
+    assert resumed.losses == whole.losses[2:]
+    assert saved_in(tmp_path / "resumed") == saved_in(tmp_path / "whole")[1:]
+    assert len(saved_in(tmp_path / "whole")) == 8
+    for step in range(4, 18, 2):
+        first, second = (read_checkpoint(tmp_path / name / f"step={step}") for name in ("whole", "resumed"))
+        first.state.pop("seconds"), second.state.pop("seconds")
+        assert first.state == second.state
+        assert first.trainer["schedulers"] == second.trainer["schedulers"]
+        assert first.trainer["data"] == second.trainer["data"]
+        assert_equal_weights(first.model or {}, second.model or {})
+        assert same(first.optimizers, second.optimizers)
+
+
+def test_the_batches_after_a_resume_are_those_that_the_saved_step_had_left(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 0.65}
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=13, save_top_k=-1)
+    quiet_trainer(callbacks=[saver], **arguments).fit(DecayingTask(), regression_loader())
+    steps = [step for _, step in saved_in(tmp_path)]
+    assert steps == [13, 26, 39, 52, 65, 78]
+    for step in steps:
+        task, seen = DecayingTask(), RecordingCallback("on_train_batch_end")
+        trainer = quiet_trainer(callbacks=[seen], **arguments)
+        with pytest.warns(TrainwrightWarning, match="ModelCheckpoint"):  # this run has none, which it says
+            trainer.fit(task, regression_loader(), ckpt_path=tmp_path / f"step={step}")
+        assert step + len(seen.events) == trainer.global_step == 82
+        assert task.load_hooks == 1
+
+
+def test_resuming_a_finished_run_trains_nothing_and_writes_nothing_however_often(tmp_path: Path) -> None:
+    def run(ckpt_path: str | None = None) -> tuple[RecordingCallback, DecayingTask]:
+        seen, task = RecordingCallback("on_train_batch_end"), DecayingTask()
+        saver = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1, save_last="link")
+        trainer = quiet_trainer(max_epochs=2, callbacks=[seen, saver], default_root_dir=tmp_path)
+        trainer.fit(task, regression_loader(FOUR_BATCHES, 2), ckpt_path=ckpt_path)
+        return seen, task
+
+    seen, task = run()
+    assert len(seen.events) == 8
+    files = sorted(tmp_path.rglob("*"))
+    weights, stamps = weights_of(task), [file.stat().st_mtime_ns for file in files]
+    for _ in range(4):
+        seen, again = run("last")
+        assert seen.events == []
+        assert_equal_weights(weights_of(again), weights)
+        assert sorted(tmp_path.rglob("*")) == files
+    assert [file.stat().st_mtime_ns for file in files] == stamps
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint after two of three epochs."""
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2))
+    return trainer.save_checkpoint(tmp_path / "two")
+
+
+class WiderTask(RegressionTask):
+    """Has a weight that the checkpoint lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+class NarrowerTask(RegressionTask):
+    """Lacks a weight that the checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0), nn.Linear(8, 1, bias=False))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(WiderTask, "extra.weight"), (NarrowerTask, "net.3.bias")])
+def test_strict_loading_refuses_weights_that_do_not_fit_and_names_them(
+    checkpoint: Path, kind: type[RegressionTask], name: str
+) -> None:
+    with pytest.raises(CheckpointError, match=name):
+        quiet_trainer().validate(kind(), regression_loader(2), ckpt_path=checkpoint)
+
+
+@pytest.mark.parametrize("kind", [WiderTask, NarrowerTask])
+def test_loading_that_is_not_strict_takes_the_weights_that_fit(checkpoint: Path, kind: type[RegressionTask]) -> None:
+    task = kind()
+    task.strict_loading = False
+    quiet_trainer().validate(task, regression_loader(2), ckpt_path=checkpoint, verbose=False)
+    torch.testing.assert_close(task.net[0].weight, (read_checkpoint(checkpoint).model or {})["net.0.weight"])
+
+
+def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="epoch=7"):
+        quiet_trainer(max_epochs=3).fit(RegressionTask(), regression_loader(2), ckpt_path=tmp_path / "epoch=7")
+
+
+def test_fewer_epochs_than_the_checkpoint_has_behind_it_are_an_error(checkpoint: Path) -> None:
+    with pytest.raises(ConfigurationError, match="max_epochs=1"):
+        quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), ckpt_path=checkpoint)
+
+
+# Which checkpoint is taken
+
+
+def _fit_with(folder: Path, saver: ModelCheckpoint, task: RegressionTask, **arguments: Any) -> Any:
+    trainer = quiet_trainer(callbacks=[saver], default_root_dir=folder, num_sanity_val_steps=0, **arguments)
+    trainer.fit(task, regression_loader(FOUR_BATCHES, 2), regression_loader(1))
+    return trainer
+
+
+def test_last_is_the_newest_checkpoint_of_the_runs_folder(tmp_path: Path) -> None:
+    _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=2)
+    trainer = quiet_trainer(max_epochs=3, callbacks=[ModelCheckpoint(save_top_k=-1)], default_root_dir=tmp_path)
+    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: (run.current_epoch, run.global_step))
+    trainer.settings.callbacks.append(seen)
+    trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="last")
+    assert [note for _, note in seen.notes] == [(2, 9), (2, 10), (2, 11), (2, 12)]
+
+
+def test_last_without_any_checkpoint_says_where_it_looked(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="checkpoints"):
+        quiet_trainer(default_root_dir=tmp_path).fit(RegressionTask(), regression_loader(2), ckpt_path="last")
+
+
+def test_best_continues_from_the_best_by_the_monitored_metric(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val_loss", save_top_k=1)
+    trainer = _fit_with(tmp_path, saver, ScriptedTask([3.0, 1.0, 2.0]), max_epochs=3)
+    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: run.global_step)
+    trainer.settings.callbacks.append(seen)
+    trainer.fit(ScriptedTask([4.0]), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="best")
+    assert [note for _, note in seen.notes] == [9, 10, 11, 12]
+
+
+def test_best_without_a_best_checkpoint_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="best"):
+        quiet_trainer(default_root_dir=tmp_path).fit(RegressionTask(), regression_loader(2), ckpt_path="best")
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tmp_path: Path) -> None:
+    _fit_with(tmp_path, ModelCheckpoint(save_top_k=-1), RegressionTask(), max_epochs=3)
+    (newest,) = (tmp_path / "checkpoints").glob("epoch=2-*/model/model-00001-*.safetensors")
+    newest.write_bytes(newest.read_bytes()[:-1])
+    seen = RecordingCallback("on_train_batch_end", note=lambda event, run: run.global_step)
+    trainer = quiet_trainer(max_epochs=3, callbacks=[seen, ModelCheckpoint(save_top_k=-1)], default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="epoch=2"):
+        trainer.fit(RegressionTask(), regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path="last")
+    assert [note for _, note in seen.notes] == [9, 10, 11, 12]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_of_a_checkpoint_is_that_of_its_weights(checkpoint: Path, stage: str) -> None:
+    other = RegressionTask(seed=1)
+    other.load_state_dict(read_checkpoint(checkpoint).model or {})
+    expected = getattr(quiet_trainer(), stage)(other, regression_loader(8, 2), verbose=False)
+    fresh = RegressionTask(seed=2)
+    found = getattr(quiet_trainer(), stage)(fresh, regression_loader(8, 2), ckpt_path=checkpoint, verbose=False)
+    assert found == expected
+    assert found != getattr(quiet_trainer(), stage)(RegressionTask(seed=2), regression_loader(8, 2), verbose=False)
+
+
+def test_the_best_checkpoint_can_be_tested_after_a_fit(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(monitor="val_loss", save_top_k=1)
+    task = ScriptedTask([1.0, 2.0])
+    trainer = _fit_with(tmp_path, saver, task, max_epochs=2)
+    after_two = trainer.test(task, regression_loader(8, 2), verbose=False)
+    best = trainer.test(task, regression_loader(8, 2), ckpt_path="best", verbose=False)
+    assert best != after_two
+    assert_equal_weights(weights_of(task), read_checkpoint(saver.best_model_path).model or {})
+
+
+# Building a task from a checkpoint
+
+
+class SizedTask(RegressionTask):
+    """A task with hyper-parameters that shape it."""
+
+    def __init__(self, width: int = 8, lr: float = 0.05) -> None:
+        super().__init__(lr=lr)
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def test_a_task_is_rebuilt_from_a_checkpoint_with_its_hyper_parameters(tmp_path: Path) -> None:
+    trainer, task = quiet_trainer(max_steps=1), SizedTask(width=3, lr=0.2)
+    trainer.fit(task, regression_loader(2))
+    back = SizedTask.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "saved"))
+    assert back.hparams == {"width": 3, "lr": 0.2}
+    assert_equal_weights(weights_of(back), weights_of(task))
+
+
+def test_given_arguments_win_over_saved_hyper_parameters(tmp_path: Path) -> None:
+    trainer, task = quiet_trainer(max_steps=1), SizedTask(width=3, lr=0.2)
+    trainer.fit(task, regression_loader(2))
+    back = SizedTask.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "saved"), lr=0.7)
+    assert (back.hparams.width, back.lr) == (3, 0.7)
+
+
+def test_a_task_from_a_checkpoint_can_leave_weights_out_if_told_so(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=1)
+    trainer.fit(NarrowerTask(), regression_loader(2))
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match=r"net\.3\.bias"):
+        RegressionTask.load_from_checkpoint(saved)
+    assert RegressionTask.load_from_checkpoint(saved, strict=False).net[3].bias.shape == (1,)
+
+
+# What saving leaves alone
+
+
+class DrawingTask(RegressionTask):
+    """Notes a number from each generator in every step."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Draw, then train."""
+        self.drawn.append(float(torch.rand(())))
+        return super().training_step(batch, batch_idx)
+
+
+def test_saving_never_changes_what_the_generators_give(tmp_path: Path) -> None:
+    def run(callbacks: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(11)
+        task = DrawingTask()
+        trainer = quiet_trainer(max_epochs=2, callbacks=callbacks, seed=5)
+        trainer.fit(task, regression_loader(FOUR_BATCHES, 2, shuffle=True))
+        return task.drawn, weights_of(task)
+
+    drawn, weights = run([])
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    drawn_while_saving, weights_while_saving = run([saving])
+    assert len(saved_in(tmp_path)) == 8
+    assert drawn_while_saving == drawn
+    assert_equal_weights(weights_while_saving, weights)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch 2.13's own, at a log
+def test_a_compiled_run_and_a_plain_one_read_each_others_checkpoints(tmp_path: Path) -> None:
+    names = set(RegressionTask().state_dict())
+    for first, second in itertools.permutations([False, True]):
+        # "eager" compiles without generating code: what could rename a weight is the wrapping.
+        options = [{"compile": {"backend": "eager"}} if compiled else {} for compiled in (first, second)]
+        trainer = quiet_trainer(max_epochs=1, **options[0])
+        trainer.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2))
+        saved = trainer.save_checkpoint(tmp_path / f"{first}")
+        assert set(read_checkpoint(saved).model or {}) == names
+        continued = quiet_trainer(max_epochs=2, **options[1])
+        continued.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2), ckpt_path=saved)
+        assert continued.global_step == 8
+        whole = quiet_trainer(max_epochs=2)
+        whole.fit(RegressionTask(momentum=0.9), regression_loader(FOUR_BATCHES, 2))
+        torch.testing.assert_close(weights_of(continued.task), weights_of(whole.task), rtol=1e-6, atol=1e-6)
+
+
+def test_a_run_of_the_same_data_without_the_checkpoint_differs() -> None:
+    # A test of the tests above: momentum and schedule matter, so that losing them would be seen.
+    data = regression_data(FOUR_BATCHES)
+    assert len(data) == FOUR_BATCHES
+    whole, half = quiet_trainer(max_epochs=2), quiet_trainer(max_epochs=1)
+    first, second = DecayingTask(), DecayingTask()
+    whole.fit(first, regression_loader(FOUR_BATCHES, 2))
+    half.fit(second, regression_loader(FOUR_BATCHES, 2))
+    quiet_trainer(max_epochs=1).fit(second, regression_loader(FOUR_BATCHES, 2))
+    assert not torch.equal(first.net[0].weight, second.net[0].weight)
