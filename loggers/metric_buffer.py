@@ -251,12 +251,12 @@ class MetricBuffer:
     def _by_slots(self) -> Iterator[Slot]:
         return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
 
-    def peek(self) -> dict[str, float]:
-        """Return this rank's own step values that wait for `flush_step`, by callback name; they go on waiting.
+    def peek(self) -> Flushed:
+        """Return this rank's own step values that wait for `flush_step`; they go on waiting.
 
         Waits for the device. Not collective.
         """
-        return self._flush_step(None, keep=True).callback
+        return self._flush_step(None, keep=True)
 
     def flush_step(self, exchange: Exchange | None = None) -> Flushed:
         """Return the latest value of everything that was logged on_step since the last flush.

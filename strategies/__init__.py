@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.registry import Registry, import_object
 
 if TYPE_CHECKING:
+    from trainwright.strategies.capabilities import Capabilities
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
-    from trainwright.strategies.strategy import Capabilities, Strategy
+    from trainwright.strategies.strategy import Strategy
 
 STRATEGIES: Registry[Any] = Registry(
     "strategy",
@@ -21,7 +22,7 @@ STRATEGIES: Registry[Any] = Registry(
 )
 
 _PUBLIC = {
-    "Capabilities": "trainwright.strategies.strategy",
+    "Capabilities": "trainwright.strategies.capabilities",
     "DDPStrategy": "trainwright.strategies.ddp",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",

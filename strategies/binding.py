@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.precision import Precision
 
 
 def bind_step(
@@ -36,8 +40,22 @@ def _positional(step: Callable[..., Any]) -> int:
     return min(sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), 3)
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer's step cannot go without a closure, as L-BFGS's cannot."""
+def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:
+    """Tell whether one of the optimizers cannot step without a closure, as L-BFGS cannot.
+
+    Raises:
+        ConfigurationError: it cannot, and the precision scales the loss.
+    """
+    found = [optimizer for optimizer in optimizers if _closure_is_required(optimizer)]
+    if found and precision.scaled:
+        raise ConfigurationError(
+            f"precision={precision.name!r} scales the loss, which {type(found[0]).__name__} cannot be given because it "
+            "evaluates it several times in a step. Use precision='32-true' or 'bf16-mixed'."
+        )
+    return bool(found)
+
+
+def _closure_is_required(optimizer: Optimizer) -> bool:
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
@@ -48,3 +66,52 @@ def defines_itself(owner: object, name: str) -> bool:
         if name in vars(cls):
             return not cls.__module__.startswith("trainwright.")
     return False
+
+
+class ScaledOptimizer:
+    """An optimizer as a task's own `optimizer_step` sees it while the loss is scaled: an overflown step is left out.
+
+    Everything but `step` is the optimizer's own.
+
+    Args:
+        optimizer: its gradients are unscaled already.
+        scaler: knows whether they overflowed.
+    """
+
+    def __init__(self, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> None:
+        self.optimizer = optimizer
+        self._scaler = scaler
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step unless a gradient is not finite; returns the closure's loss."""
+        self._scaler.step(self.optimizer)
+        return None if closure is None else closure()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+class StepWatch:
+    """Notices when an optimizer steps, whoever makes it.
+
+    Attributes:
+        stepped: one of the watched optimizers has stepped since this was last set to False.
+    """
+
+    def __init__(self) -> None:
+        self.stepped = False
+        self._handles: list[Any] = []
+
+    def begin(self, optimizers: Iterable[Optimizer]) -> None:
+        """Watch these optimizers and no others."""
+        self.end()
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in optimizers]
+
+    def end(self) -> None:
+        """Watch nothing."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _note(self, *_: Any) -> None:
+        self.stepped = True

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.strategies.binding import bind_step, needs_closure
+from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step, need_closure
+from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
@@ -30,23 +30,6 @@ from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.transfer import make_transfer
 
 MakeOptimizers = Callable[[], list[Optimizer]]
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What differs between engines, as facts that callers may ask for instead of the engine's name.
-
-    Attributes:
-        gradients: whether `p.grad` holds the whole gradient (`"full"`), a piece (`"sharded"`) or nothing (`"hidden"`).
-        manual_optimization: tasks may run backward and optimizers themselves.
-        lockstep_evaluation: every rank must run the same number of evaluation batches.
-        owns_optimizer_step: clipping and zeroing happen inside the engine.
-    """
-
-    gradients: str = "full"
-    manual_optimization: bool = True
-    lockstep_evaluation: bool = False
-    owns_optimizer_step: bool = False
 
 
 class SkipRestOfEpoch(Exception):
@@ -86,7 +69,10 @@ class Strategy:
         self._context: Any | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._group: Group | None = None
+        self._loss: torch.Tensor | None = None
+        self._watch = StepWatch()
         self._zeroed = True
+        self._last_idx = 0
 
     # Where it runs
 
@@ -201,11 +187,12 @@ class Strategy:
         self._own_clip = (
             task.configure_gradient_clipping if overrides(task, "configure_gradient_clipping", TaskModule) else None
         )
-        self._needs_closure = any(needs_closure(optimizer) for optimizer in self.optimizers)
+        self._needs_closure = need_closure(self.optimizers, self.precision)
         # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
         # gets them in Lightning's place instead: after the group's first training_step, before its backward.
         self._zero_late = bool(hooks.on_before_zero_grad) or self._own_zero is not None
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(self.optimizers))
+        self._watch.begin([] if task.automatic_optimization else self.optimizers)
         step = task.training_step
         wrapped = self._step if task.automatic_optimization else None  # by hand, backward runs inside the step
         self._training_step = bind_step(step, "training_step", wrapped, num_arguments=2)
@@ -235,7 +222,7 @@ class Strategy:
         weights = self._weights(group)
         last = len(batches) - 1
         total: torch.Tensor | None = None
-        skipped = 0
+        skipped: list[int] = []
         for i, batch in enumerate(batches):
             idx = group.first_idx + i
             if transfer is not None:
@@ -251,7 +238,7 @@ class Strategy:
                     self._zero_gradients(idx)
                 loss = loss_of(output, type(task).__name__)
                 if loss is None:
-                    skipped += 1
+                    skipped.append(i)
                 else:
                     weighted = loss * weights[i] if weights is not None else loss / (last + 1) if last else loss
                     self._run_backward(weighted)
@@ -262,14 +249,16 @@ class Strategy:
                     hook(run, task, output, batch, idx)
             elif hooks.on_train_batch_end:
                 group.last_output, group.last_batch = output, batch
+            output = loss = None  # what a micro-batch gave must not outlive it into the next one's forward
         self.sink.batch = None
-        if skipped:
-            self._make_up_for(skipped, group)
+        if skipped and total is not None:
+            total = total * self._make_up_for(skipped, group, weights)
         if self._scaler is not None and total is not None:
             for optimizer in self.optimizers:
                 self._scaler.unscale_(optimizer)
         if self._needs_closure:
             self._group = group
+        self._loss, self._last_idx = total, group.first_idx + last
         self._zeroed = False
         return total
 
@@ -315,19 +304,27 @@ class Strategy:
         """Return the context of one micro-batch's forward and backward; gradients cross ranks in the last one only."""
         return _NOTHING
 
-    def _make_up_for(self, skipped: int, group: Group) -> None:
-        """Scale gradients as if the micro-batches that the task skipped had not been in the group."""
+    def _make_up_for(self, skipped: list[int], group: Group, weights: Sequence[Any] | None) -> Any:
+        """Scale gradients as if the micro-batches that the task skipped had not been in the group.
+
+        Returns:
+            The factor by which it scaled them.
+        """
         if self.dp_size > 1:
             raise TaskError(
                 f"{type(self.task).__name__}.training_step returned None on rank {self.processes.rank}: with several "
                 "processes the others would wait for its gradient. Return a loss of zero that is connected to the "
                 "parameters instead, for example 0 * output.sum()."
             )
-        rest = len(group.batches) - skipped
-        if rest > 0 and self._items is None:
-            for parameter in parameters_of(self.optimizers):
-                if parameter.grad is not None:
-                    parameter.grad.mul_(len(group.batches) / rest)
+        size = len(group.batches)
+        factor: Any = size / (size - len(skipped))
+        if weights is not None:
+            used = sum(weight for i, weight in enumerate(weights) if i not in skipped)
+            factor = 1 / torch.as_tensor(used).clamp(min=1e-12)  # no item at all: the gradient is zero anyway
+        for parameter in parameters_of(self.optimizers):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+        return factor
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         """Clip, step every optimizer and free the gradients.
@@ -336,7 +333,7 @@ class Strategy:
             The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
         """
         norm: torch.Tensor | None = None
-        epoch, idx = self.run.state.epoch, self.run.state.batch_in_epoch
+        epoch, idx = self.run.state.epoch, self._last_idx
         if self._own_clip is not None:
             for optimizer in self.optimizers:
                 self._own_clip(
@@ -346,7 +343,8 @@ class Strategy:
             norm = clip_gradients(parameters_of(self.optimizers), clip)
         for optimizer in self.optimizers:
             if self._own_step is not None:
-                self._own_step(epoch, idx, optimizer, self._closure())
+                stepped: Any = optimizer if self._scaler is None else ScaledOptimizer(optimizer, self._scaler)
+                self._own_step(epoch, idx, stepped, self._closure())
             elif self._scaler is not None:
                 self._scaler.step(optimizer)
             elif self._needs_closure:
@@ -355,7 +353,7 @@ class Strategy:
                 optimizer.step()
         if self._scaler is not None:
             self._scaler.update()
-        self._group = None
+        self._group = self._loss = None
         if not self._zero_late:
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
@@ -364,13 +362,13 @@ class Strategy:
 
     def _closure(self) -> Callable[[], Any]:
         """Return a closure for `Optimizer.step`: its first call gives the loss at hand, later ones recompute it."""
-        group, calls = self._group, 0
+        group, loss, calls = self._group, self._loss, 0
 
         def closure() -> Any:
             nonlocal calls
             calls += 1
             if calls == 1 or group is None:
-                return self.run.last_step.loss if self.run.last_step is not None else None
+                return loss
             for optimizer in self.optimizers:
                 optimizer.zero_grad()
             self._zeroed = True
@@ -398,8 +396,14 @@ class Strategy:
 
     # Optimization by hand
 
+    @property
+    def stepped_by_hand(self) -> bool:
+        """Whether an optimizer stepped during the last group, in a task that optimizes by hand."""
+        return self._watch.stepped
+
     def _run_by_hand(self, group: Group) -> None:
         transfer, hooks = self._transfer, self.hooks
+        self._watch.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
         for i, batch in enumerate(group.batches):
             idx = group.first_idx + i
             if transfer is not None:
@@ -486,6 +490,7 @@ class Strategy:
         task = getattr(self, "task", None)
         if task is not None:
             vars(task).pop("log", None)
+        self._watch.end()
         self._step = self._eval_step = None
         self.processes.close()
 

@@ -251,12 +251,16 @@ class RunFacts(ABC):
         if self.logging is not None:
             self.logging.log_metrics({**metrics, "epoch": self.state.epoch}, max(self.state.step - 1, 0))
 
+    def show_metrics(self, flushed: Flushed) -> None:
+        """Show metrics to callbacks and the progress bar."""
+        self._callback_metrics.update(flushed.callback)
+        self._progress_bar_metrics.update(flushed.prog_bar)
+
     def take_metrics(self, flushed: Flushed, kind: str) -> None:
         """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
         if self.sanity_checking:
             return
-        self._callback_metrics.update(flushed.callback)
-        self._progress_bar_metrics.update(flushed.prog_bar)
+        self.show_metrics(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged)
 

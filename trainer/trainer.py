@@ -227,8 +227,8 @@ class Trainer(StageRunner):
         while not self._is_over():
             self._train_epoch()
         self.fire("on_train_end")
-        if self.safe_point.waiting:
-            self._settle()
+        self._flush_step()  # what has been logged since the last interval
+        self._settle()
         self.fire("on_fit_end")
 
     def _train_epoch(self) -> None:
@@ -246,7 +246,7 @@ class Trainer(StageRunner):
                     for optimizer in self._optimizers_of(loss):
                         hook(self, task, optimizer)
                 norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
-                self._advance(group, stepped=loss is not None or not task.automatic_optimization)
+                self._advance(group, stepped=loss is not None or strategy.stepped_by_hand)
                 self.at_step_boundary = True  # from here on the step is done
                 for hook in hooks.on_train_batch_end:
                     hook(self, task, group.last_output, group.last_batch, state.batch_in_epoch - 1)
@@ -298,8 +298,8 @@ class Trainer(StageRunner):
             if self._validated_at != state.step and self.validation.in_epoch(state.epoch):
                 self._validate()
         self.fire("on_train_epoch_end")
-        self._flush_step()
         self.take_metrics(self.metrics.flush_epoch(self.exchange), "train")
+        self.show_metrics(self.metrics.peek())
         if closed:
             self.schedules.after_epoch_metrics(state.epoch, self._callback_metrics)
         state.epoch_done = closed
@@ -417,5 +417,6 @@ class Trainer(StageRunner):
         self.take_metrics(self.metrics.flush_step(self.exchange), "train")
 
     def _settle(self) -> None:
-        self._flush_step()
+        """Do what callbacks asked for, showing them this step's values, which the loggers get at their interval."""
+        self.show_metrics(self.metrics.peek())
         self.safe_point.settle()

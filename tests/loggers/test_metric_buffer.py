@@ -160,7 +160,7 @@ def test_begin_keeps_a_step_value_that_waits_for_its_flush() -> None:
 def test_peek_shows_waiting_values_and_leaves_them() -> None:
     buffer = training()
     buffer.log("loss", torch.tensor(7.0))
-    assert buffer.peek() == {"loss": 7.0}
+    assert buffer.peek().callback == {"loss": 7.0}
     assert buffer.flush_step().logged == {"loss": 7.0}
 
 

@@ -1,0 +1,22 @@
+"""What differs between engines, as facts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What differs between engines, as facts that callers may ask for instead of the engine's name.
+
+    Attributes:
+        gradients: whether `p.grad` holds the whole gradient (`"full"`), a piece (`"sharded"`) or nothing (`"hidden"`).
+        manual_optimization: tasks may run backward and optimizers themselves.
+        lockstep_evaluation: every rank must run the same number of evaluation batches.
+        owns_optimizer_step: clipping and zeroing happen inside the engine.
+    """
+
+    gradients: str = "full"
+    manual_optimization: bool = True
+    lockstep_evaluation: bool = False
+    owns_optimizer_step: bool = False
