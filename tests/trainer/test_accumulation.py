@@ -1,0 +1,179 @@
+"""Groups of micro-batches: when weights change, how often gradients are cleared, what a step's gradient is."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
+from trainwright.core.errors import ConfigurationError
+
+
+class _Changes(Callback):
+    """Notes after which micro-batches the weights were others than before."""
+
+    def __init__(self) -> None:
+        self.after: list[int] = []
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.last = weights_of(task)
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        now = weights_of(task)
+        if not torch.equal(now, self.last):
+            self.after.append(batch_idx)
+        self.last = now
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(1.0, 64), (0.8, 51), (0.7, 44)])
+@pytest.mark.parametrize("k", [3, 4])
+def test_weights_change_at_the_end_of_a_group_and_of_the_epoch_only(limit: float, batches: int, k: int) -> None:
+    changes = _Changes()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=limit, accumulate_grad_batches=k, callbacks=changes)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert changes.after == [i for i in range(batches) if (i + 1) % k == 0 or i == batches - 1]
+    assert trainer.global_step == math.ceil(batches / k)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7, 20, 30])
+def test_gradients_are_cleared_once_per_group(k: int) -> None:
+    cleared: list[int] = []
+
+    class Task(RegressionTask):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            cleared.append(batch_idx)
+            optimizer.zero_grad()
+
+    recorder = RecordingCallback("on_before_zero_grad")
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=k, callbacks=recorder).fit(Task(), regression_loader(20))
+    assert cleared == list(range(0, 20, k))
+    assert len(recorder.events) == math.ceil(20 / k)
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "steps"), [({1: 2, 3: 4}, [10, 5, 5, 3]), ({0: 2, 2: 1}, [5, 5, 10, 10])], ids=str
+)
+def test_accumulation_follows_a_schedule_by_epoch(scheduling: dict[int, int], steps: list[int]) -> None:
+    recorder = RecordingCallback("on_train_epoch_end", note=lambda _, trainer: trainer.state.step_in_epoch)
+    trainer = quiet_trainer(max_epochs=4, callbacks=[GradientAccumulationScheduler(scheduling), recorder])
+    trainer.fit(RegressionTask(), regression_loader(10))
+    assert [count for _, count in recorder.notes] == steps
+    assert trainer.global_step == sum(steps)
+
+
+def test_an_accumulation_schedule_and_a_fixed_number_contradict_each_other() -> None:
+    trainer = quiet_trainer(accumulate_grad_batches=2, callbacks=GradientAccumulationScheduler({1: 2}))
+    with pytest.raises(ConfigurationError, match=r"contradict each other"):
+        trainer.fit(RegressionTask(), regression_loader(2))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_accumulated_groups_train_like_batches_of_their_size(late: bool) -> None:
+    """Sixteen samples as 4 × 4 and as 4 × (4 × 1) end with the same weights; whoever listens changes nothing."""
+    one, other = RegressionTask(), RegressionTask()
+    quiet_trainer(max_epochs=2).fit(one, regression_loader(16, 4))
+    listener = RecordingCallback("on_before_zero_grad" if late else "on_before_backward")
+    quiet_trainer(max_epochs=2, accumulate_grad_batches=4, callbacks=listener).fit(other, regression_loader(16, 1))
+    torch.testing.assert_close(weights_of(one), weights_of(other))
+
+
+def test_a_short_last_group_is_the_mean_of_what_it_consumed() -> None:
+    grads: list[torch.Tensor] = []
+
+    class Task(RegressionTask):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in self.parameters() if p.grad is not None]))
+
+    task = Task(lr=0.0)
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(task, regression_loader(6))
+    last = [torch.cat([batch[i] for batch in list(regression_loader(6))[4:]]) for i in range(2)]
+    expected = torch.autograd.grad(task.loss(last), list(task.parameters()))
+    torch.testing.assert_close(grads[-1], torch.cat([g.reshape(-1) for g in expected]))
+    assert len(grads) == 2
+
+
+def test_a_step_weighs_micro_batches_by_the_items_the_task_counts() -> None:
+    grads: list[torch.Tensor] = []
+
+    class Task(RegressionTask):
+        def num_items(self, batch: Batch) -> int:
+            return len(batch[0])
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            grads.append(torch.cat([p.grad.reshape(-1).clone() for p in self.parameters() if p.grad is not None]))
+
+    task = Task(lr=0.0)
+    whole = list(next(iter(regression_loader(6, 6))))
+    pieces = [[part[:1] for part in whole], [part[1:] for part in whole]]
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(task, [(x, y) for x, y in pieces])
+    expected = torch.autograd.grad(task.loss(whole), list(task.parameters()))
+    torch.testing.assert_close(grads, [torch.cat([g.reshape(-1) for g in expected])])
+
+
+def test_a_micro_batch_without_loss_is_left_out_of_the_mean() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None if batch_idx % 2 else self.loss(batch)
+
+    skipping, plain = Task(), RegressionTask()
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(skipping, regression_loader(8))
+    batches = list(regression_loader(8))[::2]
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, [(x, y) for x, y in batches])
+    torch.testing.assert_close(weights_of(skipping), weights_of(plain))
+
+
+def test_a_group_without_any_loss_is_no_step() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None if batch_idx in (2, 3) else self.loss(batch)
+
+    recorder = RecordingCallback("on_before_optimizer_step", "on_train_batch_end")
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=2, callbacks=recorder)
+    trainer.fit(Task(), regression_loader(6))
+    assert trainer.global_step == recorder.events.count("on_before_optimizer_step") == 2
+    assert recorder.events.count("on_train_batch_end") == 6
+    assert trainer.state.batches == 6
+
+
+def test_the_reported_loss_is_the_mean_of_the_micro_batches_that_had_one() -> None:
+    losses: list[float] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            if batch_idx % 2:
+                return None
+            loss = self.loss(batch)
+            losses.append(loss.item())
+            return loss
+
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4)
+    trainer.fit(Task(), regression_loader(4))
+    assert trainer.last_step is not None
+    assert trainer.last_step.loss is not None
+    assert trainer.last_step.loss.item() == pytest.approx(sum(losses) / 2)
+
+
+def test_a_micro_batch_without_loss_takes_its_items_out_of_the_mean() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None if len(batch[0]) == 3 else self.loss(batch)
+
+        def num_items(self, batch: Batch) -> int:
+            return len(batch[0])
+
+    class Whole(RegressionTask):
+        def num_items(self, batch: Batch) -> int:
+            return len(batch[0])
+
+    x, y = next(iter(regression_loader(6, 6)))
+    pieces = [(x[:1], y[:1]), (x[1:3], y[1:3]), (x[3:], y[3:])]
+    skipping, plain = Task(), Whole()
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=3).fit(skipping, pieces)
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(plain, pieces[:2])
+    torch.testing.assert_close(weights_of(skipping), weights_of(plain))

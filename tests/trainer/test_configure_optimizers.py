@@ -1,0 +1,288 @@
+"""Every form that `configure_optimizers` may return, and when schedules step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import MeasuredTask, quiet_trainer, weights_of
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.trainer.trainer import Trainer
+
+Configure = Callable[[RegressionTask], Any]
+
+
+def _task(configure: Configure) -> RegressionTask:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            return configure(self)
+
+    return Task()
+
+
+def _fit(configure: Configure, epochs: int = 1, batches: int = 2, **arguments: Any) -> Trainer:
+    trainer = quiet_trainer(max_epochs=epochs, **arguments)
+    trainer.fit(_task(configure), regression_loader(batches))
+    return trainer
+
+
+def _sgd(task: RegressionTask) -> Optimizer:
+    return SGD(task.parameters(), lr=1.0)
+
+
+def _halves(task: RegressionTask) -> tuple[Optimizer, Optimizer]:
+    return SGD(task.net[0].parameters(), lr=0.1), SGD(task.net[3].parameters(), lr=0.1)
+
+
+def _with_step(optimizer: Optimizer) -> StepLR:
+    return StepLR(optimizer, 1, gamma=0.5)
+
+
+def _two_lists(task: RegressionTask) -> Any:
+    optimizers = _halves(task)
+    return list(optimizers), [_with_step(optimizer) for optimizer in optimizers]
+
+
+def _one_dict(task: RegressionTask) -> Any:
+    optimizer = _sgd(task)
+    return {"optimizer": optimizer, "lr_scheduler": _with_step(optimizer)}
+
+
+def _dict_in_dict(task: RegressionTask) -> Any:
+    optimizer = _sgd(task)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _with_step(optimizer), "name": "half"}}
+
+
+def _list_of_dicts(task: RegressionTask) -> Any:
+    first, second = _halves(task)
+    return [{"optimizer": first, "lr_scheduler": _with_step(first)}, {"optimizer": second}]
+
+
+@pytest.mark.parametrize(
+    ("configure", "optimizers", "schedules"),
+    [
+        pytest.param(_sgd, 1, 0, id="one"),
+        pytest.param(lambda task: [_sgd(task)], 1, 0, id="list"),
+        pytest.param(lambda task: (_sgd(task),), 1, 0, id="tuple"),
+        pytest.param(lambda task: list(_halves(task)), 2, 0, id="list of two"),
+        pytest.param(_halves, 2, 0, id="tuple of two"),
+        pytest.param(_two_lists, 2, 2, id="two lists"),
+        pytest.param(lambda task: ([(o := _sgd(task))], [{"scheduler": _with_step(o)}]), 1, 1, id="two lists, dict"),
+        pytest.param(lambda task: ([_sgd(task)], []), 1, 0, id="no schedules"),
+        pytest.param(lambda task: {"optimizer": _sgd(task)}, 1, 0, id="dict"),
+        pytest.param(_one_dict, 1, 1, id="dict with schedule"),
+        pytest.param(_dict_in_dict, 1, 1, id="dict in dict"),
+        pytest.param(_list_of_dicts, 2, 1, id="list of dicts"),
+    ],
+)
+def test_every_form_trains_and_steps_its_schedules(configure: Configure, optimizers: int, schedules: int) -> None:
+    task = _task(configure)
+    before = weights_of(task)
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(task, regression_loader(2))
+    assert (len(trainer.optimizers), len(trainer.lr_scheduler_configs)) == (optimizers, schedules)
+    assert [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs] == [2] * schedules
+    assert {(config.interval, config.frequency) for config in trainer.lr_scheduler_configs} <= {("epoch", 1)}
+    assert (weights_of(task) != before).all()
+
+
+def test_a_dict_may_name_the_metric_of_a_plateau_beside_the_schedule() -> None:
+    def configure(task: RegressionTask) -> Any:
+        optimizer = _sgd(task)
+        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_loss"}
+
+    assert _fit(configure).lr_scheduler_configs[0].monitor == "train_loss"
+
+
+def test_none_trains_without_an_optimizer_and_warns() -> None:
+    steps: list[int] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            steps.append(batch_idx)
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    task = Task()
+    before = weights_of(task)
+    with pytest.warns(TrainwrightWarning, match=r"configure_optimizers returned None: training runs without"):
+        quiet_trainer(max_epochs=1).fit(task, regression_loader(3))
+    assert steps == [0, 1, 2]
+    assert torch.equal(weights_of(task), before)
+
+
+def _scheduled(task: RegressionTask, **options: Any) -> Any:
+    optimizer = _sgd(task)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": _with_step(optimizer), **options}}
+
+
+def _foreign_schedule(task: RegressionTask) -> Any:
+    return [_sgd(task)], [_with_step(_sgd(task))]
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        (lambda task: "sgd", "returned str"),
+        (lambda task: [_sgd(task), 3], r"Return an optimizer, a list of them"),
+        (lambda task: [], "returned list"),
+        (lambda task: {"optimiser": _sgd(task)}, "unknown key 'optimiser'. Did you mean 'optimizer'"),
+        (lambda task: {"optimizer": 3}, "'optimizer' is int"),
+        (lambda task: _scheduled(task, intervall="step"),
+         "unknown key 'intervall' beside the scheduler. Did you mean 'interval'"),
+        (lambda task: _scheduled(task, interval="steps"),
+         "interval='steps' is unknown. Did you mean 'step'"),
+        (lambda task: _scheduled(task, frequency=0),
+         "frequency=0 must be at least 1"),
+        (lambda task: {"optimizer": _sgd(task), "lr_scheduler": 0.5}, "float is not a learning-rate scheduler"),
+        (_foreign_schedule, "belongs to an optimizer .SGD. that was not returned"),
+        (lambda task: ([(o := _sgd(task))], [ReduceLROnPlateau(o)]), "needs a metric to watch"),
+    ],
+)  # fmt: skip
+def test_a_form_that_cannot_be_meant_is_refused(configure: Configure, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _fit(configure)
+
+
+@pytest.mark.parametrize("every_n_epoch", [1, 2])
+def test_a_schedule_of_the_epoch_steps_once_an_epoch_however_often_it_is_validated(every_n_epoch: int) -> None:
+    trainer = quiet_trainer(max_epochs=4, check_val_every_n_epoch=every_n_epoch)
+    trainer.fit(_task(_one_dict), regression_loader(3), regression_loader(2))
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 4
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
+
+
+def _per_step(task: RegressionTask, frequency: int = 1) -> Any:
+    return _scheduled(task, interval="step", frequency=frequency)
+
+
+@pytest.mark.parametrize(("k", "steps"), [(1, 4), (2, 2), (3, 2)])
+def test_a_schedule_of_the_step_counts_optimizer_steps(k: int, steps: int) -> None:
+    trainer = _fit(_per_step, batches=4, accumulate_grad_batches=k)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == steps
+
+
+@pytest.mark.parametrize(("interval", "times"), [("step", 5), ("epoch", 2)])
+def test_a_frequency_leaves_steps_out(interval: str, times: int) -> None:
+    def configure(task: RegressionTask) -> Any:
+        found = _per_step(task, frequency=2)
+        found["lr_scheduler"]["interval"] = interval
+        return found
+
+    trainer = _fit(configure, epochs=5, batches=2)
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == times
+
+
+@pytest.mark.parametrize(("configure", "count"), [(_one_dict, 1), (_per_step, 2)], ids=["epoch", "step"])
+def test_a_checkpoint_holds_the_schedule_after_its_step(configure: Configure, count: int, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}")
+    quiet_trainer(max_epochs=1, callbacks=saver).fit(_task(configure), regression_loader(2))
+    saved = json.loads((tmp_path / "step=2" / "trainer.json").read_text())
+    (schedule,) = saved["trainer"]["schedulers"] if "trainer" in saved else saved["schedulers"]
+    assert schedule["last_epoch"] == count
+    assert schedule["_last_lr"] == [0.5**count]
+
+
+def test_a_plateau_follows_its_metric_once_an_epoch() -> None:
+    class Task(MeasuredTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = _sgd(self)
+            plateau = ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_measure"}}
+
+    lrs: list[float] = []
+    recorder = RecordingCallback(
+        "on_train_epoch_start", note=lambda _, trainer: lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+    )
+    trainer = quiet_trainer(max_epochs=4, callbacks=recorder)
+    trainer.fit(Task([3.0, 2.0, 2.0, 2.0]), regression_loader(2), regression_loader(1))
+    assert lrs == pytest.approx([1.0, 1.0, 1.0, 0.1])
+
+
+def _watching(strict: bool) -> Configure:
+    def configure(task: RegressionTask) -> Any:
+        optimizer = _sgd(task)
+        plateau = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "train_los", "strict": strict}
+        return {"optimizer": optimizer, "lr_scheduler": plateau}
+
+    return configure
+
+
+def test_a_plateau_whose_metric_was_not_logged_is_an_error_that_lists_those_that_were() -> None:
+    with pytest.raises(ConfigurationError, match=r"'train_los', which was not logged. Did you mean 'train_loss'"):
+        _fit(_watching(strict=True))
+
+
+def test_a_plateau_that_is_not_strict_warns_instead() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"which was not logged"):
+        _fit(_watching(strict=False))
+
+
+def test_the_task_may_step_its_schedules_in_its_own_way() -> None:
+    calls: list[Any] = []
+
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            return _one_dict(self)
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            calls.append((type(scheduler), metric))
+            scheduler.step()
+            scheduler.step()
+
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(Task(), regression_loader(2))
+    assert calls == [(StepLR, None)] * 2
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.5**4
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_optimizers_are_made_for_training_only(stage: str) -> None:
+    def configure(task: RegressionTask) -> Any:
+        raise AssertionError("made")
+
+    trainer = quiet_trainer()
+    getattr(trainer, stage)(_task(configure), regression_loader(2))
+    assert trainer.optimizers == []
+
+
+def test_the_number_of_steps_is_known_when_optimizers_are_made() -> None:
+    found: list[float] = []
+
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            found.append(self.trainer.estimated_stepping_batches)
+            return _sgd(self)
+
+    quiet_trainer(max_epochs=3, accumulate_grad_batches=4).fit(Task(), regression_loader(10))
+    assert found == [9]
+
+
+def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> None:
+    seen: list[Optimizer] = []
+
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            return list(_halves(self))
+
+        def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+            seen.append(optimizer)
+
+    together, apart = RegressionTask(lr=0.1), Task()
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(together, regression_loader(4))
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(apart, regression_loader(4))
+    assert seen == trainer.optimizers * 2
+    assert trainer.global_step == 2
+    torch.testing.assert_close(weights_of(apart), weights_of(together))

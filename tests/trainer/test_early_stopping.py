@@ -1,0 +1,68 @@
+"""EarlyStopping under the Trainer: in which epoch a run ends."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.helpers.tasks import regression_loader
+from tests.trainer.runs import MeasuredTask, quiet_trainer
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.core.errors import ConfigurationError
+
+_CASES = [([6, 5, 5, 5, 5, 5], 3, 4), ([6, 5, 4, 4, 3, 3], 1, 3), ([6, 5, 6, 5, 5, 5], 3, 4)]
+
+
+def _run(values: list[float], monitor: str, *, validate: bool, **options: Any) -> tuple[int, EarlyStopping]:
+    """Return how many epochs ran, at most one per value, and the callback."""
+    stopping = EarlyStopping(monitor, **options)
+    trainer = quiet_trainer(max_epochs=len(values), callbacks=stopping, num_sanity_val_steps=2)
+    trainer.fit(MeasuredTask(values), regression_loader(2), regression_loader(2) if validate else None)
+    return trainer.current_epoch, stopping
+
+
+@pytest.mark.parametrize(("values", "patience", "last_epoch"), _CASES)
+def test_it_stops_when_a_validation_metric_no_longer_improves(
+    values: list[float], patience: int, last_epoch: int
+) -> None:
+    epochs, stopping = _run(values, "val_measure", validate=True, patience=patience)
+    assert epochs == last_epoch + 1
+    assert stopping.stopped_epoch == last_epoch
+
+
+@pytest.mark.parametrize(("values", "patience", "last_epoch"), _CASES)
+@pytest.mark.parametrize("validate", [True, False])
+def test_it_stops_when_a_training_metric_no_longer_improves_with_and_without_validation(
+    values: list[float], patience: int, last_epoch: int, validate: bool
+) -> None:
+    epochs, _ = _run(values, "train_measure", validate=validate, patience=patience, check_on_train_epoch_end=True)
+    assert epochs == last_epoch + 1
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_it_stops_at_the_first_number_that_is_not_finite(bad: float) -> None:
+    epochs, stopping = _run([4, 3, bad, 2, 1], "val_measure", validate=True, check_finite=True)
+    assert epochs == 3
+    assert stopping.stopped_epoch == 2
+
+
+def test_it_goes_on_while_the_metric_improves() -> None:
+    epochs, stopping = _run([6, 5, 4, 3], "val_measure", validate=True, patience=1)
+    assert epochs == 4
+    assert stopping.best_score == 3
+
+
+def test_a_metric_that_was_never_logged_is_an_error_that_lists_those_that_were() -> None:
+    with pytest.raises(ConfigurationError, match=r"Did you mean 'val_measure'") as caught:
+        _run([1, 2], "val_mesure", validate=True)
+    assert "'val_measure'" in str(caught.value)
+    assert "'train_measure'" in str(caught.value)
+
+
+def test_it_waits_for_the_least_number_of_epochs() -> None:
+    stopping = EarlyStopping("val_measure", patience=1)
+    trainer = quiet_trainer(max_epochs=9, min_epochs=4, callbacks=stopping)
+    trainer.fit(MeasuredTask([1.0] * 9), regression_loader(2), regression_loader(2))
+    assert trainer.current_epoch == 4

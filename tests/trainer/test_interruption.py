@@ -1,0 +1,174 @@
+"""Ctrl-C and errors in the middle of a fit: who hears of them, what is kept, what the user sees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import quiet_trainer
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.run import Stage
+from trainwright.loggers.logger import Logger, RunInfo
+
+
+class _Hears(Callback):
+    def __init__(self) -> None:
+        self.heard: list[BaseException] = []
+        self.torn_down: list[str] = []
+
+    def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
+        self.heard.append(exception)
+
+    def teardown(self, trainer: Any, task: Any, stage: Stage) -> None:
+        self.torn_down.append(stage)
+
+
+class _HearsToo(_Hears):
+    pass
+
+
+class _Ends(Logger):
+    """Notes how it was finished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statuses: list[str] = []
+
+    def start(self, run: RunInfo) -> None:
+        super().start(run)
+
+    def log_hyperparams(self, params: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self, status: str) -> None:
+        self.statuses.append(status)
+
+
+class _FailsAt(RegressionTask):
+    """Runs `fail` in the given batch of the given epoch."""
+
+    def __init__(self, epoch: int, batch_idx: int, fail: Any) -> None:
+        super().__init__()
+        self.at = (epoch, batch_idx)
+        self.fail = fail
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        if (self.current_epoch, batch_idx) == self.at:
+            self.fail()
+        return self.loss(batch)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def _press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _divide_by_zero() -> float:
+    return 1 / 0
+
+
+@pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
+def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
+    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
+    trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
+    assert trainer.interrupted
+    assert trainer.global_step == 3
+    for callback in (first, second):
+        assert [type(error) for error in callback.heard] == [KeyboardInterrupt]
+        assert callback.torn_down == ["fit"]
+    assert logger.statuses == ["interrupted"]
+
+
+def test_another_error_is_raised_unchanged_and_everyone_hears_of_it() -> None:
+    error = ValueError("the user's own")
+
+    def fail() -> None:
+        raise error
+
+    first, second, logger = _Hears(), _HearsToo(), _Ends()
+    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
+    with pytest.raises(ValueError, match=r"the user's own") as caught:
+        trainer.fit(_FailsAt(0, 3, fail), regression_loader(8))
+    assert caught.value is error
+    assert first.heard == second.heard == [error]
+    assert logger.statuses == ["failed"]
+    assert not trainer.interrupted
+
+
+def test_a_fit_that_succeeds_tells_its_loggers_so() -> None:
+    logger = _Ends()
+    quiet_trainer(max_epochs=1, logger=logger).fit(RegressionTask(), regression_loader(2))
+    assert logger.statuses == ["success"]
+
+
+def test_the_traceback_ends_in_the_users_own_line() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        quiet_trainer(max_epochs=1).fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert (frames[-1].name, frames[-1].line) == ("_divide_by_zero", "return 1 / 0")
+    assert (frames[-2].name, frames[-2].line) == ("training_step", "self.fail()")
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize("fail", [_interrupt, _divide_by_zero])
+def test_what_was_saved_before_is_whole_and_can_be_resumed(fail: Any, tmp_path: Path) -> None:
+    def trainer() -> Any:
+        saver = ModelCheckpoint(tmp_path, save_top_k=-1)
+        return quiet_trainer(max_epochs=3, callbacks=saver, enable_checkpointing=None, default_root_dir=tmp_path)
+
+    broken = trainer()
+    if fail is _interrupt:
+        broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
+    else:
+        with pytest.raises(ZeroDivisionError):
+            broken.fit(_FailsAt(2, 3, fail), regression_loader(8))
+    saved = sorted(tmp_path.glob("epoch=*"))
+    assert [read_checkpoint(path).state["step"] for path in saved] == [8, 16]
+    resumed, uninterrupted = RegressionTask(), RegressionTask()
+    trainer().fit(resumed, regression_loader(8), ckpt_path=saved[-1])
+    quiet_trainer(max_epochs=3).fit(uninterrupted, regression_loader(8))
+    torch.testing.assert_close(resumed.state_dict(), uninterrupted.state_dict(), rtol=0, atol=0)
+
+
+def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> None:
+    class Clumsy(Callback):
+        def on_exception(self, trainer: Any, task: Any, exception: BaseException) -> None:
+            raise RuntimeError("clumsy")
+
+    hears = _Hears()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Clumsy(), hears])
+    with (
+        pytest.warns(TrainwrightWarning, match=r"on_exception itself failed: RuntimeError: clumsy"),
+        pytest.raises(ZeroDivisionError),
+    ):
+        trainer.fit(_FailsAt(0, 1, _divide_by_zero), regression_loader(4))
+    assert len(hears.heard) == 1
+
+
+def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(_FailsAt(0, 3, _interrupt), regression_loader(8))
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert not trainer.interrupted
+    assert (trainer.global_step, trainer.current_epoch) == (16, 2)

@@ -1,0 +1,215 @@
+"""Which data a stage reads: limits, loaders without length, several loaders, loading anew, overfitting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import Endless, Tally, quiet_trainer
+from trainwright.core.errors import ConfigurationError
+from trainwright.data import CombinedLoader, DataModule
+
+
+@pytest.mark.parametrize(
+    ("limits", "batches"),
+    [
+        ((0.2, 0.4, 0.4), (12, 25, 25)),
+        ((10, 20, 30), (10, 20, 30)),
+        ((100, 64, 1000), (64, 64, 64)),
+        ((1e50, 1e50, 1e50), (64, 64, 64)),
+        ((1.0, 1.0, 1.0), (64, 64, 64)),
+        ((1, 1, 1), (1, 1, 1)),
+    ],
+)
+def test_a_limit_is_a_fraction_or_a_number_of_batches(
+    limits: tuple[float, float, float], batches: tuple[int, int, int]
+) -> None:
+    tally, task = Tally(), RegressionTask()
+    names = ("limit_train_batches", "limit_val_batches", "limit_test_batches")
+    trainer = quiet_trainer(max_epochs=1, callbacks=tally, **dict(zip(names, limits, strict=True)))
+    trainer.fit(task, regression_loader(), regression_loader())
+    trainer.test(task, regression_loader(), verbose=False)
+    found = tally.train_batches, tally.batches["validation"][0], tally.batches["test"][0]
+    assert found == batches
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(0.5, {0: 32, 1: 8}), (20, {0: 20, 1: 16}), (1e50, {0: 64, 1: 16})])
+@pytest.mark.parametrize("stage", ["validation", "test", "predict"])
+def test_a_limit_counts_for_each_of_several_loaders_by_itself(
+    stage: str, limit: float, batches: dict[int, int]
+) -> None:
+    tally, task = Tally(), RegressionTask()
+    argument = {"validation": "val"}.get(stage, stage)
+    trainer = quiet_trainer(callbacks=tally, **{f"limit_{argument}_batches": limit})
+    loaders = [regression_loader(64), regression_loader(16)]
+    if stage == "predict":
+        trainer.predict(task, loaders)
+    else:
+        {"validation": trainer.validate, "test": trainer.test}[stage](task, loaders, verbose=False)
+    assert tally.batches[stage] == batches
+
+
+def test_an_epoch_of_endless_data_is_as_long_as_its_limit() -> None:
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=2, limit_train_batches=10, limit_val_batches=3, callbacks=tally)
+    trainer.fit(RegressionTask(), DataLoader(Endless(), batch_size=2), DataLoader(Endless(), batch_size=2))
+    assert tally.train_batches == 20
+    assert tally.batches["validation"] == {0: 6}
+    assert tally.train_epochs == [0, 1]
+
+
+@pytest.mark.parametrize("stage", ["fit", "fit-validate", "validate", "test", "predict"])
+def test_a_fraction_of_data_without_length_is_refused(stage: str) -> None:
+    argument = {"fit": "train", "fit-validate": "val", "validate": "val"}.get(stage, stage)
+    name = f"limit_{argument}_batches"
+    trainer = quiet_trainer(max_epochs=1, **{name: 0.5})
+    loaders = [regression_loader(4)] if stage == "fit-validate" else []
+    run = getattr(trainer, stage.partition("-")[0])
+    with pytest.raises(ConfigurationError, match=f"{name}=0.5 is a fraction of an epoch, but the loader has no length"):
+        run(RegressionTask(), *loaders, DataLoader(Endless()))
+
+
+def test_a_fraction_as_validation_interval_needs_a_length() -> None:
+    trainer = quiet_trainer(max_epochs=1, limit_val_batches=1, val_check_interval=0.5)
+    with pytest.raises(ConfigurationError, match=r"val_check_interval=0.5 is a fraction of an epoch"):
+        trainer.fit(RegressionTask(), DataLoader(Endless()), regression_loader(4))
+
+
+class _SumTask(RegressionTask):
+    """Trains on every batch of a tree, and notes the tree's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Sum the losses of a list's or dict's batches that are there."""
+        items = list(batch.values()) if isinstance(batch, dict) else batch
+        self.shapes.append({k: v is not None for k, v in batch.items()} if isinstance(batch, dict) else len(batch))
+        return torch.stack([self.loss(item) for item in items if item is not None]).sum()
+
+
+@pytest.mark.parametrize(("mode", "batches"), [("min_size", 16), ("max_size_cycle", 64), ("max_size", 64)])
+def test_several_training_loaders_are_as_long_as_their_mode_says(mode: Any, batches: int) -> None:
+    task = _SumTask()
+    loader = CombinedLoader({"a": regression_loader(64), "b": regression_loader(16)}, mode)
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(task, loader)
+    assert trainer.global_step == len(task.shapes) == batches
+    missing = sum(not shape["b"] for shape in task.shapes)
+    assert missing == (48 if mode == "max_size" else 0)
+
+
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_a_list_or_dict_of_training_loaders_cycles_the_shorter_ones(kind: str) -> None:
+    loaders: Any = [regression_loader(8), regression_loader(3)]
+    if kind == "dict":
+        loaders = {"a": loaders[0], "b": loaders[1]}
+    task = _SumTask()
+    quiet_trainer(max_epochs=1).fit(task, loaders)
+    assert task.shapes == [2 if kind == "list" else {"a": True, "b": True}] * 8
+
+
+def test_predictions_come_as_one_list_for_one_loader_and_a_list_of_lists_for_several() -> None:
+    task, trainer = RegressionTask(), quiet_trainer()
+    one, other = regression_loader(6, 2), regression_loader(3)
+    single = trainer.predict(task, one)
+    several = trainer.predict(task, [one, other])
+    assert single is not None
+    assert several is not None
+    assert [tuple(output.shape) for output in single] == [(2, 1)] * 3
+    assert [len(outputs) for outputs in several] == [3, 3]
+    torch.testing.assert_close(several[0], single, rtol=0, atol=0)
+    expected = [task(batch[0]).detach() for batch in other]
+    torch.testing.assert_close(several[1], expected, rtol=0, atol=0)
+
+
+def test_predictions_are_not_kept_when_nobody_wants_them() -> None:
+    assert quiet_trainer().predict(RegressionTask(), regression_loader(4), return_predictions=False) is None
+
+
+def test_evaluation_returns_one_dict_of_metrics_per_loader() -> None:
+    task = RegressionTask()
+    loaders = [regression_loader(6), regression_loader(3)]
+    results = quiet_trainer().test(task, loaders, verbose=False)
+    expected = [torch.stack([task.loss(batch) for batch in loader]).mean().item() for loader in loaders]
+    assert [list(result) for result in results] == [["test_loss/dataloader_idx_0"], ["test_loss/dataloader_idx_1"]]
+    assert [next(iter(result.values())) for result in results] == pytest.approx(expected)
+
+
+class _Loads(DataModule):
+    """Counts how often each loader is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def train_dataloader(self) -> Any:
+        """Return four batches."""
+        self.asked.append("train")
+        return regression_loader(4)
+
+    def val_dataloader(self) -> Any:
+        """Return two batches."""
+        self.asked.append("val")
+        return regression_loader(2)
+
+
+@pytest.mark.parametrize(("every", "times"), [(0, 1), (1, 5), (2, 3), (3, 2)])
+def test_loaders_are_asked_for_anew_after_so_many_epochs(every: int, times: int) -> None:
+    data = _Loads()
+    quiet_trainer(max_epochs=5, reload_dataloaders_every_n_epochs=every).fit(RegressionTask(), datamodule=data)
+    assert data.asked.count("train") == data.asked.count("val") == times
+
+
+def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
+    seen: list[float] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            seen.append(batch[0].sum().item())
+            return self.loss(batch)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
+    trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
+    first = [batch[0].sum().item() for batch in regression_loader()][:4]
+    assert seen == first * 3
+    assert tally.batches["validation"] == {0: 12}
+
+
+def test_overfitting_may_be_a_fraction() -> None:
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, overfit_batches=0.25, callbacks=tally)
+    trainer.fit(RegressionTask(), regression_loader(), regression_loader(8))
+    assert (tally.train_batches, tally.batches["validation"]) == (16, {0: 2})
+
+
+def test_overfitting_leaves_testing_alone() -> None:
+    tally = Tally()
+    quiet_trainer(overfit_batches=4, callbacks=tally).test(RegressionTask(), regression_loader(), verbose=False)
+    assert tally.batches["test"] == {0: 64}
+
+
+def test_shuffled_training_data_comes_in_another_order_in_every_epoch() -> None:
+    seen: list[float] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            seen.append(batch[0].sum().item())
+            return self.loss(batch)
+
+    quiet_trainer(max_epochs=2, seed=1).fit(Task(), regression_loader(16, shuffle=True))
+    assert seen[:16] != seen[16:]
+    assert sorted(seen[:16]) == sorted(seen[16:])
+
+
+def test_a_list_of_batches_is_a_loader() -> None:
+    batches = [(torch.ones(2, 4), torch.zeros(2, 1)) for _ in range(3)]
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(RegressionTask(), batches)
+    assert (trainer.global_step, trainer.state.samples) == (6, 12)

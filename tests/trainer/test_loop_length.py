@@ -1,0 +1,252 @@
+"""How long a fit lasts: epochs, steps, samples, tokens, seconds, wishes to stop, and a second fit."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+
+
+@pytest.mark.parametrize(
+    ("max_epochs", "max_steps", "steps", "epoch"), [(3, 42, 42, 1), (2, 192, 64, 2), (2, -1, 64, 2), (None, 7, 7, 0)]
+)
+def test_a_fit_ends_at_whichever_bound_comes_first(
+    max_epochs: int | None, max_steps: int, steps: int, epoch: int
+) -> None:
+    trainer = quiet_trainer(max_epochs=max_epochs, max_steps=max_steps)
+    trainer.fit(RegressionTask(), regression_loader(32))
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
+
+
+def test_max_steps_counts_optimizer_steps_not_batches() -> None:
+    trainer = quiet_trainer(max_steps=42, accumulate_grad_batches=10)
+    tally = Tally()
+    trainer.settings.callbacks.append(tally)
+    trainer.fit(RegressionTask(), regression_loader(32))
+    # 4 steps an epoch, the last of a window of 2: ten epochs give 40, and the eleventh its first two windows.
+    assert trainer.global_step == 42
+    assert trainer.current_epoch == 10
+    assert tally.train_batches == 10 * 32 + 2 * 10
+
+
+def test_a_second_fit_at_its_max_steps_trains_nothing() -> None:
+    trainer, task = quiet_trainer(max_steps=10), RegressionTask()
+    trainer.fit(task, regression_loader())
+    before = weights_of(task)
+    trainer.fit(task, regression_loader())
+    assert trainer.global_step == 10
+    assert torch.equal(weights_of(task), before)
+
+
+def test_a_second_fit_with_more_epochs_goes_on_where_the_first_ended() -> None:
+    tally = Tally()
+    trainer, task = quiet_trainer(max_epochs=2, callbacks=tally), RegressionTask()
+    trainer.fit(task, regression_loader(4))
+    trainer.max_epochs = 4
+    trainer.fit(task, regression_loader(4))
+    assert tally.train_epochs == [0, 1, 2, 3]
+    assert trainer.global_step == 16
+
+
+def test_a_second_fit_with_more_steps_goes_on_in_the_middle_of_the_epoch() -> None:
+    seen: list[int] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            seen.append(batch_idx)
+            return self.loss(batch)
+
+    trainer, task = quiet_trainer(max_steps=3), Task()
+    trainer.fit(task, regression_loader(4))
+    trainer.max_steps = 6
+    trainer.fit(task, regression_loader(4))
+    assert seen == [0, 1, 2, 3, 0, 1]
+
+
+def test_a_wish_to_stop_finishes_the_batch_and_validates_once() -> None:
+    tally = Tally()
+    stop = AfterBatch(lambda trainer, batch_idx: batch_idx == 4, ask_to_stop)
+    trainer = quiet_trainer(max_epochs=5, callbacks=[stop, tally])
+    trainer.fit(RegressionTask(), regression_loader(10), regression_loader(10))
+    assert tally.train_batches == 5
+    assert tally.validations == [(0, 5)]
+    assert (trainer.global_step, trainer.current_epoch) == (5, 1)
+
+
+def test_a_wish_to_stop_in_the_training_step_itself_is_heard() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.trainer.should_stop = batch_idx == 4
+            return self.loss(batch)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=5, callbacks=tally)
+    trainer.fit(Task(), regression_loader(10), regression_loader(10))
+    assert (trainer.global_step, trainer.current_epoch) == (5, 1)
+    assert tally.validations == [(0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("batches", "min_epochs", "min_steps", "steps"),
+    [
+        (3, 0, 10, 10),
+        (5, 0, 10, 10),
+        (3, 2, 0, 6),
+        (5, 2, 0, 10),
+        (3, 1, 10, 10),
+        (5, 1, 10, 10),
+        (3, 3, 10, 10),
+        (5, 3, 10, 15),
+    ],
+)
+def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
+    batches: int, min_epochs: int, min_steps: int, steps: int
+) -> None:
+    stop = RecordingCallback("on_train_epoch_end", note=lambda _, trainer: ask_to_stop(trainer))
+    trainer = quiet_trainer(max_epochs=20, min_epochs=min_epochs, min_steps=min_steps, callbacks=stop)
+    trainer.fit(RegressionTask(), regression_loader(batches))
+    assert trainer.global_step == steps
+
+
+def test_a_limit_of_no_training_batches_trains_nothing() -> None:
+    trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0), RegressionTask()
+    before = weights_of(task)
+    trainer.fit(task, regression_loader())
+    assert (trainer.global_step, trainer.current_epoch) == (0, 0)
+    assert torch.equal(weights_of(task), before)
+
+
+def test_a_fast_dev_run_trains_although_the_limit_is_no_batches() -> None:
+    trainer, task = quiet_trainer(max_epochs=2, limit_train_batches=0, fast_dev_run=True), RegressionTask()
+    before = weights_of(task)
+    trainer.fit(task, regression_loader())
+    assert (trainer.global_step, trainer.current_epoch) == (1, 1)
+    assert not torch.equal(weights_of(task), before)
+
+
+@pytest.mark.parametrize(("wish", "batches"), [(True, 1), (3, 3)])
+def test_a_fast_dev_run_takes_so_many_batches_of_everything_once(wish: bool | int, batches: int) -> None:
+    tally = Tally()
+    trainer = quiet_trainer(fast_dev_run=wish, max_epochs=9, max_steps=2, val_check_interval=0.5, callbacks=tally)
+    task = RegressionTask()
+    trainer.fit(task, regression_loader(), regression_loader())
+    trainer.test(task, regression_loader(), verbose=False)
+    trainer.predict(task, regression_loader())
+    assert tally.train_batches == batches
+    assert tally.train_epochs == [0]
+    assert tally.batches == {"validation": {0: batches}, "test": {0: batches}, "predict": {0: batches}}
+
+
+def test_a_fast_dev_run_keeps_its_batches_when_gradients_are_accumulated() -> None:
+    tally = Tally()
+    trainer = quiet_trainer(fast_dev_run=3, accumulate_grad_batches=2, callbacks=tally)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert (tally.train_batches, trainer.global_step) == (3, 2)
+
+
+def test_max_samples_ends_a_fit_after_that_many_samples() -> None:
+    trainer = quiet_trainer(max_samples=40)
+    trainer.fit(RegressionTask(), regression_loader(64, 8))
+    assert (trainer.state.samples, trainer.global_step) == (40, 5)
+
+
+def test_max_tokens_ends_a_fit_after_that_many_tokens() -> None:
+    class Task(RegressionTask):
+        def num_tokens(self, batch: Batch) -> int:
+            return 100 * len(batch[0])
+
+    trainer = quiet_trainer(max_tokens=1000)
+    trainer.fit(Task(), regression_loader(64, 4))
+    assert (trainer.state.tokens, trainer.global_step) == (1200, 3)
+
+
+@pytest.mark.parametrize(
+    "max_time", ["00:00:00:01", "1 s", {"seconds": 1}, datetime.timedelta(seconds=1)], ids=["clock", "s", "dict", "td"]
+)
+def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            now[0] += 0.3
+            return self.loss(batch)
+
+    trainer = quiet_trainer(max_time=max_time)
+    trainer.fit(Task(), regression_loader())
+    assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
+
+
+def test_max_steps_ends_a_fit_over_data_without_end() -> None:
+    trainer = quiet_trainer(max_steps=7)
+    trainer.fit(RegressionTask(), DataLoader(Endless(), batch_size=2))
+    assert (trainer.global_step, trainer.state.samples) == (7, 14)
+
+
+def test_without_any_bound_a_fit_has_a_thousand_epochs() -> None:
+    assert quiet_trainer().max_epochs == 1000
+    assert quiet_trainer(max_steps=3).max_epochs is None
+
+
+def test_barebones_leaves_out_everything_but_training() -> None:
+    from trainwright.trainer.trainer import Trainer
+
+    tally = Tally()
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, callbacks=tally)
+    trainer.fit(RegressionTask(), regression_loader(4), regression_loader(4))
+    assert trainer.callbacks == [tally]
+    assert trainer.loggers == []
+    assert trainer.global_step == 4
+
+
+class _SkipsAfterTwo(RegressionTask):
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 2 else None
+
+
+def test_minus_one_from_on_train_batch_start_skips_the_rest_of_the_epoch() -> None:
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=3, callbacks=tally)
+    trainer.fit(_SkipsAfterTwo(), regression_loader(8))
+    assert tally.train_batches == 6
+    assert tally.train_epochs == [0, 1, 2]
+    assert (trainer.global_step, trainer.current_epoch) == (6, 3)
+
+
+def test_minus_one_from_a_callback_skips_the_rest_of_the_epoch_too() -> None:
+    class Skips(Callback):
+        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 1 else None
+
+    trainer = quiet_trainer(max_epochs=2, callbacks=Skips())
+    trainer.fit(RegressionTask(), regression_loader(8))
+    assert (trainer.global_step, trainer.current_epoch) == (2, 2)
+
+
+def test_gradients_of_a_group_that_was_skipped_do_not_leak_into_the_next_step() -> None:
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4)
+    task = _SkipsAfterTwo()
+    before = weights_of(task)
+    trainer.fit(task, regression_loader(8))
+    assert trainer.global_step == 0
+    assert torch.equal(weights_of(task), before)
+    assert all(parameter.grad is None for parameter in task.parameters())
+
+
+def test_an_epoch_whose_rest_is_skipped_still_steps_the_schedule_of_the_epoch() -> None:
+    class Task(_SkipsAfterTwo):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    trainer = quiet_trainer(max_epochs=3)
+    trainer.fit(Task(), regression_loader(8))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.125

@@ -1,0 +1,288 @@
+"""What a task may return from its step or do in its own way: backward, the optimizer's step, clearing gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from tests.trainer.runs import AfterBatch, quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+
+
+def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
+    quiet_trainer(**{"max_epochs": 2, **arguments}).fit(task, regression_loader(8, 2))
+    return weights_of(task)
+
+
+def test_a_step_may_return_a_dict_with_the_loss() -> None:
+    outputs: list[Any] = []
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return {"loss": self.loss(batch), "extra": batch_idx}
+
+        def on_train_batch_end(self, outputs_: Any, batch: Any, batch_idx: int) -> None:
+            outputs.append(outputs_["extra"])
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
+    assert outputs == [0, 1, 2, 3] * 2
+
+
+def test_a_step_may_return_none_to_skip_its_batch() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None
+
+    task = Task()
+    before = weights_of(task)
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(task, regression_loader(4))
+    assert torch.equal(weights_of(task), before)
+    assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
+
+
+def test_a_loss_of_shape_one_is_a_scalar_too() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch).reshape(1)
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
+
+
+def test_a_step_that_wants_the_batch_only_gets_it_only() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch) -> torch.Tensor:  # type: ignore[override]
+            return self.loss(batch)
+
+        def validation_step(self, batch: Batch) -> None:  # type: ignore[override]
+            self.log("val_loss", self.loss(batch))
+
+    task = Task()
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(task, regression_loader(4), regression_loader(2))
+    assert trainer.global_step == 4
+    assert "val_loss" in trainer.callback_metrics
+
+
+def test_an_evaluation_step_that_wants_it_is_told_the_loader() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Task(RegressionTask):
+        def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append((dataloader_idx, batch_idx))
+
+    quiet_trainer().test(Task(), [regression_loader(2), regression_loader(1)], verbose=False)
+    assert seen == [(0, 0), (0, 1), (1, 0)]
+
+
+def test_backward_may_be_run_in_the_tasks_own_way() -> None:
+    calls: list[torch.Size] = []
+
+    class Task(RegressionTask):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            calls.append(loss.shape)
+            (2 * loss).backward()
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask(lr=0.1)))
+    assert calls == [torch.Size([])] * 8
+
+
+class _WarmsUp(RegressionTask):
+    """Sets the learning rate in its own step, which is how a warm-up is often written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, int]] = []
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Ramp up over four steps."""
+        self.calls.append((epoch, batch_idx))
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 4)
+        optimizer.step(closure=optimizer_closure)
+
+
+def test_the_optimizer_may_be_stepped_in_the_tasks_own_way() -> None:
+    class Scheduled(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            ramp = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+            return [optimizer], [{"scheduler": ramp, "interval": "step"}]
+
+    task = _WarmsUp()
+    assert torch.equal(_trained(task), _trained(Scheduled()))
+    assert task.calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
+
+
+def test_the_tasks_own_step_is_told_the_last_batch_of_its_group() -> None:
+    task = _WarmsUp()
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=4).fit(task, regression_loader(10))
+    assert task.calls == [(0, 3), (0, 7), (0, 9)]
+
+
+def test_the_tasks_own_step_may_leave_a_step_out() -> None:
+    class Task(RegressionTask):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+        ) -> None:
+            if batch_idx % 2 == 0:
+                optimizer.step(closure=optimizer_closure)
+
+    class EveryOther(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None if batch_idx % 2 else self.loss(batch)
+
+    assert torch.equal(_trained(Task()), _trained(EveryOther()))
+
+
+def test_the_closure_gives_the_loss_of_this_very_step() -> None:
+    given: list[float] = []
+    reported: list[float] = []
+
+    class Task(RegressionTask):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+        ) -> None:
+            given.append(float(optimizer.step(optimizer_closure)))  # type: ignore[arg-type,func-returns-value]
+
+    class Notes(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            reported.append(float(result.loss))
+
+    quiet_trainer(max_epochs=1, callbacks=Notes()).fit(Task(), regression_loader(4))
+    assert given == reported
+    assert len(given) == 4
+
+
+def test_an_overflown_step_of_the_tasks_own_is_left_out_as_the_trainers_would_be() -> None:
+    class Task(RegressionTask):
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+        ) -> None:
+            optimizer.step(closure=optimizer_closure)
+
+    task, plain = Task(), RegressionTask()
+    quiet_trainer(max_epochs=2, precision="16-mixed").fit(task, regression_loader(16, 2))
+    quiet_trainer(max_epochs=2, precision="16-mixed").fit(plain, regression_loader(16, 2))
+    assert weights_of(plain).isfinite().all()
+    torch.testing.assert_close(weights_of(task), weights_of(plain))
+
+
+def test_gradients_may_be_cleared_in_the_tasks_own_way() -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Task(RegressionTask):
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+            calls.append((epoch, batch_idx))
+            optimizer.zero_grad(set_to_none=False)
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask()))
+    assert calls == [(epoch, idx) for epoch in range(2) for idx in range(4)]
+
+
+def test_gradients_may_be_clipped_in_the_tasks_own_way() -> None:
+    class Task(RegressionTask):
+        def configure_gradient_clipping(
+            self,
+            optimizer: Optimizer,
+            gradient_clip_val: float | None = None,
+            gradient_clip_algorithm: str | None = None,
+        ) -> None:
+            assert gradient_clip_val is None
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+    assert torch.equal(_trained(Task()), _trained(RegressionTask(), gradient_clip_val=0.05))
+
+
+class _Lbfgs(RegressionTask):
+    """Trains with an optimizer that evaluates the loss several times in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.evaluations = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Count."""
+        self.evaluations += 1
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        """Return LBFGS, whose step needs a closure."""
+        return torch.optim.LBFGS(self.parameters(), max_iter=6)
+
+
+def test_lbfgs_trains_as_in_a_loop_written_by_hand() -> None:
+    task, by_hand = _Lbfgs(), _Lbfgs()
+    trainer = quiet_trainer(max_epochs=3)
+    trainer.fit(task, regression_loader(8, 8))
+    optimizer = by_hand.configure_optimizers()
+    batch = list(regression_data(8).tensors)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = by_hand.training_step(batch, 0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    torch.testing.assert_close(weights_of(task), weights_of(by_hand), rtol=1e-4, atol=1e-6)
+    assert task.evaluations == by_hand.evaluations
+    assert trainer.global_step == 3
+
+
+def test_lbfgs_evaluates_the_whole_group_when_gradients_are_accumulated() -> None:
+    whole, pieces = _Lbfgs(), _Lbfgs()
+    quiet_trainer(max_epochs=2).fit(whole, regression_loader(8, 8))
+    quiet_trainer(max_epochs=2, accumulate_grad_batches=4).fit(pieces, regression_loader(8, 2))
+    torch.testing.assert_close(weights_of(pieces), weights_of(whole), rtol=1e-3, atol=1e-5)
+    assert pieces.evaluations == 4 * whole.evaluations
+
+
+def test_lbfgs_and_a_scaled_loss_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"precision='16-mixed' scales the loss"):
+        quiet_trainer(max_epochs=1, precision="16-mixed").fit(_Lbfgs(), regression_loader(8, 8))
+
+
+def test_batches_pass_through_the_tasks_own_transfer() -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[str] = []
+
+        def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+            self.order.append("before")
+            return batch
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            self.order.append(f"to {device}")
+            return [part.to(device) for part in batch]
+
+        def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+            self.order.append("after")
+            return [2 * batch[0], batch[1]]
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.order.append("step")
+            self.first = batch[0]
+            return self.loss(batch)
+
+    task = Task()
+    quiet_trainer(max_epochs=1).fit(task, regression_loader(2))
+    assert task.order == ["before", "to cpu", "after", "step"] * 2
+    assert torch.equal(task.first, 2 * regression_data(2).tensors[0][1:])
+
+
+def test_a_callback_may_end_the_fit_by_setting_should_stop() -> None:
+    stop = AfterBatch(lambda _, batch_idx: batch_idx == 1, lambda trainer: setattr(trainer, "should_stop", True))
+    trainer = quiet_trainer(max_epochs=3, callbacks=stop)
+    trainer.fit(RegressionTask(), regression_loader(4))
+    assert trainer.global_step == 2

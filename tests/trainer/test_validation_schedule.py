@@ -1,0 +1,166 @@
+"""When a fit validates: fractions of an epoch, batches, steps, epochs, seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from tests.trainer.runs import Tally, quiet_trainer
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+
+
+def _validations(batches: int = 64, val_batches: int = 1, **arguments: Any) -> list[tuple[int, int]]:
+    """Return (epoch, step) of every validation of a fit."""
+    tally = Tally()
+    trainer = quiet_trainer(callbacks=tally, **arguments)
+    trainer.fit(RegressionTask(), regression_loader(batches), regression_loader(val_batches))
+    return tally.validations
+
+
+@pytest.mark.parametrize("max_epochs", [1, 2, 3])
+@pytest.mark.parametrize("parts", [1, 3, 4])
+def test_a_fraction_of_an_epoch_validates_so_many_times_an_epoch(parts: int, max_epochs: int) -> None:
+    found = _validations(max_epochs=max_epochs, val_check_interval=1 / parts, num_sanity_val_steps=2)
+    assert len(found) == parts * max_epochs
+    assert [epoch for epoch, _ in found] == [epoch for epoch in range(max_epochs) for _ in range(parts)]
+
+
+def test_by_default_an_epoch_is_validated_at_its_end() -> None:
+    assert _validations(8, max_epochs=2) == [(0, 8), (1, 16)]
+
+
+@pytest.mark.parametrize(("max_epochs", "epochs"), [(1, []), (4, [1, 3]), (5, [1, 3])])
+def test_only_every_second_epoch_is_validated_when_asked(max_epochs: int, epochs: list[int]) -> None:
+    found = _validations(8, max_epochs=max_epochs, check_val_every_n_epoch=2)
+    assert [epoch for epoch, _ in found] == epochs
+
+
+def test_a_whole_number_counts_batches_within_an_epoch() -> None:
+    assert _validations(10, max_epochs=2, val_check_interval=4) == [(0, 4), (0, 8), (1, 14), (1, 18)]
+
+
+def test_batches_are_counted_over_epochs_when_epochs_do_not_matter() -> None:
+    found = _validations(10, max_epochs=2, val_check_interval=6, check_val_every_n_epoch=None)
+    assert found == [(0, 6), (1, 12), (1, 18)]
+
+
+def test_an_interval_in_batches_that_ends_inside_a_group_is_honoured_at_its_end() -> None:
+    found = _validations(10, max_epochs=1, val_check_interval=5, accumulate_grad_batches=4)
+    assert found == [(0, 2), (0, 3)]  # after batches 8 and 10
+
+
+@pytest.mark.parametrize("interval", ["3 steps", Duration(3, "steps")])
+def test_an_interval_in_steps_counts_on_over_epochs(interval: Any) -> None:
+    assert _validations(4, max_epochs=2, val_check_interval=interval) == [(0, 3), (1, 6)]
+
+
+def test_an_interval_of_one_step_validates_after_each() -> None:
+    assert [step for _, step in _validations(3, max_epochs=2, val_check_interval="1 step")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_interval_in_steps_means_optimizer_steps() -> None:
+    found = _validations(8, max_epochs=2, val_check_interval="3 steps", accumulate_grad_batches=2)
+    assert found == [(0, 3), (1, 6)]
+
+
+def test_an_interval_in_samples_counts_samples() -> None:
+    assert _validations(8, max_epochs=1, val_check_interval="4 samples") == [(0, 4), (0, 8)]
+
+
+def test_an_interval_in_tokens_has_them_counted() -> None:
+    class Task(RegressionTask):
+        def num_tokens(self, batch: Batch) -> int:
+            return 100 * len(batch[0])
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval="400 tokens", callbacks=tally)
+    trainer.fit(Task(), regression_loader(8), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(
+    ("interval", "expected"),
+    [
+        ("0.5 epoch", [(0, 4), (0, 8), (1, 12), (1, 16)]),
+        ("1 epoch", [(0, 8), (1, 16)]),
+        ("2 epochs", [(1, 16)]),
+        ("0.75 epoch", [(0, 6), (1, 12)]),
+    ],
+)
+def test_an_interval_in_epochs_may_be_a_fraction_and_counts_on_over_epochs(
+    interval: str, expected: list[tuple[int, int]]
+) -> None:
+    assert _validations(8, max_epochs=2, val_check_interval=interval) == expected
+
+
+@pytest.mark.parametrize(("denominator", "batches"), [(10, 10), (7, 21), (3, 30), (6, 12)])
+def test_a_fraction_with_a_unit_loses_no_validation_to_rounding(denominator: int, batches: int) -> None:
+    found = _validations(batches, max_epochs=2, val_check_interval=Duration(1 / denominator, "epochs"))
+    assert [step for _, step in found] == [i * batches // denominator for i in range(1, 2 * denominator + 1)]
+
+
+def test_an_interval_of_time_goes_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            now[0] += 15.0
+            return self.loss(batch)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=1, val_check_interval="1 min", callbacks=tally)
+    trainer.fit(Task(), regression_loader(10), regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8)]
+
+
+@pytest.mark.parametrize(("steps", "batches"), [(0, 0), (2, 2), (-1, 5), (9, 5)])
+def test_the_sanity_check_tries_so_many_validation_batches(steps: int, batches: int) -> None:
+    recorder = RecordingCallback("on_validation_batch_end", note=lambda _, trainer: trainer.sanity_checking)
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=0, num_sanity_val_steps=steps, callbacks=recorder)
+    trainer.fit(RegressionTask(), regression_loader(2), regression_loader(5))
+    assert recorder.notes == [("on_validation_batch_end", True)] * batches
+
+
+def test_the_sanity_check_leaves_no_metrics_behind() -> None:
+    seen: list[dict[str, float]] = []
+    recorder = RecordingCallback("on_train_start", note=lambda _, trainer: seen.append(dict(trainer.callback_metrics)))
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=2, callbacks=recorder)
+    trainer.fit(RegressionTask(), regression_loader(2), regression_loader(2))
+    assert seen == [{}]
+
+
+def test_a_validation_changes_neither_weights_nor_generators() -> None:
+    def final_weights(validate: bool) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        task = RegressionTask(dropout=0.5)
+        loader = regression_loader(4) if validate else None
+        quiet_trainer(max_epochs=2, num_sanity_val_steps=2, seed=0).fit(task, regression_loader(8), loader)
+        return {name: tensor.clone() for name, tensor in task.state_dict().items()}
+
+    torch.testing.assert_close(final_weights(True), final_weights(False), rtol=0, atol=0)
+
+
+def test_no_validation_runs_when_its_limit_is_zero() -> None:
+    assert _validations(8, max_epochs=1, limit_val_batches=0, num_sanity_val_steps=2) == []
+
+
+def test_an_interval_longer_than_the_epoch_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"val_check_interval=9 batches, but an epoch has 8"):
+        _validations(8, max_epochs=1, val_check_interval=9)
+
+
+def test_the_interval_follows_a_loader_that_is_loaded_anew() -> None:
+    class Task(RegressionTask):
+        def train_dataloader(self) -> Any:
+            return regression_loader(8 if self.current_epoch == 0 else 4)
+
+    tally = Tally()
+    trainer = quiet_trainer(max_epochs=2, val_check_interval=0.5, reload_dataloaders_every_n_epochs=1, callbacks=tally)
+    trainer.fit(Task(), val_dataloaders=regression_loader(1))
+    assert tally.validations == [(0, 4), (0, 8), (1, 10), (1, 12)]
