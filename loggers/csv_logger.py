@@ -102,13 +102,14 @@ class CSVLogger(VersionedLogger):
             return
         known = set(self._columns)
         new = list(dict.fromkeys(name for row in self._rows for name in row if name not in known))
-        if new or not self.metrics_file.exists():
+        path = self.metrics_file
+        if new or not path.exists():
             columns = list(dict.fromkeys(["step", *self._columns, *new]))
-            old = _read(self.metrics_file)[1] if self.metrics_file.exists() else []
-            write_atomically(self.metrics_file, _text(columns, [*old, *self._rows], header=True))
+            old = _read(path)[1] if path.exists() else []
+            write_atomically(path, _text(columns, [*old, *self._rows], header=True))
             self._columns = columns
         else:
-            with open(self.metrics_file, "a", encoding="utf-8", newline="") as file:
+            with open(path, "a", encoding="utf-8", newline="") as file:
                 file.write(_text(self._columns, self._rows, header=False))
         self._rows = []
 

@@ -158,12 +158,16 @@ class VersionedLogger(Logger):
     def _folder(self) -> Path:
         folder = self.log_dir
         if folder is None or self._run is None:
-            raise RuntimeError(f"{type(self).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
+            raise self._not_started()
         return folder
+
+    def _not_started(self) -> RuntimeError:
+        return RuntimeError(f"{type(self).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
 
     def advance(self, step: int, names: Collection[str]) -> None:
         """Take notice that `names` are about to be logged at `step`, and clear the way for them."""
-        self._folder()
+        if self._run is None:
+            raise self._not_started()
         if self._continues:
             self._continues = False
             if self._keep_until is not None:

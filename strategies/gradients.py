@@ -85,7 +85,8 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
                 f"{' without a loss tensor' if isinstance(output, dict) else ''}. Return the loss as a scalar tensor, "
                 "a dict with the key 'loss', or None to skip the batch."
             )
-    if loss.numel() != 1 or loss.dim() > 1:
+    num_dims = loss.dim()
+    if num_dims and (num_dims > 1 or loss.numel() != 1):
         raise TaskError(
             f"{origin}.training_step returned a loss of shape {tuple(loss.shape)}; it must be a scalar. "
             "Return loss.mean()."
@@ -96,7 +97,7 @@ def loss_of(output: Any, origin: str) -> torch.Tensor | None:
             "learned from it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad(); "
             "if every parameter is frozen, unfreeze some."
         )
-    return loss if loss.dim() == 0 else loss.squeeze(0)
+    return loss.squeeze(0) if num_dims else loss
 
 
 def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:

@@ -217,9 +217,8 @@ class Strategy:
         if not self.task.automatic_optimization:
             self._run_by_hand(group)
             return None
-        run, task, hooks, transfer, context = self.run, self.task, self.hooks, self._transfer, self._context
-        batches = group.batches
-        weights = self._weights(group)
+        hooks, transfer, batches = self.hooks, self._transfer, group.batches
+        weights = group.weights if self._items is None else self._weigh_items(group)
         last = len(batches) - 1
         total: torch.Tensor | None = None
         skipped: list[int] = []
@@ -227,29 +226,22 @@ class Strategy:
             idx = group.first_idx + i
             if transfer is not None:
                 batch = transfer(batch)
-            self._begin_batch(batch, idx)
-            with self._synchronizing(i == last) if last else _NOTHING:
-                if context is None:
-                    output = self._training_step(batch, idx)
-                else:
-                    with context:
-                        output = self._training_step(batch, idx)
-                if not self._zeroed:
-                    self._zero_gradients(idx)
-                loss = loss_of(output, type(task).__name__)
-                if loss is None:
-                    skipped.append(i)
-                else:
-                    weighted = loss * weights[i] if weights is not None else loss / (last + 1) if last else loss
-                    self._run_backward(weighted)
-                    total = weighted.detach() if total is None else total + weighted.detach()
-                    del weighted
+            weight = None if weights is None else weights[i]
+            if not last:
+                output, loss = self._run_batch(batch, idx, weight, 1)
+            else:
+                with self._synchronizing(i == last):
+                    output, loss = self._run_batch(batch, idx, weight, last + 1)
+            if loss is None:
+                skipped.append(i)
+            else:
+                total = loss if total is None else total + loss
             if i < last:
                 for hook in hooks.on_train_batch_end:
-                    hook(run, task, output, batch, idx)
+                    hook(self.run, self.task, output, batch, idx)
             elif hooks.on_train_batch_end:
                 group.last_output, group.last_batch = output, batch
-            output = loss = None  # what a micro-batch gave must not outlive it into the next one's forward
+            output = None  # what a micro-batch gave must not outlive it into the next one's forward
         self.sink.batch = None
         if skipped and total is not None:
             total = total * self._make_up_for(skipped, group, weights)
@@ -261,6 +253,26 @@ class Strategy:
         self._loss, self._last_idx = total, group.first_idx + last
         self._zeroed = False
         return total
+
+    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        """Run one of a group's `num` micro-batches; returns the step's output and its weighted loss, detached."""
+        self._begin_batch(batch, idx)
+        if self._context is None:
+            output = self._training_step(batch, idx)
+        else:
+            with self._context:
+                output = self._training_step(batch, idx)
+        if not self._zeroed:
+            self._zero_gradients(idx)
+        loss = loss_of(output, type(self.task).__name__)
+        if loss is None:
+            return output, None
+        if weight is not None:
+            loss = loss * weight
+        elif num > 1:
+            loss = loss / num
+        self._run_backward(loss)
+        return output, loss.detach()
 
     def _begin_batch(self, batch: Any, idx: int) -> None:
         sink = self.sink
@@ -284,10 +296,9 @@ class Strategy:
         for hook in hooks.on_after_backward:
             hook(self.run, self.task)
 
-    def _weights(self, group: Group) -> Sequence[Any] | None:
-        """Return the weight of each micro-batch, or None when each weighs one over their number."""
-        if self._items is None:
-            return group.weights
+    def _weigh_items(self, group: Group) -> Sequence[Any]:
+        """Return the weight of each micro-batch of a task that counts its items."""
+        assert self._items is not None  # asked before
         counts = stack_counts([self._items(batch) for batch in group.batches], self.device)
         if group.weights is not None:  # padding counts for nothing
             counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(self.device)
@@ -333,7 +344,6 @@ class Strategy:
             The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
         """
         norm: torch.Tensor | None = None
-        epoch, idx = self.run.state.epoch, self._last_idx
         if self._own_clip is not None:
             for optimizer in self.optimizers:
                 self._own_clip(
@@ -344,7 +354,7 @@ class Strategy:
         for optimizer in self.optimizers:
             if self._own_step is not None:
                 stepped: Any = optimizer if self._scaler is None else ScaledOptimizer(optimizer, self._scaler)
-                self._own_step(epoch, idx, stepped, self._closure())
+                self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
             elif self._scaler is not None:
                 self._scaler.step(optimizer)
             elif self._needs_closure:

@@ -89,10 +89,10 @@ class ValidationSchedule:
             return self._interval.due(state) and self.in_epoch(state.epoch)
         if self._clock is not None:
             return self._time_is_up(state) and self.in_epoch(state.epoch)
+        if self._at_end:
+            return is_last and self.in_epoch(state.epoch)
         if not self.in_epoch(state.epoch):
             return False
-        if self._at_end:
-            return is_last
         if self._epochs is not None:
             return self._epochs_passed(state, group_size, is_last)
         now = state.batches if self._every_n_epoch is None else state.batch_in_epoch
@@ -138,11 +138,11 @@ class EndOfFit:
         """Tell whether a bound that every rank counts alike is reached."""
         if state.step >= self._max_steps or state.epoch >= self._max_epochs:
             return True
-        return any(limit.reached(state) for limit in self._counted)
+        return bool(self._counted) and any(limit.reached(state) for limit in self._counted)
 
     def out_of_time(self, state: TrainState) -> bool:
         """Tell whether this rank's clock says that the time is over; ranks must agree on it."""
-        return any(limit.reached(state) for limit in self._timed)
+        return bool(self._timed) and any(limit.reached(state) for limit in self._timed)
 
     def may_stop_early(self, state: TrainState) -> bool:
         """Tell whether the minimum of epochs and steps is behind."""

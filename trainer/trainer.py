@@ -265,7 +265,7 @@ class Trainer(StageRunner):
     def _end_step(self, group: Group) -> bool:
         """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
         state = self.state
-        if self.validation.due(state, len(group.batches), group.is_last):
+        if self._validates and self.validation.due(state, len(group.batches), group.is_last):
             self._validate()
         if self.log_every.due(state):
             self._flush_step()  # the only host sync
@@ -278,6 +278,7 @@ class Trainer(StageRunner):
         data, state = self.train_data(), self.state
         data.begin_epoch(state.epoch, self._take_position())
         self.validation.align(self)
+        self._validates = self.has_validation
         self.metrics.begin("train")
         self.fire("on_train_epoch_start")
         groups = data.groups(state, self.accumulate_grad_batches)
@@ -316,7 +317,9 @@ class Trainer(StageRunner):
             state.step_in_epoch += 1
         state.batches += n
         state.batch_in_epoch += n
-        samples = group.num_samples if group.num_samples is not None else self._count_samples(group)
+        samples = group.num_samples
+        if samples is None:
+            samples = self._count_samples(group)
         state.samples += samples
         state.samples_in_epoch += samples
         if self.count_tokens:
@@ -330,7 +333,8 @@ class Trainer(StageRunner):
             self.schedules.after_epoch(state.epoch)
 
     def _count_samples(self, group: Group) -> int:
-        mine = sum(batch_size(batch) for batch in group.batches)
+        batches = group.batches
+        mine = batch_size(batches[0]) if len(batches) == 1 else sum(batch_size(batch) for batch in batches)
         # Ranks must agree on the number where something is decided by it, and only there is it worth an exchange.
         return self._sum(mine) if self._samples_decide else mine * self.strategy.dp_size
 
@@ -349,11 +353,12 @@ class Trainer(StageRunner):
     def _must_stop(self) -> bool:
         if self._end.reached(self.state):
             return True
-        if self.world_size == 1:
-            self._stop_agreed |= self.should_stop or self._end.out_of_time(self.state)
-        elif self.state.step % _AGREE_EVERY_N_STEPS == 0:
-            self._agree_to_stop()
-        return self._heeds_wish()
+        if self.exchange is not None:  # several processes
+            if self.state.step % _AGREE_EVERY_N_STEPS == 0:
+                self._agree_to_stop()
+        elif self.should_stop or self._end.out_of_time(self.state):
+            self._stop_agreed = True
+        return self._stop_agreed and self._heeds_wish()
 
     def _is_over(self) -> bool:
         if self._end.reached(self.state):

@@ -87,7 +87,7 @@ def batch_size(batch: Any) -> int:
     if kind is tuple or kind is list:
         first = batch[0] if batch else None
         if isinstance(first, torch.Tensor) and first.dim() > 0:
-            return int(first.shape[0])
+            return first.size(0)
     for tensor in iterate_tensors(batch):
         if tensor.dim() > 0:
             return int(tensor.shape[0])
