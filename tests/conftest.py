@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -94,7 +95,9 @@ def _torch_settings_restored() -> Iterator[None]:
     dtype = torch.get_default_dtype()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    precision = torch.get_float32_matmul_precision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns when its own older setting is read
+        precision = torch.get_float32_matmul_precision()
     cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
     yield
     torch.set_default_dtype(dtype)
@@ -102,7 +105,9 @@ def _torch_settings_restored() -> Iterator[None]:
     torch.set_grad_enabled(True)
     if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports the compiler: 1.4 s
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-    torch.set_float32_matmul_precision(precision)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # likewise
+        torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
     torch.autograd.set_detect_anomaly(False)
 
