@@ -1,0 +1,174 @@
+"""A run that was ended and resumed is the run that never ended: the same samples, losses and weights, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.task import TaskModule
+
+# Each resumed run writes to a folder of its own, and says that the earlier checkpoints are not there.
+pytestmark = pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning")
+
+_SAMPLES, _STEPS_PER_EPOCH, _EPOCHS = 48, 6, 3
+MID_FIRST_EPOCH, BOUNDARY, MID_SECOND_EPOCH = 3, 6, 9
+
+
+class NoisySamples(Dataset[tuple[int, torch.Tensor, torch.Tensor]]):
+    """(index, input, target), with noise drawn where it is fetched: in the worker, if there is one."""
+
+    def __len__(self) -> int:
+        return _SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        inputs = torch.full((4,), index / _SAMPLES) + 0.1 * torch.randn(4)
+        return index, inputs, inputs.sum(dim=0, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the runs that are compared have in common."""
+
+    kind: str = "sgd"
+    workers: int = 0
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.workers}workers-{self.accumulate}x"
+
+
+class RestlessTask(TaskModule):
+    """Uses whatever a resume could forget: dropout, momentum, several optimizers, schedules, running statistics."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.body = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.4))
+            self.head = nn.Linear(16, 1)
+        self.ids: list[list[int]] = []
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Keep the samples' indices and the loss."""
+        ids, inputs, targets = batch
+        loss = nn.functional.mse_loss(self.head(self.body(inputs)).float(), targets)
+        self.ids.append(ids.tolist())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Draw from the generator, as a careless user's validation does."""
+        torch.rand(3)
+        self.log("val_loss", self.head(self.body(batch[1])).mean())
+
+    def configure_optimizers(self) -> Any:
+        """Return what `kind` says."""
+        if self.kind != "two optimizers":
+            return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        first = torch.optim.AdamW(self.body.parameters(), lr=0.01)
+        second = torch.optim.SGD(self.head.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+        by_step = torch.optim.lr_scheduler.OneCycleLR(first, max_lr=0.02, total_steps=40)
+        by_epoch = torch.optim.lr_scheduler.StepLR(second, step_size=1, gamma=0.5)
+        return [
+            {"optimizer": first, "lr_scheduler": {"scheduler": by_step, "interval": "step"}},
+            {"optimizer": second, "lr_scheduler": by_epoch},
+        ]
+
+
+def train(setting: Setting, folder: Path, ckpt_path: Path | None = None) -> RestlessTask:
+    """Run to the end, keeping a checkpoint of every third step in `folder`.
+
+    The generators start elsewhere each time: only the checkpoint may say where they go on.
+    """
+    torch.manual_seed(77 if ckpt_path is None else 78)
+    task = RestlessTask(setting.kind)
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=3, save_top_k=-1)
+    trainer = quiet_trainer(
+        devices="auto",
+        max_epochs=_EPOCHS,
+        accumulate_grad_batches=setting.accumulate,
+        precision="16-mixed" if setting.kind == "scaler" else None,
+        callbacks=[saver],
+    )
+    world = trainer.settings.selection.topology.world_size
+    batch_size = _SAMPLES // _STEPS_PER_EPOCH // world // setting.accumulate
+    # By "fork" also in ranks that a fork server has started, whose default would start workers from scratch: 4 s each.
+    workers: Any = {"num_workers": setting.workers, "multiprocessing_context": "fork"} if setting.workers else {}
+    loader = DataLoader(NoisySamples(), batch_size=batch_size, shuffle=True, **workers)
+    trainer.fit(task, loader, DataLoader(NoisySamples(), batch_size=24), ckpt_path=ckpt_path)
+    return task
+
+
+def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -> None:
+    """Train once without an end and once from each of `steps`, and compare what followed."""
+    whole = train(setting, folder / "whole")
+    per_step = setting.accumulate
+    assert len(whole.losses) == _EPOCHS * _STEPS_PER_EPOCH * per_step
+    for step in steps:
+        resumed = train(setting, folder / f"from-{step}", folder / "whole" / f"step={step}")
+        assert resumed.ids == whole.ids[step * per_step :], (setting, step)
+        assert resumed.losses == whole.losses[step * per_step :], (setting, step)
+        assert_equal_weights(weights_of(resumed), weights_of(whole))
+
+
+ALL_STEPS = (MID_FIRST_EPOCH, BOUNDARY, MID_SECOND_EPOCH)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [Setting(), Setting("two optimizers"), Setting("scaler"), Setting("two optimizers", accumulate=2)],
+    ids=str,
+)
+def test_one_process_goes_on_exactly(setting: Setting, tmp_path: Path) -> None:
+    resume_and_compare(setting, tmp_path, ALL_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_one_process_with_two_workers_goes_on_exactly(tmp_path: Path) -> None:
+    resume_and_compare(Setting(workers=2), tmp_path, ALL_STEPS)
+
+
+_ON_TWO = [Setting(), Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
+
+
+def _compare_on_rank(folder: Path) -> list[list[int]]:
+    for setting in _ON_TWO:
+        steps = (BOUNDARY, MID_SECOND_EPOCH) if setting.workers else ALL_STEPS
+        resume_and_compare(setting, folder / str(setting), steps)
+    return train(Setting(), folder / "ids").ids
+
+
+@pytest.mark.distributed
+def test_two_processes_go_on_exactly_and_share_the_data(tmp_path: Path) -> None:
+    by_rank = run_distributed(_compare_on_rank, 2, tmp_path, init=False, timeout=150)
+    for epoch in range(_EPOCHS):
+        of_epoch = slice(epoch * _STEPS_PER_EPOCH, (epoch + 1) * _STEPS_PER_EPOCH)
+        rows = [ids for of_rank in by_rank for ids in of_rank[of_epoch]]
+        assert sorted(itertools.chain.from_iterable(rows)) == list(range(_SAMPLES))
+
+
+def test_the_whole_run_uses_what_a_resume_could_forget(tmp_path: Path) -> None:
+    # Tests of the tests: the order, the noise and the dropout differ from run to run, and the scale has moved.
+    first = train(Setting("scaler"), tmp_path)
+    assert first.ids[:_STEPS_PER_EPOCH] != first.ids[_STEPS_PER_EPOCH : 2 * _STEPS_PER_EPOCH]
+    torch.manual_seed(79)
+    other = RestlessTask("sgd")
+    trainer = quiet_trainer(max_epochs=_EPOCHS)
+    trainer.fit(other, DataLoader(NoisySamples(), batch_size=8, shuffle=True))
+    assert other.losses != first.losses
+    saved = read_checkpoint(tmp_path / f"step={BOUNDARY}").trainer["strategy"]["scaler"]
+    assert saved["scale"] < 2**16  # torch's first scale was too large and has come down
