@@ -1,0 +1,328 @@
+"""When loggers are called and with what, and what several processes make of what each has logged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.loggers.logger import Logger, RunInfo
+from trainwright.trainer.trainer import Trainer
+
+
+class MemoryLogger(Logger):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.calls: list[str] = []
+        self.hyper_parameters: dict[str, Any] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the calls, in order."""
+        return [step for step, _ in self.rows]
+
+    def values(self, name: str) -> dict[int, float]:
+        """Return step → value of one metric."""
+        return {step: row[name] for step, row in self.rows if name in row}
+
+    def start(self, run: RunInfo) -> None:
+        self.calls.append("start")
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.hyper_parameters |= params
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def finish(self, status: Any) -> None:
+        self.calls.append(f"finish {status}")
+
+
+class CountingTask(RegressionTask):
+    """Logs the number of its training steps so far as `count`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Log the count of this step, 0-based."""
+        self.log("count", float(self.count))
+        self.count += 1
+        return self.loss(batch)
+
+
+# When
+
+
+@pytest.mark.parametrize(("every", "steps"), [(5, [4, 9]), (1, list(range(10)))])
+def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every: int, steps: list[int]) -> None:
+    logger = MemoryLogger()
+    trainer = quiet_trainer(max_steps=10, limit_train_batches=3, log_every_n_steps=every, logger=logger)
+    trainer.fit(CountingTask(), regression_loader())
+    assert logger.steps == steps
+    assert logger.values("count") == {step: float(step) for step in steps}
+
+
+def test_each_logged_row_says_its_epoch() -> None:
+    logger = MemoryLogger()
+    trainer = quiet_trainer(max_steps=5, limit_train_batches=2, log_every_n_steps=1, logger=logger)
+    trainer.fit(CountingTask(), regression_loader())
+    assert logger.values("epoch") == {0: 0, 1: 0, 2: 1, 3: 1, 4: 2}
+
+
+def test_the_epochs_aggregate_stands_at_the_epochs_last_step() -> None:
+    class Aggregating(CountingTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.log("mean_count", float(self.count), on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    logger = MemoryLogger()
+    quiet_trainer(max_epochs=2, limit_train_batches=4, logger=logger).fit(Aggregating(), regression_loader())
+    assert logger.values("mean_count") == {3: 1.5, 7: 5.5}
+
+
+def test_validation_metrics_stand_at_the_step_after_which_it_ran() -> None:
+    logger = MemoryLogger()
+    trainer = quiet_trainer(max_epochs=2, limit_train_batches=4, val_check_interval=2, logger=logger)
+    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
+    assert list(logger.values("val_loss")) == [1, 3, 5, 7]
+
+
+def test_the_sanity_check_logs_nothing() -> None:
+    logger = MemoryLogger()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=1, num_sanity_val_steps=2, logger=logger)
+    trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
+    assert list(logger.values("val_loss")) == [0]
+
+
+def test_a_metric_logged_by_step_and_by_epoch_has_a_name_for_each() -> None:
+    class Both(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.log("loss", self.loss(batch), on_step=True, on_epoch=True)
+            return self.loss(batch)
+
+    logger = MemoryLogger()
+    trainer = quiet_trainer(max_epochs=1, limit_train_batches=2, log_every_n_steps=1, logger=logger)
+    trainer.fit(Both(), regression_loader())
+    by_step = logger.values("loss_step")
+    assert list(by_step) == [0, 1]
+    assert logger.values("loss_epoch") == {1: pytest.approx(sum(by_step.values()) / 2)}
+    assert set(trainer.callback_metrics) >= {"loss", "loss_step", "loss_epoch"}
+
+
+def test_logged_steps_strictly_increase_across_a_resume(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    arguments: dict[str, Any] = {"limit_train_batches": 3, "log_every_n_steps": 2, "logger": logger}
+    first = quiet_trainer(max_steps=5, **arguments)
+    first.fit(CountingTask(), regression_loader())
+    saved = first.save_checkpoint(tmp_path / "saved")
+    quiet_trainer(max_steps=11, **arguments).fit(CountingTask(), regression_loader(), ckpt_path=saved)
+    assert logger.steps == sorted(set(logger.steps))
+    assert set(logger.steps) >= {1, 3, 5, 7, 9}
+
+
+def test_a_fit_starts_and_finishes_its_loggers_once() -> None:
+    logger = MemoryLogger()
+    quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader())
+    assert [call for call in logger.calls if call != "flush"] == ["start", "finish success"]
+
+
+def test_a_failed_fit_finishes_its_loggers_as_failed() -> None:
+    class Failing(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            raise ArithmeticError("no")
+
+    logger = MemoryLogger()
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(max_steps=1, logger=logger).fit(Failing(), regression_loader())
+    assert logger.calls[-1] == "finish failed"
+
+
+def test_hyper_parameters_reach_the_loggers() -> None:
+    class Sized(RegressionTask):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    logger = MemoryLogger()
+    quiet_trainer(max_steps=1, logger=logger).fit(Sized(7), regression_loader())
+    assert logger.hyper_parameters == {"width": 7}
+
+
+# Several processes
+
+
+class RankTask(RegressionTask):
+    """Logs rank + 1 in every way."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Log with and without reduction over ranks."""
+        value = float(self.global_rank + 1)
+        for name in ("sum", "mean", "min", "max"):
+            self.log(f"step_{name}", value, reduce_fx=name, sync_dist=True)
+            self.log(f"epoch_{name}", torch.tensor(value), on_step=False, on_epoch=True, reduce_fx=name)
+            self.log(f"own_{name}", value, on_step=False, on_epoch=True, reduce_fx=name, sync_dist=False)
+        self.log("own_step", value)
+        return self.loss(batch)
+
+
+def _log_on_rank() -> dict[str, float]:
+    trainer = quiet_trainer(devices="auto", max_steps=1, log_every_n_steps=1)
+    trainer.fit(RankTask(), regression_loader(4))
+    return dict(trainer.callback_metrics)
+
+
+@pytest.mark.distributed
+def test_values_of_two_processes_are_reduced_where_asked_and_stay_each_ranks_own_elsewhere() -> None:
+    for rank, metrics in enumerate(run_distributed(_log_on_rank, 2, init=False)):
+        for when in ("step", "epoch"):
+            assert metrics[f"{when}_sum"] == 3
+            assert metrics[f"{when}_mean"] == 1.5
+            assert metrics[f"{when}_min"] == 1
+            assert metrics[f"{when}_max"] == 2
+        assert metrics["own_step"] == rank + 1
+        for name in ("sum", "mean", "min", "max"):
+            assert metrics[f"own_{name}"] == rank + 1
+
+
+class SeenTask(RegressionTask):
+    """Keeps the sample ids of every batch by stage and epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[list[int]]] = {}
+
+    def _see(self, stage: str, batch: Any) -> torch.Tensor:
+        (ids,) = batch
+        self.seen.setdefault(f"{stage}{self.current_epoch}", []).append(ids.tolist())
+        return self.net(torch.ones(len(ids), 4)).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Note the ids."""
+        return self._see("train", batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Note the ids."""
+        self._see("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Note the ids."""
+        self._see("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """Note the ids and return them."""
+        self._see("predict", batch)
+        return batch[0]
+
+
+class NotingSampler(DistributedSampler[Any]):
+    """A distributed sampler that notes the epochs it is told."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+        super().set_epoch(epoch)
+
+
+def _numbers(n: int = 16, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(n)), batch_size=2, **options)
+
+
+def _read_on_rank() -> dict[str, Any]:
+    task = SeenTask()
+    trainer = quiet_trainer(devices="auto", max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(task, _numbers(shuffle=True), _numbers())
+    trainer.test(task, _numbers(), verbose=False)
+    trainer.predict(task, _numbers())
+    return task.seen
+
+
+def _flat(rows: list[list[int]]) -> list[int]:
+    return [number for row in rows for number in row]
+
+
+@pytest.fixture(scope="module")
+def read_by_rank() -> list[dict[str, Any]]:
+    return run_distributed(_read_on_rank, 2, init=False)
+
+
+@pytest.mark.distributed
+def test_two_processes_share_the_training_data_in_one_shuffled_order(read_by_rank: list[dict[str, Any]]) -> None:
+    for epoch in (0, 1):
+        first, second = (_flat(seen[f"train{epoch}"]) for seen in read_by_rank)
+        assert len(first) == len(second) == 8
+        assert sorted(first + second) == list(range(16))
+        assert sorted(first) != first
+    assert read_by_rank[0]["train0"] != read_by_rank[0]["train1"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stage", ["val0", "test2", "predict2"])
+def test_two_processes_share_evaluation_data_in_its_own_order(read_by_rank: list[dict[str, Any]], stage: str) -> None:
+    in_turn = [row for rows in zip(*(seen[stage] for seen in read_by_rank), strict=True) for row in rows]
+    assert _flat(in_turn) == list(range(16))
+
+
+def _read_with_own_sampler_on_rank() -> tuple[list[int], list[int], int]:
+    task = SeenTask()
+    trainer = quiet_trainer(devices="auto", max_epochs=3)
+    rank = trainer.settings.selection.topology.rank
+    sampler = NotingSampler(range(16), num_replicas=2, rank=1 - rank, shuffle=False)
+    trainer.fit(task, _numbers(sampler=sampler))
+    return _flat(task.seen["train0"]), sampler.epochs, rank
+
+
+@pytest.mark.distributed
+def test_a_users_distributed_sampler_is_left_alone_and_told_each_epoch() -> None:
+    for ids, epochs, rank in run_distributed(_read_with_own_sampler_on_rank, 2, init=False):
+        assert ids == list(range(1 - rank, 16, 2))  # it gives each rank the other's share, which ours would not
+        assert list(dict.fromkeys(epochs)) == [0, 1, 2]
+
+
+class NotingOrder(SequentialSampler):
+    """A sampler of the user's own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([3, 1, 2, 0])
+
+
+def test_a_users_own_sampler_keeps_its_order_in_one_process() -> None:
+    task = SeenTask()
+    quiet_trainer(max_epochs=1).fit(task, _numbers(4, sampler=NotingOrder(range(4))))
+    assert _flat(task.seen["train0"]) == [3, 1, 2, 0]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_processes_of_the_trainers_own_write_to_the_loggers_once() -> None:
+    logger = MemoryLogger()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        max_steps=4,
+        log_every_n_steps=2,
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(RankTask(), regression_loader(16))
+    assert logger.steps.count(1) == 1
+    assert logger.values("step_sum") == {1: 3, 3: 3}
