@@ -10,11 +10,13 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _KNOWN_TASK_NAMES = tuple(
     dict.fromkeys(name for cls in (TaskHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
 )
+_KNOWN_DATA_NAMES = tuple(name for name in vars(DataModule) if not name.startswith("_"))
 _KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
 
 
@@ -56,6 +58,15 @@ def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool) -> None
         wanted = "validation_step" if stage == "validate" else "test_step"
         if not overrides(task, wanted, TaskModule):
             raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
+
+
+def check_datamodule(datamodule: DataModule) -> None:
+    """Check the names of a data module's hooks.
+
+    Raises:
+        ConfigurationError: a hook is misspelt.
+    """
+    check_hook_names(datamodule, DataModule, _KNOWN_DATA_NAMES)
 
 
 def check_callbacks(callbacks: list[Any]) -> None:

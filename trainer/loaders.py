@@ -85,8 +85,18 @@ class Sources:
                     raise ConfigurationError(f"{type(owner).__name__}.{method} returned None. Return a loader.")
                 return loader
         raise ConfigurationError(
-            f"no {kind} data: pass {method}s=… , a data module, or define {method} in {type(task).__name__}."
+            f"no {kind} data: pass {_argument(kind, kind)}=…, a data module, or define {method} in "
+            f"{type(task).__name__}."
         )
+
+    def check_lengths(self, stage: str) -> None:
+        """Check that no loader that was handed to the Trainer is empty; those that methods return are not made yet.
+
+        Raises:
+            ConfigurationError: one is, by its own length.
+        """
+        for kind, loader in self.given.items():
+            _refuse_empty(loader, _argument(stage, kind))
 
 
 @dataclass(frozen=True)
@@ -179,6 +189,28 @@ class EvaluationData:
     def num_batches(self) -> list[int | float]:
         """Batches of each loader on one rank; infinite when unknown."""
         return [float("inf") if limit is None else limit for limit in self.limits]
+
+
+def _argument(stage: str, kind: str) -> str:
+    """Return what the Trainer's method for `stage` calls its loaders of this kind."""
+    return "train_dataloaders" if kind == "train" else "val_dataloaders" if stage == "fit" else "dataloaders"
+
+
+def _refuse_empty(loader: Any, name: str) -> None:
+    if isinstance(loader, CombinedLoader):
+        loader = loader.flattened
+    try:
+        length = len(loader)
+    except TypeError:
+        return
+    if length == 0:
+        raise ConfigurationError(
+            f"{name}: an empty {type(loader).__name__}, in which there is nothing to read. Check the data set, "
+            "batch_size and drop_last."
+        )
+    if isinstance(loader, (list, tuple, dict)) and _holds_loaders(loader):
+        for member in loader.values() if isinstance(loader, dict) else loader:
+            _refuse_empty(member, name)
 
 
 def _holds_loaders(items: Any) -> bool:

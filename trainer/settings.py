@@ -194,6 +194,8 @@ def _limit(name: str, value: Any) -> None:
         raise ConfigurationError(
             f"{name}={value!r}: write a whole number of batches, or a fraction between 0.0 and 1.0 of them."
         )
+    if 1.0 < value < float("inf") and value != int(value):
+        raise ConfigurationError(f"{name}={value!r}: a fraction is at most 1.0, and a number of batches is whole.")
 
 
 def _whole(name: str, value: Any, lowest: int, otherwise: str = "") -> None:

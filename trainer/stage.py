@@ -39,7 +39,7 @@ from trainwright.strategies.devices import set_kernel_choice
 from trainwright.strategies.launcher import run_in_processes, set_variable
 from trainwright.trainer import checkpointing
 from trainwright.trainer.assembly import with_task_callbacks
-from trainwright.trainer.checks import check_callbacks, check_task, has_step
+from trainwright.trainer.checks import check_callbacks, check_datamodule, check_task, has_step
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
@@ -139,8 +139,9 @@ class StageRunner(RunFacts):
         kind = "train" if stage == "fit" else stage
         if not sources.has(kind, task):
             sources.make(kind, task)  # raises, saying what to pass
-        if stage == "fit" and has_step(task, "training_step"):
-            _check_length(sources.given.get("train"))
+        sources.check_lengths(stage)
+        if sources.datamodule is not None:
+            check_datamodule(sources.datamodule)
         if ckpt_path not in (None, "last", "best"):
             checkpointing.resolve(self, ckpt_path, stage)
 
@@ -446,15 +447,3 @@ class StageRunner(RunFacts):
         """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
         self.stop_reason = reason
         self.should_stop = self._stop_agreed = True
-
-
-def _check_length(loader: Any) -> None:
-    try:
-        length = len(loader)
-    except TypeError:
-        return
-    if length == 0:
-        raise ConfigurationError(
-            f"train_dataloaders is an empty {type(loader).__name__}: there is nothing to train on. Check the data set "
-            "and drop_last."
-        )

@@ -1,0 +1,300 @@
+"""Bad input gets a clear error before any hook, device or process is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import quiet_trainer
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.model_summary import ModelSummary
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+from trainwright.trainer.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_epoch": 3}, r"Trainer has no argument 'max_epoch'. Did you mean 'max_epochs'"),
+        ({"accumulate_grad_batch": 3}, r"Did you mean 'accumulate_grad_batches'"),
+        ({"gpus": 2}, r"no argument 'gpus'. Use devices="),
+        ({"resume_from_checkpoint": "x"}, r"Use fit\(ckpt_path=…\) instead"),
+        ({"max_epochs": 1.5}, r"max_epochs=1.5: write a whole number"),
+        ({"max_steps": -2}, r"max_steps=-2: write a whole number of at least -1"),
+        ({"max_samples": 0}, r"max_samples=0: write a whole number of at least 1"),
+        ({"max_time": "3 epochs"}, r"max_time='3 epochs' is in epochs; write a length of time"),
+        ({"max_time": {"hour": 1}}, r"max_time={'hour': 1}: .*timedelta's argument names"),
+        ({"min_epochs": 3, "max_epochs": 2}, r"min_epochs=3 is more than max_epochs=2"),
+        ({"min_steps": 3, "max_steps": 2}, r"min_steps=3 is more than max_steps=2"),
+        ({"limit_train_batches": -1}, r"limit_train_batches=-1: write a whole number of batches, or a fraction"),
+        ({"limit_val_batches": "all"}, r"limit_val_batches='all': write"),
+        ({"limit_test_batches": 1.5}, r"limit_test_batches=1.5.* a fraction is at most 1.0"),
+        ({"limit_predict_batches": True}, r"limit_predict_batches=True: write"),
+        ({"overfit_batches": float("nan")}, r"overfit_batches=nan: write"),
+        ({"val_check_interval": 2.5}, r"val_check_interval=2.5: a float is a fraction of an epoch"),
+        ({"val_check_interval": 0}, r"val_check_interval=0 batches: must be at least 1"),
+        ({"val_check_interval": 0.0}, r"val_check_interval=0.0: a float is a fraction"),
+        ({"val_check_interval": "500"}, r"val_check_interval: '500' is not a length of training. Write a number and"),
+        ({"val_check_interval": "500 stpes"}, r"val_check_interval: .*unknown unit 'stpes'. Did you mean 'steps'"),
+        ({"val_check_interval": "0 steps"}, r"val_check_interval='0 steps' must be above 0"),
+        ({"val_check_interval": 0.5, "check_val_every_n_epoch": None}, r"check_val_every_n_epoch=None counts batches"),
+        ({"check_val_every_n_epoch": 0}, r"check_val_every_n_epoch=0: write a whole number of at least 1"),
+        ({"accumulate_grad_batches": 0}, r"accumulate_grad_batches=0: write a whole number of at least 1"),
+        ({"num_sanity_val_steps": -2}, r"num_sanity_val_steps=-2: write a whole number of at least -1"),
+        ({"log_every_n_steps": 0}, r"log_every_n_steps=0: write"),
+        ({"reload_dataloaders_every_n_epochs": -1}, r"reload_dataloaders_every_n_epochs=-1: write"),
+        ({"fast_dev_run": -1}, r"fast_dev_run=-1: write"),
+        ({"uneven_batches": "padd"}, r"uneven_batches='padd' is unknown. Did you mean 'pad'"),
+        ({"barebones": True, "logger": True}, r"barebones=True leaves out what logger=True asks for"),
+        ({"barebones": True, "fast_dev_run": True}, r"contradict each other"),
+        ({"barebones": True, "detect_anomaly": True}, r"detect_anomaly=True asks for"),
+        ({"enable_checkpointing": False, "callbacks": ModelCheckpoint()}, r"callbacks holds a ModelCheckpoint"),
+        ({"enable_model_summary": False, "callbacks": ModelSummary()}, r"callbacks holds a ModelSummary"),
+        ({"accelerator": "gpuu"}, r"accelerator='gpuu' is unknown. Did you mean 'gpu'"),
+        ({"accelerator": "cpu", "devices": 0}, r"devices=0: write a count of at least 1"),
+        ({"accelerator": "cpu", "devices": "two"}, r"devices='two': write a count"),
+        ({"accelerator": "cpu", "strategy": "dpp"}, r"'dpp'.*Did you mean 'ddp'"),
+        ({"accelerator": "cpu", "strategy": "single", "devices": 2}, r"devices=2.* runs one process"),
+        ({"accelerator": "cpu", "num_nodes": 2}, r"num_nodes=2 needs a launcher on every node"),
+        ({"accelerator": "cpu", "sync_batchnorm": True}, r"sync_batchnorm=True means nothing with"),
+        ({"callbacks": [3]}, r"callbacks holds a int, which is no trainwright.Callback"),
+        ({"callbacks": [EarlyStopping]}, r"callbacks holds a "),
+        ({"callbacks": [EarlyStopping("a"), EarlyStopping("a")]}, r"two callbacks have the state_key"),
+        ({"logger": "tensorbord"}, r"'tensorbord'.*Did you mean 'tensorboard'"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_arguments_that_cannot_be_meant_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Trainer(**arguments)
+
+
+def test_a_length_without_unit_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Duration\(500\) names no unit. Write, for example, Duration"):
+        Duration(500)
+
+
+class _Untouched(RegressionTask):
+    """Fails as soon as a hook of its life runs: an error must have come before."""
+
+    def prepare_data(self) -> None:
+        """Too late."""
+        raise AssertionError("prepare_data ran")
+
+    def setup(self, stage: str) -> None:
+        """Too late."""
+        raise AssertionError("setup ran")
+
+    def configure_model(self) -> None:
+        """Too late."""
+        raise AssertionError("configure_model ran")
+
+
+def _without(name: str) -> TaskModule:
+    class Task(_Untouched):
+        pass
+
+    setattr(Task, name, getattr(TaskModule, name))
+    return Task()
+
+
+def _with(name: str, base: type = _Untouched) -> Any:
+    def hook(self: Any, *args: Any) -> None:
+        """Never called."""
+
+    return type("Task", (base,), {name: hook})()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: _without("training_step"), r"Task has no training_step. Define training_step\(self"),
+        (lambda: _without("configure_optimizers"), r"Task has no configure_optimizers. Define it"),
+        (lambda: _with("on_train_epoch_ends"), r"on_train_epoch_ends is never called: .*'on_train_epoch_end'"),
+        (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
+        (lambda: _with("trainning_step"), r"trainning_step is never called: the hook is named 'training_step'"),
+        (lambda: _with("configure_optimizer"), r"configure_optimizer is never called: .*'configure_optimizers'"),
+        (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*'on_train_epoch_end'"),
+        (lambda: torch.nn.Linear(1, 1), r"fit\(\) was given a Linear; it needs a TaskModule"),
+        (lambda: RegressionTask, r"fit\(\) was given a type; it needs a TaskModule"),
+    ],
+)  # fmt: skip
+def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer(max_epochs=1).fit(make(), regression_loader(2))
+
+
+def test_a_task_whose_init_forgets_super_is_refused() -> None:
+    class Task(_Untouched):
+        def __init__(self) -> None:
+            pass
+
+    with pytest.raises(ConfigurationError, match=r"Task.__init__ does not call super\(\).__init__\(\)"):
+        quiet_trainer(max_epochs=1).fit(Task(), regression_loader(2))
+
+
+@pytest.mark.parametrize(("stage", "step"), [("validate", "validation_step"), ("test", "test_step")])
+def test_an_evaluation_without_its_step_is_refused(stage: str, step: str) -> None:
+    run = getattr(quiet_trainer(), stage)
+    with pytest.raises(ConfigurationError, match=f"Task has no {step}. Define {step}"):
+        run(_without(step), regression_loader(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("on_train_begin", "on_train_start"), ("on_epoch_end", "on_train_epoch_end"),
+                        ("on_validation_epoch_ends", "on_validation_epoch_end"), ("on_exeption", "on_exception")]
+)  # fmt: skip
+def test_a_callback_with_a_misspelt_hook_is_refused(name: str, meant: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Task.{name} is never called: the hook is named '{meant}'"):
+        quiet_trainer(callbacks=_with(name, Callback))
+
+
+def test_a_data_module_with_a_misspelt_hook_is_refused() -> None:
+    data = _with("train_dataloder", DataModule)
+    data.train_dataloader = lambda: regression_loader(2)
+    with pytest.raises(ConfigurationError, match=r"train_dataloder is never called: .*'train_dataloader'"):
+        quiet_trainer(max_epochs=1).fit(_Untouched(), datamodule=data)
+
+
+def test_methods_of_the_users_own_are_left_alone() -> None:
+    class Task(RegressionTask):
+        def train_one_thing(self) -> None: ...
+
+        def step_size(self) -> None: ...
+
+        def predict_class(self) -> None: ...
+
+        def _on_train_epoch_ends(self) -> None: ...
+
+    quiet_trainer(fast_dev_run=True).fit(Task(), regression_loader(1))
+
+
+def _empty() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(0, 4), torch.zeros(0, 1)))
+
+
+def _all_dropped() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(3, 4), torch.zeros(3, 1)), batch_size=4, drop_last=True)
+
+
+@pytest.mark.parametrize("make", [_empty, _all_dropped, list])
+@pytest.mark.parametrize("stage", ["fit", "fit with validation", "validate", "test", "predict"])
+def test_an_empty_loader_is_refused(stage: str, make: Callable[[], Any]) -> None:
+    first = [regression_loader(2)] if stage == "fit with validation" else []
+    run = getattr(quiet_trainer(max_epochs=1), stage.partition(" ")[0])
+    with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
+        run(_Untouched(), *first, make())
+
+
+def test_an_empty_loader_among_several_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"is empty|an empty"):
+        quiet_trainer(max_epochs=1).fit(_Untouched(), {"a": regression_loader(2), "b": _empty()})
+
+
+def test_a_loader_that_turns_out_empty_is_refused_too() -> None:
+    with pytest.raises(ConfigurationError, match=r"train_dataloader is empty"):
+        quiet_trainer(max_epochs=1).fit(RegressionTask(), (batch for batch in []))
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("fit", "no train data: pass train_dataloaders=…"),
+        ("validate", "no validate data: pass dataloaders=…"),
+        ("test", "no test data: pass dataloaders=…"),
+        ("predict", "no predict data: pass dataloaders=…"),
+    ],
+)
+def test_a_stage_without_data_is_refused(stage: str, message: str) -> None:
+    run = getattr(quiet_trainer(max_epochs=1), stage)
+    with pytest.raises(ConfigurationError, match=message):
+        run(_Untouched())
+
+
+def test_a_data_module_beside_loaders_is_refused() -> None:
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return regression_loader(2)
+
+    with pytest.raises(ConfigurationError, match=r"fit\(\) was given a data module and loaders"):
+        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), datamodule=Data())
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nowhere"):
+        quiet_trainer(max_epochs=1).fit(_Untouched(), regression_loader(2), ckpt_path=tmp_path / "nowhere")
+
+
+def _returning(make: Callable[[RegressionTask, Batch], Any]) -> RegressionTask:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return make(self, batch)
+
+    return Task()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda task, batch: task(batch[0]), r"a loss of shape \(2, 1\); it must be a scalar. Return loss.mean\(\)"),
+        (lambda task, batch: task.loss(batch).detach(), r"a loss without a graph \(requires_grad is False\)"),
+        (lambda task, batch: task.loss(batch).item(), r"returned float. Return the loss as a scalar tensor"),
+        (lambda task, batch: {"los": task.loss(batch)}, r"returned dict without a loss tensor"),
+        (lambda task, batch: (task.loss(batch), 3), r"returned tuple"),
+        (lambda task, batch: {"loss": 0.5}, r"without a loss tensor"),
+    ],
+    ids=["not a scalar", "no graph", "a number", "no key", "a tuple", "a number in a dict"],
+)
+def test_a_loss_that_cannot_be_trained_on_is_refused(make: Callable[..., Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        quiet_trainer(max_epochs=1).fit(_returning(make), regression_loader(4, 2))
+
+
+def test_a_prediction_of_none_is_refused() -> None:
+    class Task(RegressionTask):
+        def predict_step(self, batch: Batch, batch_idx: int) -> None:
+            return None
+
+    with pytest.raises(TaskError, match=r"predict_step returned None. Return the prediction"):
+        quiet_trainer().predict(Task(), regression_loader(2))
+
+
+@pytest.mark.parametrize("make", [lambda: EarlyStopping("val_los"), lambda: ModelCheckpoint(monitor="val_los")])
+def test_a_monitored_metric_that_was_never_logged_is_an_error_that_lists_those_that_were(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    trainer = quiet_trainer(max_epochs=2, callbacks=make(), default_root_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"'val_los', which was not logged. Did you mean 'val_loss'") as caught:
+        trainer.fit(RegressionTask(), regression_loader(2), regression_loader(2))
+    assert "'train_loss'" in str(caught.value)
+
+
+def test_a_template_does_not_write_into_a_folder_that_is_not_empty(tmp_path: Path) -> None:
+    from trainwright.cli.main import main
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep me")
+    code = main(["new", "classifier", str(tmp_path / "mine")])
+    assert code != 0
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_metrics_cannot_be_logged_outside_of_a_stage() -> None:
+    with pytest.raises(TaskError, match=r"log\('loss'\) outside a Trainer's stage"):
+        RegressionTask().log("loss", 1.0)
+
+
+def test_saving_before_anything_was_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"save_checkpoint works between two steps of a fit"):
+        quiet_trainer().save_checkpoint(tmp_path / "early")

@@ -1,0 +1,237 @@
+"""In which order hooks run: of a whole fit, and of the stages without training."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import quiet_trainer
+from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.hooks import TaskHooks
+
+_OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
+
+
+class _EveryCallbackHook(Callback):
+    """Notes each event as `callback.<event>`."""
+
+    def __init__(self, notes: list[str]) -> None:
+        for event in EVENTS:
+            if event not in _OF_STEP_ONLY:
+                setattr(self, event, _noting(notes, f"callback.{event}", None))
+
+
+class _EveryTaskHook(RegressionTask):
+    """Notes each of its methods that the Trainer calls as `task.<method>`."""
+
+    def __init__(self, notes: list[str]) -> None:
+        super().__init__()
+        steps = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
+        own = ("configure_callbacks", "configure_model", "configure_optimizers", "optimizer_step")
+        own += ("optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
+        for name in (*vars(TaskHooks), *steps, *own):
+            if not name.startswith("__") and not name.endswith("_dataloader"):
+                object.__setattr__(self, name, _noting(notes, f"task.{name}", getattr(self, name)))
+        self.notes = notes
+
+    def train_dataloader(self) -> Any:
+        """Return two batches."""
+        self.notes.append("task.train_dataloader")
+        return regression_loader(2)
+
+    def val_dataloader(self) -> Any:
+        """Return two batches."""
+        self.notes.append("task.val_dataloader")
+        return regression_loader(2)
+
+    def test_dataloader(self) -> Any:
+        """Return two batches."""
+        self.notes.append("task.test_dataloader")
+        return regression_loader(2)
+
+    def predict_dataloader(self) -> Any:
+        """Return two batches."""
+        self.notes.append("task.predict_dataloader")
+        return regression_loader(2)
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer with a schedule of the epoch."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _noting(notes: list[str], name: str, then: Any) -> Any:
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        notes.append(name)
+        return None if then is None else then(*args, **kwargs)
+
+    return hook if then is None else functools.wraps(then)(hook)  # the Trainer looks at the arguments that steps take
+
+
+def _both(*events: str) -> list[str]:
+    """Return the events as the callback hears them and then the task, one after the other."""
+    return [f"{who}.{event}" for event in events for who in ("callback", "task")]
+
+
+def _evaluation(event: str, *, sanity: bool = False, loader: str | None = None) -> list[str]:
+    """Return an evaluation of two batches."""
+    batch = [f"task.{name}" for name in ("on_before_batch_transfer", "transfer_batch_to_device")]
+    batch += ["task.on_after_batch_transfer", *_both(f"on_{event}_batch_start")]
+    batch += [f"task.{event}_step", "task.forward", *_both(f"on_{event}_batch_end")]
+    return [
+        *([f"task.{loader}_dataloader"] if loader else []),
+        f"task.on_{event}_model_eval",
+        *_both(f"on_{event}_start", f"on_{event}_epoch_start"),
+        *batch,
+        *batch,
+        *_both(f"on_{event}_epoch_end", f"on_{event}_end"),
+        f"task.on_{event}_model_train",
+    ]
+
+
+def _training_batch(*, last: bool) -> list[str]:
+    return [
+        "task.on_before_batch_transfer",
+        "task.transfer_batch_to_device",
+        "task.on_after_batch_transfer",
+        *_both("on_train_batch_start"),
+        "task.training_step",
+        "task.forward",
+        *_both("on_before_zero_grad"),
+        "task.optimizer_zero_grad",
+        *_both("on_before_backward"),
+        "task.backward",
+        *_both("on_after_backward", "on_before_optimizer_step"),
+        "task.configure_gradient_clipping",
+        "task.optimizer_step",
+        *(["task.lr_scheduler_step"] if last else []),
+        *_both("on_train_batch_end"),
+    ]
+
+
+def test_a_fit_runs_every_hook_in_the_promised_order(tmp_path: Path) -> None:
+    notes: list[str] = []
+    saver = ModelCheckpoint(tmp_path)
+    trainer = quiet_trainer(max_epochs=1, num_sanity_val_steps=-1, callbacks=[_EveryCallbackHook(notes), saver])
+    trainer.fit(_EveryTaskHook(notes))
+    assert notes == [
+        "task.configure_callbacks",
+        "task.prepare_data",
+        *_both("setup"),
+        "task.configure_model",
+        "task.configure_optimizers",
+        *_both("on_fit_start"),
+        "callback.on_sanity_check_start",
+        *_evaluation("validation", loader="val"),
+        "callback.on_sanity_check_end",
+        "task.train_dataloader",
+        *_both("on_train_start", "on_train_epoch_start"),
+        *_training_batch(last=False),
+        *_training_batch(last=True),
+        *_evaluation("validation"),
+        *_both("on_train_epoch_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "teardown"),
+    ]
+
+
+def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path) -> None:
+    notes: list[str] = []
+    first = quiet_trainer(max_epochs=1)
+    first.fit(_EveryTaskHook([]))
+    first.save_checkpoint(tmp_path / "one")
+    trainer = quiet_trainer(max_epochs=2, callbacks=_EveryCallbackHook(notes))
+    trainer.fit(_EveryTaskHook(notes), ckpt_path=tmp_path / "one")
+    start = notes.index("task.configure_optimizers")
+    expected = ["task.configure_optimizers", *_both("on_load_checkpoint", "on_fit_start")]
+    assert notes[start : start + len(expected)] == expected
+    assert notes.count("task.on_load_checkpoint") == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "event", "loader"), [("validate", "validation", "val"), ("test", "test", "test"), ("predict",) * 3]
+)
+def test_an_evaluation_runs_every_hook_in_the_promised_order(stage: str, event: str, loader: str) -> None:
+    notes: list[str] = []
+    getattr(quiet_trainer(callbacks=_EveryCallbackHook(notes)), stage)(_EveryTaskHook(notes))
+    assert notes == [
+        "task.configure_callbacks",
+        "task.prepare_data",
+        *_both("setup"),
+        "task.configure_model",
+        *_evaluation(event, loader=loader),
+        *_both("teardown"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stage", "argument"), [("validate", "val"), ("test", "test"), ("predict", "predict"), ("fit", "train")]
+)
+def test_without_batches_the_loops_hooks_are_silent_but_setup_and_teardown_are_not(stage: str, argument: str) -> None:
+    notes: list[str] = []
+    trainer = quiet_trainer(
+        max_epochs=1, limit_val_batches=0, callbacks=_EveryCallbackHook(notes), **{f"limit_{argument}_batches": 0}
+    ) if argument != "val" else quiet_trainer(limit_val_batches=0, callbacks=_EveryCallbackHook(notes))  # fmt: skip
+    getattr(trainer, stage)(_EveryTaskHook(notes))
+    assert [note for note in notes if "setup" in note or "teardown" in note] == _both("setup", "teardown")
+    assert [note for note in notes if "batch" in note or "epoch" in note or "_step" in note] == []
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_setup_and_teardown_are_told_the_stage(stage: str) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Task(RegressionTask):
+        def setup(self, stage: str) -> None:
+            told.append(("setup", stage))
+
+        def teardown(self, stage: str) -> None:
+            told.append(("teardown", stage))
+
+    getattr(quiet_trainer(max_epochs=1), stage)(Task(), regression_loader(2))
+    assert told == [("setup", stage), ("teardown", stage)]
+
+
+def test_hooks_of_a_batch_see_the_outputs_and_the_batch() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class Task(RegressionTask):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+            seen.append(("start", batch[0].shape, batch_idx))
+            return None
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            seen.append(("end", outputs.shape, batch[0].shape, batch_idx, self.global_step))
+
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(Task(), regression_loader(4, 2))
+    shape, scalar = torch.Size([2, 4]), torch.Size([])
+    assert seen == [
+        ("start", shape, 0),
+        ("end", scalar, shape, 0, 0),
+        ("start", shape, 1),
+        ("end", scalar, shape, 1, 1),
+    ]
+
+
+def test_callbacks_of_the_task_replace_the_trainers_of_the_same_type() -> None:
+    notes: list[str] = []
+
+    class Says(Callback):
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def on_fit_start(self, trainer: Any, task: Any) -> None:
+            notes.append(self.word)
+
+    class Task(RegressionTask):
+        def configure_callbacks(self) -> Any:
+            return Says("the task's")
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[Says("the trainer's")])
+    trainer.fit(Task(), regression_loader(1))
+    trainer.fit(RegressionTask(), regression_loader(1))
+    assert notes == ["the task's", "the trainer's"]

@@ -1,0 +1,121 @@
+"""Training and evaluation modes of modules, and gradients in evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import quiet_trainer
+from trainwright.callbacks.callback import Callback
+
+
+class _PartlyFrozen(RegressionTask):
+    """Has a backbone that the user has put into evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.BatchNorm1d(4))
+        self.backbone.eval()
+        for parameter in self.backbone.parameters():
+            parameter.requires_grad_(False)
+        self.modes: list[tuple[str, bool, bool]] = []
+
+    def _note(self, where: str) -> None:
+        assert not any(module.training for module in self.backbone.modules())
+        self.modes.append((where, self.training, self.net.training))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Note the modes."""
+        self._note("train")
+        return self.loss([self.backbone(batch[0]), batch[1]])
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Note the modes."""
+        self._note("validate")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Note the modes."""
+        self._note("test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Note the modes."""
+        self._note("predict")
+        return batch[0]
+
+
+def test_modules_in_evaluation_mode_stay_so_and_the_others_follow_the_stage() -> None:
+    task, trainer = _PartlyFrozen(), quiet_trainer(max_epochs=2, num_sanity_val_steps=1)
+    trainer.fit(task, regression_loader(1), regression_loader(1))
+    trainer.test(task, regression_loader(1), verbose=False)
+    trainer.predict(task, regression_loader(1))
+    trains, evaluates = ("train", True, True), ("validate", False, False)
+    in_fit = [evaluates, trains, evaluates, trains, evaluates]
+    assert task.modes == [*in_fit, ("test", False, False), ("predict", False, False)]
+    assert task.training
+    assert task.net.training
+    assert not task.backbone.training
+    assert not any(parameter.requires_grad for parameter in task.backbone.parameters())
+
+
+def test_a_task_that_is_in_evaluation_mode_as_a_whole_is_trained_in_it() -> None:
+    class Task(RegressionTask):
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
+            assert not self.training
+            return None
+
+    task = Task()
+    task.eval()
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(task, regression_loader(2), regression_loader(2))
+    assert trainer.global_step == 2
+
+
+def test_modes_are_put_back_when_an_evaluation_fails() -> None:
+    class Task(RegressionTask):
+        def test_step(self, batch: Batch, batch_idx: int) -> None:
+            raise ValueError("no")
+
+    task = Task()
+    with pytest.raises(ValueError, match=r"no"):
+        quiet_trainer().test(task, regression_loader(1))
+    assert all(module.training for module in task.modules())
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluation_records_no_gradients_with_and_without_inference_mode(stage: str, inference_mode: bool) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    class Listener(Callback):
+        def _note(self, *_: Any) -> None:
+            seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+        on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note  # type: ignore[assignment]
+
+    trainer = quiet_trainer(inference_mode=inference_mode, callbacks=Listener())
+    getattr(trainer, stage)(RegressionTask(), regression_loader(2))
+    assert seen == [(False, inference_mode)] * 2
+    assert torch.is_grad_enabled()
+
+
+def test_without_inference_mode_an_evaluation_step_may_switch_gradients_on() -> None:
+    class Task(RegressionTask):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            with torch.enable_grad():
+                inputs = batch[0].requires_grad_(True)
+                (slope,) = torch.autograd.grad(self(inputs).sum(), inputs)
+            self.log("slope", slope.abs().sum())
+
+    trainer = quiet_trainer(max_epochs=1, inference_mode=False)
+    trainer.fit(Task(), regression_loader(2), regression_loader(2))
+    assert trainer.callback_metrics["slope"] > 0
+
+
+def test_gradients_are_on_again_for_training_after_a_validation() -> None:
+    trainer = quiet_trainer(max_epochs=1, val_check_interval=1)
+    trainer.fit(RegressionTask(), regression_loader(3), regression_loader(1))
+    assert trainer.global_step == 3
