@@ -335,6 +335,12 @@ def test_of_two_checkpoints_of_one_step_the_later_one_is_the_newest(tmp_path: Pa
     assert newest_valid(tmp_path) == later
 
 
+def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_older_run(tmp_path: Path) -> None:
+    write_small(tmp_path, 1000, "of-an-older-run")
+    mine = write_small(tmp_path, 20, "of-this-run")
+    assert newest_valid(tmp_path) == mine
+
+
 def test_p09_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:
     good, bad, unsealed = (write_small(tmp_path, step) for step in (1, 2, 3))
     (bad / "trainer.safetensors").write_bytes(b"")

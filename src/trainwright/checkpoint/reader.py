@@ -287,9 +287,10 @@ def _scan(folder: Path) -> Iterator[FoundCheckpoint | str]:
 
 
 def newest_valid(folder: Path | str, *, kind: Kind | None = None) -> Path | None:
-    """Return the checkpoint in `folder` with the highest step whose files all match its manifest, or None.
+    """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
 
-    Reads every file of the candidates, newest first, until one is whole; `read_checkpoint(..., verify=False)` need not
+    It goes by the time of writing, not by the step: a run that was started anew in the folder of an older, longer one
+    continues its own. Reads every file of the candidates, newest first, until one is whole; `read_checkpoint(..., verify=False)` need not
     read them again.
 
     Args:
@@ -305,7 +306,7 @@ def newest_valid(folder: Path | str, *, kind: Kind | None = None) -> Path | None
             warnings.warn(f"passing over a damaged checkpoint: {item}", TrainwrightWarning, stacklevel=2)
         else:
             found.append(item)
-    order = sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
+    order = sorted(found, key=lambda item: (item.manifest.created, item.manifest.step, item.path.name))
     for item in reversed(order):
         if kind is not None and item.manifest.kind != kind:
             continue
