@@ -1,0 +1,212 @@
+"""What every strategy promises: training as one device would, and checkpoints that any other can read."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.task import TaskModule
+
+# name → (the Trainer's argument, processes)
+STRATEGIES: dict[str, tuple[str, int]] = {"single": ("single", 1), "ddp": ("ddp", 2)}
+ALL = list(STRATEGIES)
+OTHERS = [name for name in ALL if name != "single"]
+
+_ITEMS = [3, 1, 2, 4, 1, 3, 2, 2, 4, 1, 1, 3, 2, 4, 3, 1]  # of the 16 micro-batches of an epoch
+_ACCUMULATE = 4  # micro-batches in one step, over all ranks
+_EPOCHS = 4
+_HALF = 2
+
+
+def micro_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return micro-batches with unequal numbers of items, (items, 4) and (items, 1)."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = [torch.randn(count, 4, generator=generator) for count in _ITEMS]
+    return [(x, torch.sin(x.sum(dim=1, keepdim=True))) for x in inputs]
+
+
+class ContractTask(TaskModule):
+    """Weighs by items; its optimizer, schedule and buffer all have a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.net = nn.Sequential(nn.Linear(4, 12), nn.Tanh(), nn.Linear(12, 1))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the mean over the micro-batch's items."""
+        inputs, targets = batch
+        self.calls += 1
+        return functional.mse_loss(self.net(inputs), targets)
+
+    def num_items(self, batch: Any) -> int:
+        """Count the items."""
+        return len(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW with decay on the weights only, and a schedule by steps."""
+        weights = [p for p in self.net.parameters() if p.dim() > 1]
+        biases = [p for p in self.net.parameters() if p.dim() == 1]
+        optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}], lr=0.02)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train(
+    name: str, epochs: int, *, ckpt_path: Path | None = None, save_to: Path | None = None
+) -> tuple[StepRecorder, dict[str, torch.Tensor]]:
+    """Train on this process's rank; the losses are this rank's shares."""
+    strategy, processes = STRATEGIES[name]
+    recorder, task = StepRecorder(), ContractTask()
+    trainer = quiet_trainer(
+        devices="auto" if processes > 1 else 1,
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=_ACCUMULATE // processes,
+        gradient_clip_val=0.3,
+        callbacks=[recorder],
+    )
+    trainer.fit(task, micro_batches(), ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return recorder, weights_of(task)
+
+
+def run(name: str, epochs: int, **options: Any) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """Train under a strategy in as many processes as it takes; return the mean losses, the norms and the weights."""
+    _, processes = STRATEGIES[name]
+    if processes == 1:
+        recorder, weights = train(name, epochs, **options)
+        return recorder.losses, recorder.norms, weights
+    by_rank = run_distributed(lambda: train(name, epochs, **options), processes)
+    recorders = [recorder for recorder, _ in by_rank]
+    losses = [sum(shares) / processes for shares in zip(*(r.losses for r in recorders), strict=True)]
+    for recorder, weights in by_rank[1:]:
+        assert recorder.norms == recorders[0].norms
+        assert_equal_weights(
+            {k: v for k, v in weights.items() if k != "calls"}, {k: v for k, v in by_rank[0][1].items() if k != "calls"}
+        )
+    return losses, recorders[0].norms, by_rank[0][1]
+
+
+def assert_like(found: Any, wanted: Any) -> None:
+    """Compare losses, norms and parameters to what summing in another order allows."""
+    assert found[0] == pytest.approx(wanted[0], abs=1e-6)
+    assert found[1] == pytest.approx(wanted[1], abs=1e-6)
+    torch.testing.assert_close(_parameters(found[2]), _parameters(wanted[2]), rtol=0, atol=1e-5)
+
+
+def _parameters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name != "calls"}  # it counts one rank's calls
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint after half of the epochs, by each strategy; and what the whole run did."""
+    folder = tmp_path_factory.mktemp("contract")
+    return {name: folder / name for name in ALL}
+
+
+@pytest.fixture(scope="module")
+def halves(checkpoints: dict[str, Path]) -> dict[str, Any]:
+    """What each strategy's first half gave; its checkpoint is written then."""
+    return {name: run(name, _HALF, save_to=checkpoints[name]) for name in ALL}
+
+
+@pytest.fixture(scope="module")
+def wholes() -> dict[str, Any]:
+    """What each strategy's uninterrupted run gave."""
+    return {name: run(name, _EPOCHS) for name in ALL}
+
+
+def by_hand() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same in plain PyTorch: each step is the mean over the items of its four micro-batches."""
+    task = ContractTask()
+    made = task.configure_optimizers()
+    optimizer, schedule = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    losses, norms = [], []
+    for _ in range(_EPOCHS):
+        for start in range(0, len(_ITEMS), _ACCUMULATE):
+            group = micro_batches()[start : start + _ACCUMULATE]
+            inputs, targets = (torch.cat(parts) for parts in zip(*group, strict=True))
+            optimizer.zero_grad()
+            loss = functional.mse_loss(task.net(inputs), targets)
+            loss.backward()
+            losses.append(float(loss.detach()))
+            norms.append(float(nn.utils.clip_grad_norm_(task.parameters(), 0.3)))
+            optimizer.step()
+            schedule.step()
+    return losses, norms, weights_of(task)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ALL)
+def test_losses_norms_and_parameters_are_those_of_plain_pytorch(name: str, wholes: dict[str, Any]) -> None:
+    expected = by_hand()
+    assert max(expected[1]) > 0.3  # something is clipped
+    assert_like(wholes[name], expected)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ALL)
+def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
+    name: str, halves: dict[str, Any], wholes: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
+    losses, norms, weights = run(name, _EPOCHS, ckpt_path=checkpoints[name])
+    assert halves[name][0] + losses == wholes[name][0]
+    assert halves[name][1] + norms == wholes[name][1]
+    assert_equal_weights(weights, wholes[name][2])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.permutations(ALL, 2)))
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+def test_a_checkpoint_of_one_strategy_continues_under_another(
+    writer: str, reader: str, halves: dict[str, Any], wholes: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
+    losses, norms, weights = run(reader, _EPOCHS, ckpt_path=checkpoints[writer])
+    first = halves[writer]
+    assert_like((first[0] + losses, first[1] + norms, weights), wholes["single"])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_strategy_writes_the_same_names_shapes_and_optimizer_state(
+    name: str, halves: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
+    assert set(halves) == set(ALL)
+    single, other = (read_checkpoint(checkpoints[n]) for n in ("single", name))
+    assert {k: (v.shape, v.dtype) for k, v in (single.model or {}).items()} == {
+        k: (v.shape, v.dtype) for k, v in (other.model or {}).items()
+    }
+    ours, theirs = single.optimizers[0]["state"], other.optimizers[0]["state"]
+    assert set(ours) == set(theirs) == {n for n, _ in ContractTask().named_parameters()}
+    for parameter, state in ours.items():
+        for key, value in state.items():
+            torch.testing.assert_close(theirs[parameter][key], value, rtol=0, atol=1e-5)
+    # Batches are counted on one rank; samples of ragged batches are each rank's own times the ranks, which nobody reads.
+    skipped = ("seconds", "batches", "batch_in_epoch", "samples", "samples_in_epoch")
+    assert {k: v for k, v in single.state.items() if k not in skipped} == {
+        k: v for k, v in other.state.items() if k not in skipped
+    }
+
+
+@pytest.mark.distributed
+def test_another_number_of_processes_says_that_generators_start_anew(
+    halves: dict[str, Any], checkpoints: dict[str, Path]
+) -> None:
+    assert set(halves) == set(ALL)
+    with pytest.warns(TrainwrightWarning, match="written by 2 process"):
+        run("single", _EPOCHS, ckpt_path=checkpoints["ddp"])
