@@ -271,7 +271,15 @@ class Strategy:
             loss = loss * weight
         elif num > 1:
             loss = loss / num
-        self._run_backward(loss)
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        for hook in self.hooks.on_before_backward:
+            hook(self.run, self.task, scaled)
+        if self._backward is None:
+            scaled.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        else:
+            self._backward(scaled)
+        for hook in self.hooks.on_after_backward:
+            hook(self.run, self.task)
         return output, loss.detach()
 
     def _begin_batch(self, batch: Any, idx: int) -> None:
@@ -282,19 +290,6 @@ class Strategy:
             if hook(self.run, self.task, batch, idx) == -1:
                 sink.batch = None
                 raise SkipRestOfEpoch
-
-    def _run_backward(self, loss: torch.Tensor) -> None:
-        hooks = self.hooks
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        for hook in hooks.on_before_backward:
-            hook(self.run, self.task, loss)
-        if self._backward is None:
-            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
-        else:
-            self._backward(loss)
-        for hook in hooks.on_after_backward:
-            hook(self.run, self.task)
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
         """Return the weight of each micro-batch of a task that counts its items."""

@@ -335,6 +335,8 @@ class Trainer(StageRunner):
     def _count_samples(self, group: Group) -> int:
         batches = group.batches
         mine = batch_size(batches[0]) if len(batches) == 1 else sum(batch_size(batch) for batch in batches)
+        if self.exchange is None:  # one process
+            return mine
         # Ranks must agree on the number where something is decided by it, and only there is it worth an exchange.
         return self._sum(mine) if self._samples_decide else mine * self.strategy.dp_size
 
