@@ -271,7 +271,7 @@ class Strategy:
             loss = loss * weight
         elif num > 1:
             loss = loss / num
-        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled: torch.Tensor = loss if self._scaler is None else self._scaler.scale(loss)
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, scaled)
         if self._backward is None:
