@@ -16,29 +16,34 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     Known containers: list, tuple (named ones too), dict and other mutable mappings, dataclasses. An object that has a
     `to` method but is no tensor (a PackedSequence, a graph batch) is a leaf: see `move`.
     """
+    return _map(fn, tree, None)
+
+
+def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], Any] | None) -> Any:
+    """Map tensors with `fn` and, if told, objects that have a `to` method with `movable`."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     kind = type(tree)
     if kind is dict:
-        return {key: map_tensors(fn, value) for key, value in tree.items()}
+        return {key: _map(fn, value, movable) for key, value in tree.items()}
     if kind is list or kind is tuple:
-        return kind(map_tensors(fn, value) for value in tree)
+        return kind([_map(fn, value, movable) for value in tree])
+    if callable(getattr(tree, "to", None)):  # before tuples: a PackedSequence is one, whose parts must not be touched
+        return tree if movable is None else movable(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(fn, value) for value in tree))
+        return kind(*(_map(fn, value, movable) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return type(tree)(map_tensors(fn, value) for value in tree)
-    if hasattr(tree, "to") and callable(tree.to):
-        return tree
+        return kind(_map(fn, value, movable) for value in tree)
     changed: Any
     if isinstance(tree, Mapping):
         changed = copy.copy(tree)
         for key, value in tree.items():
-            changed[key] = map_tensors(fn, value)
+            changed[key] = _map(fn, value, movable)
         return changed
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            object.__setattr__(changed, field.name, map_tensors(fn, getattr(tree, field.name)))
+            object.__setattr__(changed, field.name, _map(fn, getattr(tree, field.name), movable))
         return changed
     return tree
 
@@ -62,7 +67,7 @@ def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = N
     """Return `tree` with its tensors on `device`, without waiting for the copy when the source is pinned.
 
     Args:
-        tree: a batch; objects that are no tensor but have a `to(device)` method are moved with it.
+        tree: a batch; objects in it that are no tensor but have a `to(device)` method are moved with it.
         device: where to.
         float_dtype: floating-point tensors also become this dtype; others keep theirs.
     """
@@ -72,10 +77,7 @@ def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = N
             return tensor.to(device=device, dtype=float_dtype, non_blocking=True)
         return tensor.to(device=device, non_blocking=True)
 
-    moved = map_tensors(one, tree)
-    if moved is tree and not isinstance(tree, torch.Tensor) and hasattr(tree, "to") and callable(tree.to):
-        return tree.to(device)
-    return moved
+    return _map(one, tree, lambda movable: movable.to(device))
 
 
 def batch_size(batch: Any) -> int:
