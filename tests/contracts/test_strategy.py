@@ -196,7 +196,7 @@ def test_every_strategy_writes_the_same_names_shapes_and_optimizer_state(
     for parameter, state in ours.items():
         for key, value in state.items():
             torch.testing.assert_close(theirs[parameter][key], value, rtol=0, atol=1e-5)
-    # Batches are counted on one rank; samples of ragged batches are each rank's own times the ranks, which nobody reads.
+    # Batches are counted on one rank; the samples of ragged batches are estimated from one rank.
     skipped = ("seconds", "batches", "batch_in_epoch", "samples", "samples_in_epoch")
     assert {k: v for k, v in single.state.items() if k not in skipped} == {
         k: v for k, v in other.state.items() if k not in skipped

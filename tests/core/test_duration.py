@@ -1,0 +1,130 @@
+"""Lengths with units, and the intervals that are made of them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.core.duration import Duration, Interval
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.state import TrainState
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "unit"),
+    [
+        ("500 steps", 500, "steps"),
+        ("1 step", 1, "steps"),
+        ("0.25 epoch", 0.25, "epochs"),
+        ("2 ep", 2, "epochs"),
+        ("7 batches", 7, "batches"),
+        ("2M samples", 2e6, "samples"),
+        ("1.5k samples", 1500, "samples"),
+        ("2B tokens", 2e9, "tokens"),
+        ("1T tokens", 1e12, "tokens"),
+        ("1_000_000 tokens", 1e6, "tokens"),
+        ("1e9 tokens", 1e9, "tokens"),
+        ("10 min", 600, "seconds"),
+        ("90 s", 90, "seconds"),
+        ("90s", 90, "seconds"),
+        ("1.5h", 5400, "seconds"),
+        ("2 days", 172800, "seconds"),
+        ("00:12:00:00", 43200, "seconds"),
+        ("1:00:00:01", 86401, "seconds"),
+        ("  3 steps ", 3, "steps"),
+        ("5 Epochs", 5, "epochs"),
+    ],
+)
+def test_text_is_read_with_its_unit(text: str, value: float, unit: str) -> None:
+    found = Duration(text)
+    assert (found.value, found.unit) == (value, unit)
+
+
+def test_a_timedelta_is_seconds() -> None:
+    assert Duration(datetime.timedelta(minutes=2)) == Duration("2 min")
+
+
+def test_a_number_with_a_unit_is_a_length() -> None:
+    assert Duration(3, "hours") == Duration("3 h")
+    assert Duration(Duration("4 steps")) == Duration("4 steps")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "says"),
+    [
+        (500, None, "names no unit"),
+        (0.5, None, "names no unit"),
+        ("500", None, "not a length"),
+        ("steps", None, "not a length"),
+        ("", None, "not a length"),
+        ("-3 steps", None, "not a length"),
+        ("3 stepps", None, "Did you mean 'steps'"),
+        (3, "epocs", "Did you mean 'epochs'"),
+        (-1, "steps", "negative"),
+        (float("nan"), "steps", "NaN"),
+        (True, "steps", "not from bool"),
+        (None, None, "not from NoneType"),
+    ],
+)
+def test_what_names_no_length_is_an_error(value: Any, unit: str | None, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        Duration(value, unit)
+
+
+@given(st.integers(0, 10**12), st.sampled_from(["steps", "batches", "epochs", "samples", "tokens", "seconds"]))
+def test_a_length_reads_its_own_text(value: int, unit: str) -> None:
+    assert Duration(str(Duration(value, unit))) == Duration(value, unit)
+
+
+_FIELDS = {
+    "steps": "step", "batches": "batches", "epochs": "epoch", "samples": "samples", "tokens": "tokens",
+    "seconds": "seconds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("unit", _FIELDS)
+def test_each_unit_reads_its_own_count_and_no_other(unit: str) -> None:
+    state = TrainState(**{field: 10 * (i + 1) for i, field in enumerate(_FIELDS.values())})
+    wanted = 10 * (list(_FIELDS).index(unit) + 1)
+    assert Duration(1, unit).elapsed(state) == wanted
+    assert Duration(wanted, unit).reached(state)
+    assert not Duration(wanted + 1, unit).reached(state)
+
+
+@given(st.integers(1, 20), st.lists(st.integers(1, 15), min_size=1, max_size=40), st.integers(0, 50))
+def test_an_interval_is_due_once_for_each_multiple_or_run_of_multiples_passed(
+    every: int, advances: list[int], start: int
+) -> None:
+    state = TrainState(samples=start)
+    interval = Interval(Duration(every, "samples"))
+    interval.align(state)
+    for advance in advances:
+        before = state.samples
+        state.samples += advance
+        assert interval.due(state) == (state.samples // every > before // every)
+        assert not interval.due(state)  # asking twice is not another interval
+
+
+@given(st.integers(1, 20), st.integers(0, 200))
+def test_an_aligned_interval_waits_for_the_next_multiple_after_the_state(every: int, now: int) -> None:
+    interval = Interval(Duration(every, "steps"))
+    interval.align(TrainState(step=now))
+    due = [step for step in range(now, now + 2 * every + 1) if interval.due(TrainState(step=step))]
+    first = (now // every + 1) * every
+    assert due[:2] == [first, first + every]
+
+
+@pytest.mark.parametrize("every", [None, Duration(0, "steps")])
+def test_no_interval_is_never_due(every: Duration | None) -> None:
+    interval = Interval(every)
+    interval.align(TrainState(step=3))
+    assert not any(interval.due(TrainState(step=step)) for step in range(100))
+
+
+def test_a_fraction_of_an_epoch_can_be_an_interval_of_epochs() -> None:
+    interval = Interval(Duration("2 epochs"))
+    assert [epoch for epoch in range(9) if interval.due(TrainState(epoch=epoch))] == [2, 4, 6, 8]

@@ -1,0 +1,153 @@
+"""What `save_hyperparameters` takes from constructors, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hyperparameters import Hyperparameters
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+
+
+class Task(TaskModule):
+    """Saves all of its arguments."""
+
+    def __init__(self, width: int, *, lr: float = 0.1, **options: Any) -> None:
+        super().__init__()
+        helper = 3  # a local that is no argument
+        self.save_hyperparameters()
+        del helper
+
+
+class Child(Task):
+    """Adds an argument, and hides one of its base's."""
+
+    def __init__(self, depth: int, lr: float = 0.5) -> None:
+        super().__init__(width=2, lr=lr / 2)
+
+
+def test_every_argument_is_kept_with_its_default_and_the_extra_ones() -> None:
+    assert Task(4, dropout=0.2).hparams == {"width": 4, "lr": 0.1, "dropout": 0.2}
+
+
+def test_a_subs_class_arguments_are_kept_too_and_win() -> None:
+    assert Child(depth=3).hparams == {"depth": 3, "lr": 0.5, "width": 2}
+
+
+def test_entries_are_attributes_as_well() -> None:
+    hparams = Task(4).hparams
+    assert hparams.width == 4
+    hparams.width = 5
+    assert hparams["width"] == 5
+    with pytest.raises(AttributeError, match=r"'depth'; there are: width, lr"):
+        _ = hparams.depth
+
+
+def test_changes_are_kept_beside_the_initial_values() -> None:
+    task = Task(4)
+    task.hparams.lr = 9.0
+    task.hparams_initial["width"] = 100
+    assert (task.hparams.lr, task.hparams_initial) == (9.0, {"width": 4, "lr": 0.1})
+
+
+def test_without_saving_there_are_none() -> None:
+    assert TaskModule().hparams == {}
+    assert TaskModule().hparams_initial == {}
+
+
+def test_named_arguments_and_ignored_ones_are_obeyed() -> None:
+    class Some(TaskModule):
+        def __init__(self, a: int, b: int, c: int) -> None:
+            super().__init__()
+            self.save_hyperparameters("a", "b", ignore="b")
+
+    class Without(TaskModule):
+        def __init__(self, a: int, net: nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore=["net"])
+
+    assert Some(1, 2, 3).hparams == {"a": 1}
+    assert Without(1, nn.Identity()).hparams == {"a": 1}
+
+
+def test_a_name_that_is_no_argument_is_an_error() -> None:
+    class Misspelt(TaskModule):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters("widht")
+
+    with pytest.raises(ConfigurationError, match="no argument 'widht'; it has: width"):
+        Misspelt(1)
+
+
+def test_a_mapping_is_taken_as_it_is() -> None:
+    class Mapped(TaskModule):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert Mapped({"lr": 1, "net": {"width": 3}}).hparams == {"lr": 1, "net": {"width": 3}}
+
+
+def test_saving_before_the_modules_own_constructor_works() -> None:
+    class Early(TaskModule):
+        def __init__(self, width: int) -> None:
+            self.save_hyperparameters()
+            super().__init__()
+
+    assert Early(3).hparams == {"width": 3}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(nn.Linear(1, 1), "Linear"), (torch.ones(1), "Tensor"), (print, "builtin"), ({1, 2}, "set"), (1j, "complex")],
+    ids=["module", "tensor", "function", "set", "complex"],
+)
+def test_what_json_cannot_hold_is_refused_by_its_arguments_name(value: Any, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"extra is a {kind}.*ignore=\['extra'\]"):
+        Task(1, extra=value)
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [([1, [2, print]], r"x\[1\]\[1\]"), ({"a": {"b": print}}, r"x\.a\.b"), ({1: 2}, "keys must be text")],
+)
+def test_what_lies_deeper_is_named_by_its_path(value: Any, path: str) -> None:
+    with pytest.raises(ConfigurationError, match=path):
+        Task(1, x=value)
+
+
+def test_nan_is_refused_and_infinity_kept() -> None:
+    with pytest.raises(ConfigurationError, match="lr is NaN"):
+        Task(1, lr=float("nan"))
+    assert Task(1, lr=float("inf")).hparams.lr == float("inf")
+
+
+def test_plain_values_paths_and_nested_containers_are_kept() -> None:
+    task = Task(1, path=Path("a"), nested={"list": [1, (2, "three")], "none": None, "flag": True})
+    assert task.hparams.path == Path("a")
+    assert task.hparams.nested["list"][1] == (2, "three")
+
+
+def test_a_deep_copy_is_one() -> None:
+    first = Hyperparameters(a=[1])
+    second = copy.deepcopy(first)
+    second.a.append(2)
+    assert first.a == [1]
+    assert type(second) is Hyperparameters
+
+
+def test_data_modules_have_them_too() -> None:
+    class Data(DataModule):
+        def __init__(self, folder: str) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert Data("x").hparams == {"folder": "x"}

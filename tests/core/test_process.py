@@ -1,0 +1,176 @@
+"""Which process of how many this is, from the variables of every launcher: golden answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import (
+    STARTED_BY_TRAINER,
+    Topology,
+    detect,
+    environment,
+    in_notebook,
+    started_by_trainer,
+    variable,
+)
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+}  # fmt: skip
+SRUN = {
+    "SLURM_JOB_ID": "12345", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[017-018]", "SLURM_JOB_NAME": "train",
+}  # fmt: skip
+SBATCH = {name: SRUN[name] for name in ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_PROCID")}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400",
+}  # fmt: skip
+INTEL_MPI = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+
+_GOLDEN: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "nothing": ({}, {"launcher": "none", "world_size": 1, "rank": 0, "evidence": ()}),
+    "a shell with other variables": (
+        {"HOME": "/home/a", "CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "4"},
+        {"launcher": "none", "world_size": 1},
+    ),
+    "torchrun on two nodes": (
+        TORCHRUN,
+        {
+            "launcher": "torchrun", "rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1,
+            "num_nodes": 2, "master_addr": "10.0.0.1", "master_port": 29400,
+        },
+    ),
+    "bare RANK and WORLD_SIZE, as some clusters set": (
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {"launcher": "torchrun", "rank": 1, "local_rank": 1, "local_world_size": 2, "num_nodes": 1},
+    ),
+    "srun on two nodes": (
+        SRUN,
+        {
+            "launcher": "slurm", "rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1,
+            "num_nodes": 2, "master_addr": "gpu017", "master_port": 15000 + 12345,
+        },
+    ),
+    "srun with an address of its own": (
+        {**SRUN, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "1234"},
+        {"master_addr": "10.1.1.1", "master_port": 1234},
+    ),
+    "srun of fewer tasks than the job has": (
+        {**SRUN, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"},
+        {"launcher": "slurm", "world_size": 2, "num_nodes": 1, "local_world_size": 2},
+    ),
+    "python in an sbatch script, without srun": (SBATCH, {"launcher": "none", "world_size": 1, "rank": 0}),
+    "an interactive shell by srun --pty": (
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "38123"},
+        {"launcher": "none", "world_size": 1},
+    ),
+    "an interactive job named bash": ({**SRUN, "SLURM_JOB_NAME": "bash"}, {"launcher": "none", "world_size": 1}),
+    "torchrun inside srun": ({**SRUN, **TORCHRUN}, {"launcher": "torchrun", "rank": 5, "world_size": 8}),
+    "Open MPI": (
+        OPEN_MPI,
+        {
+            "launcher": "mpi", "rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1,
+            "num_nodes": 2, "master_addr": "10.0.0.1", "master_port": 29400,
+        },
+    ),
+    "Intel MPI": (INTEL_MPI, {"launcher": "mpi", "rank": 5, "local_rank": 1, "num_nodes": 2, "master_addr": None}),
+    "MPI that does not say what is local": (
+        {"PMI_RANK": "3", "PMI_SIZE": "4"},
+        {"launcher": "mpi", "rank": 3, "local_rank": 3, "local_world_size": 4, "num_nodes": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("environ", "expected"), _GOLDEN.values(), ids=_GOLDEN.keys())
+def test_the_place_is_read_from_the_launchers_variables(environ: dict[str, str], expected: dict[str, Any]) -> None:
+    found = detect("auto", environ)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node7", "node7"),
+        ("node[003-007,9],b1", "node003"),
+        ("a-b[12]", "a-b12"),
+        ("x1,x2", "x1"),
+        ("", None),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list_listens(nodes: str, first: str | None) -> None:
+    assert detect("slurm", {**SRUN, "SLURM_STEP_NODELIST": nodes}).master_addr == first
+
+
+def test_jobs_that_share_a_node_do_not_share_a_port() -> None:
+    ports = {detect("slurm", {**SRUN, "SLURM_JOB_ID": str(job)}).master_port for job in range(500, 600)}
+    assert len(ports) == 100
+
+
+def test_a_named_launcher_wins_over_what_would_be_guessed() -> None:
+    assert detect("slurm", {**SRUN, **TORCHRUN}).launcher == "slurm"
+    assert detect("slurm", {**SRUN, "SLURM_PTY_PORT": "1"}).world_size == 8
+    assert detect("none", TORCHRUN).world_size == 1
+    assert detect("mpi", {**TORCHRUN, **OPEN_MPI}).launcher == "mpi"
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm", "mpi"])
+def test_a_named_launcher_whose_variables_are_missing_is_an_error_that_lists_them(launcher: str) -> None:
+    with pytest.raises(ConfigurationError, match="variables are not set") as caught:
+        detect(launcher, {})
+    wanted = {"torchrun": "WORLD_SIZE", "slurm": "SLURM_PROCID", "mpi": "OMPI_COMM_WORLD_RANK"}
+    assert wanted[launcher] in str(caught.value)
+
+
+def test_an_unknown_launcher_is_an_error_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'slurm'"):
+        detect("slurn", {})
+
+
+@pytest.mark.parametrize("changed", [{"RANK": "8"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "-2"}], ids=str)
+def test_variables_that_contradict_each_other_are_an_error(changed: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="contradict"):
+        detect("auto", {**TORCHRUN, **changed})
+
+
+def test_a_variable_that_is_no_number_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigurationError, match="WORLD_SIZE='many'"):
+        detect("auto", {**TORCHRUN, "WORLD_SIZE": "many"})
+
+
+def test_the_evidence_is_in_the_text() -> None:
+    text = str(detect("auto", TORCHRUN))
+    assert "rank 5 of 8" in text
+    assert "RANK=5" in text
+    assert "LOCAL_RANK=1" in text
+    assert "no SLURM_STEP_ID" in str(detect("auto", SBATCH))
+    assert "interactive" in str(detect("auto", {**SRUN, "SLURM_PTY_PORT": "1"}))
+    assert str(Topology("none")).endswith("(no launcher variables)")
+
+
+def test_without_a_mapping_this_processs_own_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert detect().rank == 5
+    assert variable("RANK") == "5"
+    assert environment()["RANK"] == "5"
+    assert variable("NO_SUCH_VARIABLE", "fallback") == "fallback"
+
+
+def test_the_environment_that_is_handed_out_is_a_copy() -> None:
+    environment()["A_NEW_NAME"] = "1"
+    assert variable("A_NEW_NAME") is None
+
+
+def test_a_process_that_the_trainer_started_knows_it() -> None:
+    assert started_by_trainer({STARTED_BY_TRAINER: "x"})
+    assert not started_by_trainer({})
+
+
+def test_this_is_no_notebook() -> None:
+    assert not in_notebook()

@@ -1,0 +1,55 @@
+"""Short names for things that are imported when somebody asks for them."""
+
+from __future__ import annotations
+
+import collections
+import sys
+
+import pytest
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.registry import Registry, import_object
+
+
+def test_an_entry_by_text_is_imported_at_the_first_look_up_only() -> None:
+    sys.modules.pop("this", None)
+    registry: Registry[object] = Registry("toy", {"dict": "collections:OrderedDict", "far": "no_such_module:thing"})
+    assert list(registry) == ["dict", "far"]  # nothing was imported to list it
+    assert registry.get("dict") is collections.OrderedDict
+    assert registry.get("dict") is collections.OrderedDict
+
+
+def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
+    registry = Registry("strategy", {"ddp": 1, "single": 2})
+    with pytest.raises(ConfigurationError, match=r"unknown strategy 'singel'.*'single'.*Known: ddp, single"):
+        registry.get("singel")
+
+
+def test_a_name_that_is_taken_needs_overwrite() -> None:
+    registry = Registry("logger", {"csv": 1})
+    with pytest.raises(ConfigurationError, match="'csv' is registered already"):
+        registry.register("csv", 2)
+    assert registry.get("csv") == 1
+    registry.register("csv", 2, overwrite=True)
+    assert registry.get("csv") == 2
+
+
+def test_a_registry_does_not_change_what_it_was_made_from() -> None:
+    entries: dict[str, int | str] = {"a": 1}
+    registry: Registry[int] = Registry("thing", entries)
+    registry.register("b", 2)
+    assert entries == {"a": 1}
+    assert "b" in registry
+    assert "c" not in registry
+
+
+def test_an_empty_registry_says_that_nothing_is_known() -> None:
+    registry: Registry[int] = Registry("thing")
+    with pytest.raises(ConfigurationError, match="Known: none"):
+        registry.get("x")
+
+
+def test_an_object_is_imported_by_its_path() -> None:
+    assert import_object("collections:Counter") is collections.Counter
+    with pytest.raises(AttributeError):
+        import_object("collections:NoSuchThing")

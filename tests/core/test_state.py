@@ -1,0 +1,41 @@
+"""The one clock: what closing an epoch changes, and how it travels through a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.core.state import Group, TrainState
+
+counts = st.integers(0, 2**53)
+
+
+@given(st.builds(TrainState, *[counts] * 8, st.floats(0, 1e9), st.booleans()))
+def test_a_state_survives_json(state: TrainState) -> None:
+    back = TrainState()
+    back.load_dict(json.loads(json.dumps(state.to_dict())))
+    assert back == state
+
+
+def test_a_new_epoch_keeps_what_counts_the_whole_run() -> None:
+    state = TrainState(
+        step=7, batches=14, epoch=2, batch_in_epoch=4, step_in_epoch=2, samples=56, samples_in_epoch=16, tokens=900,
+        seconds=3.5, epoch_done=True,
+    )  # fmt: skip
+    state.begin_next_epoch()
+    assert state == TrainState(step=7, batches=14, epoch=3, samples=56, tokens=900, seconds=3.5)
+
+
+def test_unknown_keys_are_left_for_a_newer_version_and_missing_ones_keep_their_value() -> None:
+    state = TrainState(step=3, epoch=1)
+    state.load_dict({"step": 9, "added_later": 1})
+    assert state == TrainState(step=9, epoch=1)
+    assert not hasattr(state, "added_later")
+
+
+def test_a_group_does_not_print_its_batches_outputs() -> None:
+    shown = {f.name for f in dataclasses.fields(Group) if f.repr}
+    assert not {"last_output", "last_batch"} & shown
