@@ -106,7 +106,29 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
     float64 where the device has it, so that counts stay exact beyond 2²⁴.
     """
     dtype = torch.float32 if device.type in ("mps", "xla") else torch.float64
-    if any(isinstance(count, torch.Tensor) and count.device.type != "cpu" for count in counts):
+    if any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts):
         parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=True) for count in counts]
         return torch.stack([part.reshape(()) for part in parts])
     return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=True)
+
+
+def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | None) -> float | torch.Tensor:
+    """Return by what factor a group's mean grows when some of its micro-batches are left out of it.
+
+    Args:
+        skipped: indices of micro-batches that gave no loss; not all of them.
+        size: micro-batches in the group.
+        weights: their weights, numbers or 0-dim device tensors that sum to 1, without reading them; None: all alike.
+    """
+    if weights is None:
+        return size / (size - len(skipped))
+    used = sum(weight for i, weight in enumerate(weights) if i not in skipped)
+    return 1 / torch.as_tensor(used).clamp(min=1e-12)  # without any item the gradient is zero, whatever the factor
+
+
+def without_loss(origin: str, rank: int) -> TaskError:
+    """Return the error for a step without loss where other processes wait for its gradient."""
+    return TaskError(
+        f"{origin}.training_step returned None on rank {rank}: with several processes the others would wait for its "
+        "gradient. Return a loss of zero that is connected to the parameters instead, for example 0 * output.sum()."
+    )

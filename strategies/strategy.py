@@ -16,14 +16,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable, overrides
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step, need_closure
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
+from trainwright.strategies.gradients import (
+    GradientClip,
+    clip_gradients,
+    growth_without,
+    loss_of,
+    parameters_of,
+    stack_counts,
+    without_loss,
+)
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
 from trainwright.strategies.step_module import StepModule
@@ -243,15 +251,14 @@ class Strategy:
                 group.last_output, group.last_batch = output, batch
             output = None  # what a micro-batch gave must not outlive it into the next one's forward
         self.sink.batch = None
-        if skipped and total is not None:
-            total = total * self._make_up_for(skipped, group, weights)
+        if skipped:
+            total = self._leave_out(skipped, group, weights, total)
         if self._scaler is not None and total is not None:
             for optimizer in self.optimizers:
                 self._scaler.unscale_(optimizer)
         if self._needs_closure:
             self._group = group
-        self._loss, self._last_idx = total, group.first_idx + last
-        self._zeroed = False
+        self._loss, self._last_idx, self._zeroed = total, group.first_idx + last, False
         return total
 
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
@@ -310,27 +317,17 @@ class Strategy:
         """Return the context of one micro-batch's forward and backward; gradients cross ranks in the last one only."""
         return _NOTHING
 
-    def _make_up_for(self, skipped: list[int], group: Group, weights: Sequence[Any] | None) -> Any:
-        """Scale gradients as if the micro-batches that the task skipped had not been in the group.
-
-        Returns:
-            The factor by which it scaled them.
-        """
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        """Scale gradients and loss as if the micro-batches that the task skipped had not been in the group."""
         if self.dp_size > 1:
-            raise TaskError(
-                f"{type(self.task).__name__}.training_step returned None on rank {self.processes.rank}: with several "
-                "processes the others would wait for its gradient. Return a loss of zero that is connected to the "
-                "parameters instead, for example 0 * output.sum()."
-            )
-        size = len(group.batches)
-        factor: Any = size / (size - len(skipped))
-        if weights is not None:
-            used = sum(weight for i, weight in enumerate(weights) if i not in skipped)
-            factor = 1 / torch.as_tensor(used).clamp(min=1e-12)  # no item at all: the gradient is zero anyway
+            raise without_loss(type(self.task).__name__, self.processes.rank)
+        if total is None:
+            return None
+        factor = growth_without(skipped, len(group.batches), weights)
         for parameter in parameters_of(self.optimizers):
             if parameter.grad is not None:
                 parameter.grad.mul_(factor)
-        return factor
+        return total * factor
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         """Clip, step every optimizer and free the gradients.

@@ -55,6 +55,7 @@ def evaluate(
                     output = _one_batch(run, kind, name, batch, idx, index, hooks)
                     if keep:
                         outputs[index].append(output)
+                    del output, batch  # or they would live on through the next batch's forward
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
             run.take_metrics(metrics.flush_step(run.exchange), kind)

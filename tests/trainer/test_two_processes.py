@@ -1,0 +1,159 @@
+"""The Trainer on two processes: those that it starts itself, optimization by hand, several evaluations of the loss."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from tests.trainer.runs import Tally, quiet_trainer, weights_of
+from trainwright.core.errors import WorkerError
+from trainwright.core.task import TaskModule
+
+pytestmark = pytest.mark.distributed
+
+
+def test_a_trainer_with_two_devices_starts_the_other_process_and_keeps_the_result() -> None:
+    together, alone = RegressionTask(), RegressionTask()
+    tally = Tally()
+    trainer = quiet_trainer(devices=2, max_epochs=2, callbacks=tally)
+    trainer.fit(together, regression_loader(16, 2), regression_loader(8, 2))
+    quiet_trainer(max_epochs=2).fit(alone, regression_loader(16, 4))
+    torch.testing.assert_close(weights_of(together), weights_of(alone))
+    assert (trainer.global_step, trainer.state.samples) == (8, 32)
+    assert tally.validations == [(0, 4), (1, 8)]
+    assert "RANK" not in os.environ
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_stages_follow_each_other_with_processes_of_their_own() -> None:
+    task, trainer = RegressionTask(), quiet_trainer(devices=2, max_epochs=1)
+    trainer.fit(task, regression_loader(8))
+    (result,) = trainer.test(task, regression_loader(7), verbose=False)
+    predictions = trainer.predict(task, regression_loader(7, 2))
+    (expected,) = quiet_trainer().test(task, regression_loader(7), verbose=False)
+    assert result == pytest.approx(expected)
+    assert predictions is not None
+    torch.testing.assert_close(torch.cat(predictions), task(torch.cat([b[0] for b in regression_loader(7)])).detach())
+
+
+class _FailsOnRankOne(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Fail in the second batch of rank 1 only."""
+        if self.global_rank == 1 and batch_idx == 1:
+            raise ValueError("only here")
+        return self.loss(batch)
+
+
+def test_the_failure_of_a_started_process_is_raised_with_its_own_traceback() -> None:
+    with pytest.raises(WorkerError, match="only here") as caught:
+        quiet_trainer(devices=2, max_epochs=1).fit(_FailsOnRankOne(), regression_loader(8))
+    assert "rank 1" in str(caught.value)
+    assert "in training_step" in str(caught.value)
+
+
+class _ByHand(RegressionTask):
+    """Accumulates by hand over `every` batches."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.every = every
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """Run backward, and step now and then."""
+        self.manual_backward(self.loss(batch) / self.every)
+        if (batch_idx + 1) % self.every == 0:
+            optimizer = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _by_hand(every: int, batch_size: int) -> tuple[torch.Tensor, int]:
+    task, trainer = _ByHand(every), quiet_trainer(devices="auto", max_epochs=1)
+    trainer.fit(task, regression_loader(16, batch_size))
+    return weights_of(task), trainer.global_step
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_by_hand_are_averaged_over_processes(every: int) -> None:
+    (first, steps), (second, _) = run_distributed(_by_hand, 2, every, 2, init=False)
+    alone, steps_alone = _by_hand(every, 4)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone)
+    assert steps == steps_alone == 4 // every
+
+
+class _Gan(TaskModule):
+    """Two networks that train in turn, the other one standing still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.generator, self.discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """Train one, then the other."""
+        for_generator, for_discriminator = self.optimizers()
+        with self.toggled_optimizer(for_generator):
+            self.manual_backward(nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean())
+            for_generator.step()
+            for_generator.zero_grad()
+        with self.toggled_optimizer(for_discriminator):
+            fake = self.discriminator(self.generator(batch[0]).detach())
+            real = self.discriminator(batch[0])
+            self.manual_backward(nn.functional.softplus(fake).mean() + nn.functional.softplus(-real).mean())
+            for_discriminator.step()
+            for_discriminator.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        """Return one for each."""
+        return [torch.optim.SGD(net.parameters(), lr=0.1) for net in (self.generator, self.discriminator)]
+
+
+def _gan(batch_size: int) -> tuple[torch.Tensor, int]:
+    task, trainer = _Gan(), quiet_trainer(devices="auto", max_epochs=1)
+    trainer.fit(task, regression_loader(16, batch_size))
+    return weights_of(task), trainer.global_step
+
+
+def test_two_optimizers_that_take_turns_train_on_two_processes_as_on_one() -> None:
+    (first, steps), (second, _) = run_distributed(_gan, 2, 2, init=False)
+    alone, steps_alone = _gan(4)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone)
+    assert steps == steps_alone == 4
+
+
+class _Lbfgs(RegressionTask):
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer that evaluates the loss several times in a step."""
+        return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+
+def _lbfgs(batch_size: int) -> torch.Tensor:
+    task = _Lbfgs()
+    quiet_trainer(devices="auto", max_epochs=2).fit(task, regression_loader(8, batch_size))
+    return weights_of(task)
+
+
+def test_lbfgs_evaluates_the_loss_of_all_processes() -> None:
+    first, second = run_distributed(_lbfgs, 2, 4, init=False)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, _lbfgs(8), rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor | None:
+            return None if self.global_rank == 1 else self.loss(batch)
+
+    with pytest.raises(WorkerError, match=r"returned None on rank 1: .* Return a loss of zero"):
+        quiet_trainer(devices=2, max_epochs=1).fit(Task(), regression_loader(8))
