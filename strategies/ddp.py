@@ -62,6 +62,7 @@ class DDPStrategy(Strategy):
         if bucket_cap_mb is not None:
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         self._replica: DistributedDataParallel | None = None
+        self._learns_graph = False
 
     @property
     def is_distributed(self) -> bool:
@@ -93,6 +94,7 @@ class DDPStrategy(Strategy):
         trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
         if trains and task.automatic_optimization:
             self._replica = DistributedDataParallel(StepModule(task), **self.ddp_options)
+            self._learns_graph = self.ddp_options["static_graph"]
             self._step = self._replica if self.compile_options is None else self._compile(self._replica)
             # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
             # itself, so that ranks may evaluate different numbers of batches.
@@ -106,7 +108,13 @@ class DDPStrategy(Strategy):
             dist.broadcast(tensor.detach(), src=0)
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last or self._replica is None else self._replica.no_sync()
+        replica = self._replica
+        if last or replica is None:
+            return nullcontext()
+        if self._learns_graph:  # torch 2.13 records a static graph in the first backward, which has to synchronize
+            self._learns_graph = False
+            return nullcontext()
+        return replica.no_sync()
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
