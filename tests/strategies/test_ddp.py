@@ -1,0 +1,242 @@
+"""Data parallelism: its options reach torch and do what they say, and gradients cross ranks once per step."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from tests.helpers.distributed import RankError, run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import DDPStrategy
+from trainwright.trainer.trainer import Trainer
+
+
+def fit(
+    strategy: DDPStrategy, task: RegressionTask | None = None, num_samples: int = 16, **arguments: Any
+) -> tuple[Trainer, dict[str, torch.Tensor]]:
+    """Train one epoch on this rank, one sample a micro-batch."""
+    task = task or RegressionTask()
+    trainer = quiet_trainer(devices="auto", strategy=strategy, max_epochs=1, **arguments)
+    trainer.fit(task, regression_loader(num_samples))
+    return trainer, weights_of(task)
+
+
+# Communication
+
+
+class HookCounter(Callback):
+    """Counts the gradient buckets that are exchanged, through a communication hook of torch's own."""
+
+    def __init__(self) -> None:
+        self.exchanges = 0
+        self.micro_batches = 0
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        trainer.strategy._replica.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
+
+    def _exchange(self, bucket: Any) -> Any:
+        self.exchanges += 1
+        return allreduce_hook(None, bucket)  # type: ignore[arg-type]  # None: all ranks
+
+    def on_after_backward(self, trainer: Any, task: Any) -> None:
+        self.micro_batches += 1
+
+
+def _count(accumulate: int, num_samples: int) -> tuple[int, int, int]:
+    counter = HookCounter()
+    trainer, _ = fit(DDPStrategy(), num_samples=num_samples, accumulate_grad_batches=accumulate, callbacks=[counter])
+    return counter.micro_batches, counter.exchanges, trainer.global_step
+
+
+def _count_all() -> list[tuple[int, int, int]]:
+    return [_count(1, 16), _count(4, 16), _count(3, 16), _count(100, 16)]
+
+
+@pytest.mark.distributed
+def test_gradients_are_exchanged_in_the_last_micro_batch_of_a_step_only() -> None:
+    for counts in run_distributed(_count_all, 2):
+        # Eight micro-batches on each rank and one bucket: as many exchanges as steps, the short last group included.
+        assert counts == [(8, 8, 8), (8, 2, 2), (8, 3, 3), (8, 1, 1)]
+
+
+# Options
+
+_SAME = [
+    DDPStrategy,
+    lambda: DDPStrategy(find_unused_parameters=True),
+    lambda: DDPStrategy(static_graph=True),
+    lambda: DDPStrategy(bucket_cap_mb=0.0001),
+    lambda: DDPStrategy(gradient_as_bucket_view=False),
+    lambda: DDPStrategy(broadcast_buffers=False),
+    lambda: DDPStrategy(timeout="1 min"),
+    lambda: DDPStrategy(process_group_backend="gloo"),
+]
+
+
+def _fit_with_each() -> list[dict[str, torch.Tensor]]:
+    return [fit(make(), accumulate_grad_batches=3)[1] for make in _SAME]
+
+
+@pytest.mark.distributed
+def test_no_option_changes_what_is_learned() -> None:
+    for of_rank in run_distributed(_fit_with_each, 2, init=False, timeout=90):
+        for weights in of_rank[1:]:
+            torch.testing.assert_close(weights, of_rank[0], rtol=0, atol=1e-7)
+
+
+class ReplicaKeeper(Callback):
+    """Notes what torch's wrapper was built with."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        replica = trainer.strategy._replica
+        names = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_bytes_cap")
+        self.found = {name: getattr(replica, name) for name in names}
+
+
+def _options_of(**options: Any) -> dict[str, Any]:
+    keeper = ReplicaKeeper()
+    fit(DDPStrategy(**options), num_samples=4, callbacks=[keeper])
+    return keeper.found
+
+
+def _options_on_rank() -> list[dict[str, Any]]:
+    return [
+        _options_of(),
+        _options_of(find_unused_parameters=True, gradient_as_bucket_view=False, bucket_cap_mb=2),
+        _options_of(static_graph=True),
+    ]
+
+
+@pytest.mark.distributed
+def test_the_options_reach_torch() -> None:
+    plain, unusual, static = run_distributed(_options_on_rank, 2)[0]
+    expected = {"find_unused_parameters": False, "static_graph": False, "gradient_as_bucket_view": True}
+    assert {name: plain[name] for name in expected} == expected
+    assert unusual["find_unused_parameters"] is True
+    assert unusual["gradient_as_bucket_view"] is False
+    assert unusual["bucket_bytes_cap"] == 2 * 2**20
+    assert static["static_graph"] is True
+
+
+class PartlyUsedTask(RegressionTask):
+    """Uses one of two heads in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(9)
+            self.heads = nn.ModuleList(nn.Linear(4, 1) for _ in range(2))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Train the body and one head."""
+        output = self(batch[0]) + self.heads[batch_idx % 2](batch[0])
+        return nn.functional.mse_loss(output, batch[1])
+
+
+def _fit_partly_used() -> dict[str, torch.Tensor]:
+    return fit(DDPStrategy(find_unused_parameters=True), PartlyUsedTask())[1]
+
+
+@pytest.mark.distributed
+def test_parameters_that_a_step_does_not_use_are_found_if_asked() -> None:
+    first, second = run_distributed(_fit_partly_used, 2)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    assert not torch.equal(first["heads.1.weight"], weights_of(PartlyUsedTask())["heads.1.weight"])
+
+
+@pytest.mark.distributed
+def test_parameters_that_a_step_does_not_use_are_torchs_own_error_otherwise() -> None:
+    with pytest.raises(RankError, match="find_unused_parameters=True"):
+        run_distributed(lambda: fit(DDPStrategy(), PartlyUsedTask()), 2, timeout=40)
+
+
+class SleepyTask(RegressionTask):
+    """Rank 1 comes late."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Sleep on rank 1."""
+        if self.global_rank == 1:
+            time.sleep(6)
+        return self.loss(batch)
+
+
+def _fit_sleepy() -> float:
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError):
+        fit(DDPStrategy(timeout=2), SleepyTask(), num_samples=2)
+    return time.monotonic() - start_s
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_rank_that_is_later_than_the_timeout_is_an_error_then() -> None:
+    waited_s, _ = run_distributed(_fit_sleepy, 2, init=False, timeout=40)
+    assert waited_s < 6
+
+
+@pytest.mark.parametrize(
+    ("timeout", "seconds"),
+    [(90, 90), ("30 min", 1800), (datetime.timedelta(hours=1), 3600), (Duration("2 h"), 7200), (1.5, 1.5)],
+)
+def test_a_timeout_is_any_length_of_time(timeout: Any, seconds: float) -> None:
+    assert DDPStrategy(timeout=timeout).timeout == datetime.timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("timeout", ["3 steps", 0, "soon"])
+def test_a_timeout_that_is_no_time_is_an_error(timeout: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        DDPStrategy(timeout=timeout)
+
+
+def test_synchronized_batch_norm_is_refused_on_the_cpu() -> None:
+    with pytest.raises(ConfigurationError, match="SyncBatchNorm does not run on the CPU"):
+        quiet_trainer(devices=2, strategy=DDPStrategy(sync_batchnorm=True))
+
+
+# Starting equal
+
+
+class DifferentTask(RegressionTask):
+    """Starts from weights of its rank's own."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(seed=rank)
+        self.register_buffer("mark", torch.tensor(float(rank)))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the prediction."""
+        return self(batch[0])
+
+
+def _start_on_rank() -> list[dict[str, torch.Tensor]]:
+    found = []
+    for stage in ("fit", "validate"):
+        trainer = quiet_trainer(devices="auto", max_epochs=1, limit_train_batches=1)
+        task = DifferentTask(trainer.settings.selection.topology.rank)
+        if stage == "fit":
+            task.lr = 0.0
+        options = {} if stage == "fit" else {"verbose": False}
+        getattr(trainer, stage)(task, regression_loader(4), **options)
+        found.append(weights_of(task))
+    return found
+
+
+@pytest.mark.distributed
+def test_every_rank_starts_from_rank_zeros_weights_and_buffers() -> None:
+    expected = weights_of(DifferentTask(0))
+    for of_rank in run_distributed(_start_on_rank, 2):
+        for weights in of_rank:
+            torch.testing.assert_close(weights, expected, rtol=0, atol=0)

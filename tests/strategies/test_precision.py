@@ -1,0 +1,90 @@
+"""Number formats by name, and the contexts that they put a forward pass into."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.precision import Precision
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "param_dtype", "autocast_dtype", "scaled"),
+    [
+        ("32-true", "32-true", None, None, False),
+        (32, "32-true", None, None, False),
+        ("32", "32-true", None, None, False),
+        ("no", "32-true", None, None, False),
+        ("64-true", "64-true", torch.float64, None, False),
+        (64, "64-true", torch.float64, None, False),
+        ("16-true", "16-true", torch.float16, None, False),
+        ("bf16-true", "bf16-true", torch.bfloat16, None, False),
+        ("16-mixed", "16-mixed", None, torch.float16, True),
+        (16, "16-mixed", None, torch.float16, True),
+        ("fp16", "16-mixed", None, torch.float16, True),
+        ("bf16-mixed", "bf16-mixed", None, torch.bfloat16, False),
+        ("bf16", "bf16-mixed", None, torch.bfloat16, False),
+    ],
+)
+def test_each_name_means_its_formats(spec: Any, name: str, param_dtype: Any, autocast_dtype: Any, scaled: bool) -> None:
+    found = Precision.parse(spec)
+    assert dataclasses.astuple(found) == (name, param_dtype, autocast_dtype, scaled)
+
+
+def test_a_precision_is_taken_as_it_is() -> None:
+    own = Precision("mine", autocast_dtype=torch.bfloat16)
+    assert Precision.parse(own) is own
+
+
+@pytest.mark.parametrize(("spec", "near"), [("bf16-mixd", "bf16-mixed"), ("16-tru", "16-true"), (17, "")])
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all_others(spec: Any, near: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"Known: 32-true, 64-true, 16-true") as caught:
+        Precision.parse(spec)
+    assert near in str(caught.value)
+    assert f"precision={spec!r}" in str(caught.value)
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Precision.parse("32").scaled = True  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
+def test_tensors_are_made_in_the_parameters_format_inside_and_as_before_outside(name: str) -> None:
+    precision = Precision.parse(name)
+    with precision.default_dtype():
+        assert torch.zeros(1).dtype is precision.param_dtype
+    assert torch.zeros(1).dtype is torch.float32
+    context = precision.forward_context("cpu")
+    assert context is not None
+    for _ in range(2):  # one object serves every step
+        with context:
+            assert torch.zeros(1).dtype is precision.param_dtype
+        assert torch.zeros(1).dtype is torch.float32
+
+
+def test_the_format_is_put_back_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), Precision.parse("64-true").default_dtype():
+        _ = 1 / 0
+    assert torch.get_default_dtype() is torch.float32
+
+
+@pytest.mark.parametrize("name", ["16-mixed", "bf16-mixed"])
+def test_a_mixed_precision_casts_products_and_not_parameters(name: str) -> None:
+    precision, layer = Precision.parse(name), torch.nn.Linear(2, 2)
+    context = precision.forward_context("cpu")
+    assert context is not None
+    with context:
+        assert layer(torch.ones(1, 2)).dtype is precision.autocast_dtype
+    assert layer.weight.dtype is torch.float32
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_full_precision_needs_no_context() -> None:
+    assert Precision.parse("32-true").forward_context("cpu") is None
+    with Precision.parse("32-true").default_dtype():
+        assert torch.zeros(1).dtype is torch.float32

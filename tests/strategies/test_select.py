@@ -1,0 +1,160 @@
+"""From the Trainer's arguments and the launcher's variables to a strategy, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
+from trainwright.strategies.devices import device_indices, device_type
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.select import Selection, compile_options, select
+
+no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="says what a machine without one says")
+
+
+def choose(**arguments: Any) -> Selection:
+    """Select with the Trainer's defaults on the CPU."""
+    defaults: dict[str, Any] = {
+        "strategy": "auto",
+        "accelerator": "cpu",
+        "devices": "auto",
+        "num_nodes": 1,
+        "precision": Precision.parse("32-true"),
+        "compile": False,
+        "launcher": "auto",
+        "sync_batchnorm": False,
+    }
+    return select(**(defaults | arguments))
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables as of rank 1 of 2 on one node."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_process_without_a_launcher_is_the_default() -> None:
+    found = choose()
+    assert type(found.strategy) is SingleDeviceStrategy
+    assert (found.topology.world_size, found.starts_processes) == (1, False)
+
+
+def test_several_devices_without_a_launcher_are_ddp_in_processes_of_our_own() -> None:
+    found = choose(devices=3)
+    assert type(found.strategy) is DDPStrategy
+    assert (found.strategy.num_processes, found.starts_processes) == (3, True)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_a_launchers_processes_are_taken_and_none_are_started() -> None:
+    for devices in ("auto", -1, 2, "2", [0, 1]):
+        found = choose(devices=devices)
+        assert type(found.strategy) is DDPStrategy
+        assert (found.topology.rank, found.topology.world_size, found.starts_processes) == (1, 2, False)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_launcher_none_ignores_the_variables() -> None:
+    found = choose(launcher="none")
+    assert type(found.strategy) is SingleDeviceStrategy
+    assert found.topology.world_size == 1
+
+
+def test_ddp_can_run_in_one_process() -> None:
+    found = choose(strategy="ddp", devices=1)
+    assert type(found.strategy) is DDPStrategy
+    assert not found.starts_processes
+
+
+def test_a_strategy_object_is_used_itself() -> None:
+    own = DDPStrategy(find_unused_parameters=True)
+    assert choose(strategy=own, devices=2).strategy is own
+
+
+def test_the_settings_reach_the_strategy() -> None:
+    precision = Precision.parse("bf16-mixed")
+    strategy = choose(devices=2, precision=precision, compile="reduce-overhead").strategy
+    assert strategy.precision is precision
+    assert strategy.compile_options == {"mode": "reduce-overhead"}
+    assert (strategy.device_type, strategy.device_indices) == ("cpu", [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"strategy": "dpp"}, "unknown strategy 'dpp'. Did you mean 'ddp'"),
+        ({"strategy": "single", "devices": 2}, "runs one process. Use strategy='ddp', or devices=1"),
+        ({"accelerator": "cpuu"}, "Did you mean 'cpu'"),
+        ({"devices": 0}, "devices=0"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"devices": True}, "devices=True"),
+        ({"devices": [0, 0]}, "must be different"),
+        ({"devices": []}, "must be different"),
+        ({"devices": -2}, "devices=-2"),
+        ({"num_nodes": 0}, "num_nodes=0"),
+        ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),
+        ({"sync_batchnorm": True}, "sync_batchnorm=True means nothing with SingleDeviceStrategy"),
+        ({"sync_batchnorm": True, "devices": 2}, "does not run on the CPU"),
+        ({"compile": "fast"}, "compile='fast' is not a mode"),
+        ({"compile": 3}, "compile=3"),
+        ({"launcher": "slurm"}, "SLURM_PROCID"),
+        ({"launcher": "torchrunn"}, "Did you mean 'torchrun'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_an_error_that_says_what_can(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        choose(**arguments)
+    assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"devices": 4}, "asks for 4 process(es) on this node, but the launcher started 2"),
+        ({"devices": 1}, "asks for 1 process(es) on this node, but the launcher started 2"),
+        ({"strategy": "single"}, "runs one process, but the launcher started 2"),
+        ({"num_nodes": 2}, "num_nodes=2, but the launcher started 1 node(s)"),
+    ],
+    ids=str,
+)
+def test_arguments_that_contradict_the_launcher_are_an_error_that_quotes_it(
+    arguments: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        choose(**arguments)
+    assert says in str(caught.value) or "SingleDeviceStrategy" in str(caught.value)
+
+
+@no_accelerator
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps"])
+def test_an_accelerator_that_is_not_there_is_an_error(accelerator: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"accelerator='{accelerator}'.*no accelerator"):
+        choose(accelerator=accelerator)
+
+
+@no_accelerator
+def test_auto_falls_back_to_the_cpu() -> None:
+    assert device_type("auto") == "cpu"
+    assert choose(accelerator="auto").strategy.device_type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("devices", "indices"), [(1, [0]), (3, [0, 1, 2]), ("2", [0, 1]), ("0,3", [0, 3]), ([1, 4], [1, 4]), (-1, [0])]
+)
+def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None:
+    assert device_indices(devices, "cpu") == indices
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [(False, None), (True, {}), ("max-autotune", {"mode": "max-autotune"}), ({"fullgraph": True}, {"fullgraph": True})],
+)
+def test_compile_takes_a_switch_a_mode_or_torchs_arguments(spec: Any, options: Any) -> None:
+    assert compile_options(spec) == options
