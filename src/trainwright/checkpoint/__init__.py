@@ -1,5 +1,6 @@
 """The on-disk format of checkpoints: codec, writer, reader, verification and retention."""
 
+from trainwright.checkpoint.async_writer import AsyncWriter
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.durable import fault_point, set_fault_hook
 from trainwright.checkpoint.layout import FORMAT_VERSION, FileEntry, Manifest, Part
@@ -21,6 +22,7 @@ from trainwright.checkpoint.writer import Snapshot, write_checkpoint
 
 __all__ = [
     "FORMAT_VERSION",
+    "AsyncWriter",
     "FileEntry",
     "FoundCheckpoint",
     "IndexEntry",

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import queue
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import xxhash
 
 from trainwright.checkpoint.layout import FileEntry
 
 CHUNK_BYTES = 8 * 2**20
+_HAND_OVER_BYTES = 32 * 2**20
+_THREAD_FROM_BYTES = 16 * 2**20  # below this a thread costs more than it saves
 
 FaultHook = Callable[[str, Path], None]
 _fault_hook: FaultHook | None = None
@@ -40,21 +43,27 @@ def fault_point(event: str, path: Path) -> None:
 class HashingFile:
     """A new file that is hashed while it is written and synced when it is closed.
 
+    The disk starts on the first pieces while later ones are still being written, so that the sync at the end has little
+    left to wait for.
+
     Args:
         path: must not exist.
+        size: how many bytes are going to be written, if known: many are hashed in a second thread beside the writing
+            (both let go of the interpreter).
 
     Attributes:
         entry: size and hash of the bytes written; set once the `with` block has ended without an error.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, size: int = 0) -> None:
         self.path = path
         self.entry = FileEntry(0, "")
-        self._hash = xxhash.xxh3_128()
+        self._hash = _Hash(in_thread=size >= _THREAD_FROM_BYTES)
         self._size = 0
+        self._handed_over = 0  # bytes that the disk has been told to start on
 
     def __enter__(self) -> HashingFile:
-        self._file: BinaryIO = open(self.path, "xb")
+        self._file = open(self.path, "xb", buffering=0)
         try:
             fault_point("open", self.path)
         except BaseException:
@@ -63,25 +72,72 @@ class HashingFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append `data` in pieces, each hashed while it is still in the processor's cache."""
+        """Append `data`, which must not change before the file is closed."""
         view = memoryview(data)
         for start in range(0, len(view), CHUNK_BYTES):
             piece = view[start : start + CHUNK_BYTES]
             self._hash.update(piece)
-            self._file.write(piece)
+            written = 0
+            while written < len(piece):  # a raw file may take less than it is given
+                written += self._file.write(piece[written:])
+            self._size += len(piece)
+            self._hand_over()
             fault_point("write", self.path)
-        self._size += len(view)
+
+    def _hand_over(self) -> None:
+        """Have the system start writing to the disk what has come since the last time, without waiting for it."""
+        start, count = self._handed_over, self._size - self._handed_over
+        if count < _HAND_OVER_BYTES or not hasattr(os, "posix_fadvise"):
+            return
+        # On Linux this starts the writing of pages that are not on the disk yet, and such pages stay cached. It is a
+        # hint, which a file system may refuse.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self._size
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._file:
-            if kind is not None:
-                return
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        fault_point("fsync", self.path)
-        self.entry = FileEntry(self._size, self._hash.hexdigest())
+        try:
+            with self._file:
+                if kind is None:
+                    os.fsync(self._file.fileno())
+        finally:
+            digest = self._hash.finish()
+        if kind is None:
+            fault_point("fsync", self.path)
+            self.entry = FileEntry(self._size, digest)
+
+
+class _Hash:
+    """XXH3 of pieces, in a thread of its own if asked for; at most two pieces wait for it."""
+
+    def __init__(self, *, in_thread: bool) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._pieces: queue.Queue[memoryview | None] | None = None
+        if in_thread:
+            self._pieces = queue.Queue(maxsize=2)
+            self._thread = threading.Thread(target=self._run, args=(self._pieces,), name="trainwright-hash")
+
+    def _run(self, pieces: queue.Queue[memoryview | None]) -> None:
+        while (piece := pieces.get()) is not None:
+            self._digest.update(piece)
+
+    def update(self, piece: memoryview) -> None:
+        """Take a piece, which must not change before `finish`."""
+        if self._pieces is None:
+            self._digest.update(piece)
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._pieces.put(piece)
+
+    def finish(self) -> str:
+        """Return the hash in hexadecimal; ends the thread."""
+        if self._pieces is not None and self._thread.ident is not None:
+            self._pieces.put(None)
+            self._thread.join()
+        return self._digest.hexdigest()
 
 
 def write_file(path: Path, data: bytes) -> FileEntry:

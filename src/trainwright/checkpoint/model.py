@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.durable import write_file
 from trainwright.checkpoint.layout import FileEntry, dump_json, inside, load_json
-from trainwright.checkpoint.safetensors_io import from_storable, read_safetensors, to_storable, write_safetensors
-from trainwright.checkpoint.trees import read_tree, write_tree
+from trainwright.checkpoint.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.safetensors_io import from_storable, plan_safetensors, read_safetensors, to_storable
+from trainwright.checkpoint.trees import plan_tree, read_tree
 from trainwright.core.errors import CheckpointError
 
 MODEL_INDEX = "model.safetensors.index.json"
@@ -49,23 +49,16 @@ def load_plain_state(module: torch.nn.Module, state: Mapping[str, Any], *, stric
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
 
 
-def write_model(
-    folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> dict[str, FileEntry]:
-    """Write a state dict into `folder` as numbered safetensors shards with an index.
+def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
+    """Lay a state dict out as numbered safetensors shards with an index; copies and writes nothing.
 
     Names that are tied (the same memory seen in the same way) are stored once, under the first of them, and recorded
     in the index, so that `read_model` gives all of them. Complex and rare 1-byte dtypes are stored as views of plain
-    ones and recorded likewise. Values that are no tensors (`get_extra_state`) go through the codec. Blocks until
-    everything is synced. The extra memory is one tensor.
+    ones and recorded likewise. Values that are no tensors (`get_extra_state`) go through the codec.
 
     Args:
-        folder: exists and is empty.
         state_dict: name → tensor, on any device. Wrappers' infixes are taken out of the names.
         max_shard_bytes: size of a shard's tensors; a larger tensor gets a shard of its own.
-
-    Returns:
-        Size and hash of each file by its name.
 
     Raises:
         CheckpointError: a tensor has no plain bytes, or two names are one without their wrappers' infixes.
@@ -93,13 +86,25 @@ def write_model(
         tensors[name] = stored
         if dtype is not None:
             dtypes[name] = dtype
-    files, index = _write_shards(folder, tensors, max_shard_bytes)
+    files, index = _plan_shards(tensors, max_shard_bytes)
     index["metadata"]["trainwright"] = {"tied": tied, "dtypes": dtypes}
     if extra:
         index["metadata"]["trainwright"]["extra"] = EXTRA_STEM
-        files |= write_tree(folder, EXTRA_STEM, extra)
-    files[MODEL_INDEX] = write_file(folder / MODEL_INDEX, dump_json(index, indent=2).encode() + b"\n")
-    return files
+        files += plan_tree(EXTRA_STEM, extra)
+    return [*files, PlannedFile(MODEL_INDEX, dump_json(index, indent=2).encode() + b"\n")]
+
+
+def write_model(
+    folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, FileEntry]:
+    """Write a state dict into `folder`, which exists and is empty, as `plan_model` lays it out.
+
+    Blocks until everything is synced. The extra memory is one tensor. Returns size and hash of each file by its name.
+
+    Raises:
+        CheckpointError: see `plan_model`.
+    """
+    return write_files(folder, plan_model(state_dict, max_shard_bytes=max_shard_bytes))
 
 
 def _memory(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
@@ -109,9 +114,7 @@ def _memory(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
 
 
-def _write_shards(
-    folder: Path, tensors: Mapping[str, torch.Tensor], max_shard_bytes: int
-) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> tuple[list[PlannedFile], dict[str, Any]]:
     shards: list[dict[str, torch.Tensor]] = [{}]
     filled = total = 0
     for name, tensor in tensors.items():
@@ -122,11 +125,11 @@ def _write_shards(
         shards[-1][name] = tensor
         filled += size
         total += size
-    files: dict[str, FileEntry] = {}
+    files: list[PlannedFile] = []
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files[file] = write_safetensors(folder / file, shard)
+        files.append(plan_safetensors(file, shard))
         weight_map |= dict.fromkeys(shard, file)
     return files, {"metadata": {"total_size": total}, "weight_map": weight_map}
 

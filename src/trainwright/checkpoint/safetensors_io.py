@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainwright.checkpoint.durable import HashingFile
 from trainwright.checkpoint.layout import FileEntry, dump_json, load_json
+from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.core.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
@@ -75,15 +75,14 @@ def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
     raise CheckpointError(f"a stored {tensor.dtype} tensor of shape {tuple(tensor.shape)} cannot be read as {dtype}.")
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> FileEntry:
-    """Write a new safetensors file, hashed as it is written and synced before this returns.
+def plan_safetensors(
+    path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> PlannedFile:
+    """Return the header and the order of the tensors of a safetensors file; copies and writes nothing.
 
     Args:
-        path: must not exist.
-        tensors: on any device; moved to the host one at a time, so that the extra memory is one tensor. Tensors that
-            share memory are written each.
+        path: of the file, relative to the folder that it will go into.
+        tensors: on any device. Tensors that share memory are written each.
         metadata: text for the header; `{"format": "pt"}` is what transformers looks for and is always there.
 
     Raises:
@@ -93,13 +92,14 @@ def write_safetensors(
     if sys.byteorder != "little":
         raise CheckpointError("safetensors are little-endian and this machine is not; saving is not supported on it.")
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    file = path.rpartition("/")[2]
     # Widest first: then every tensor begins at a multiple of its own width without any gaps.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
     for name in names:
         tensor = tensors[name]
         if name == "__metadata__" or tensor.dtype not in _DTYPE_NAMES:
-            raise CheckpointError(f"{path.name}: {name!r} of {tensor.dtype} cannot be stored in a safetensors file.")
+            raise CheckpointError(f"{file}: {name!r} of {tensor.dtype} cannot be stored in a safetensors file.")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
             "dtype": _DTYPE_NAMES[tensor.dtype],
@@ -111,21 +111,28 @@ def write_safetensors(
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
     if len(encoded) > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path.name}: {len(names)} tensors need a header of {len(encoded)} bytes; readers accept "
+            f"{file}: {len(names)} tensors need a header of {len(encoded)} bytes; readers accept "
             f"{MAX_HEADER_BYTES}. Lower max_shard_bytes, or store fewer and larger tensors."
         )
-    with HashingFile(path) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for name in names:
-            if tensors[name].numel():
-                file.write(_bytes_of(tensors[name]))
-    return file.entry
+    return PlannedFile(path, struct.pack("<Q", len(encoded)) + encoded, [tensors[name] for name in names])
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    flat = tensor.detach().resolve_neg().cpu().contiguous().reshape(-1)
-    array: Any = flat.view(torch.uint8).numpy()  # numpy's types do not say that an array is a buffer
-    return memoryview(array)
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write a new safetensors file, hashed as it is written and synced before this returns.
+
+    Args:
+        path: must not exist.
+        tensors: on any device; moved to the host one at a time, so that the extra memory is one tensor. Tensors that
+            share memory are written each.
+        metadata: text for the header, see `plan_safetensors`.
+
+    Raises:
+        CheckpointError: see `plan_safetensors`.
+    """
+    planned = plan_safetensors(path.name, tensors, metadata)
+    return write_files(path.parent, [planned])[planned.path]
 
 
 def read_header(path: Path) -> dict[str, Any]:

@@ -6,26 +6,26 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.durable import write_file
-from trainwright.checkpoint.layout import FileEntry, dump_json, inside, load_json
-from trainwright.checkpoint.safetensors_io import read_safetensors, write_safetensors
+from trainwright.checkpoint.layout import dump_json, inside, load_json
+from trainwright.checkpoint.planned_file import PlannedFile
+from trainwright.checkpoint.safetensors_io import plan_safetensors, read_safetensors
 from trainwright.core.errors import CheckpointError
 
 
-def write_tree(folder: Path, stem: str, tree: Any) -> dict[str, FileEntry]:
-    """Write `tree` (see `codec.encode`) as `folder/stem.json` and, if it holds tensors, `folder/stem.safetensors`.
+def plan_tree(stem: str, tree: Any) -> list[PlannedFile]:
+    """Encode `tree` (see `codec.encode`) as `stem.json` and, if it holds tensors, `stem.safetensors`.
 
-    Blocks until both are synced; returns their sizes and hashes by path relative to `folder`.
+    Everything but the tensors is encoded when this returns; tensors are the tree's own memory.
     """
     value, tensors = encode(tree)
-    files = {f"{stem}.json": write_file(folder / f"{stem}.json", dump_json(value).encode() + b"\n")}
+    files = [PlannedFile(f"{stem}.json", dump_json(value).encode() + b"\n")]
     if tensors:
-        files[f"{stem}.safetensors"] = write_safetensors(folder / f"{stem}.safetensors", tensors)
+        files.append(plan_safetensors(f"{stem}.safetensors", tensors))
     return files
 
 
 def read_tree(folder: Path, stem: str) -> Any:
-    """Read what `write_tree` wrote; tensors are on the CPU and independent of the file.
+    """Read what `plan_tree` planned; tensors are on the CPU and independent of the file.
 
     Raises:
         CheckpointError: a file is missing, damaged, or a link out of `folder`.

@@ -23,16 +23,17 @@ from trainwright.checkpoint.layout import (
     PARTS,
     RNG_FOLDER,
     TRAINER_STEM,
-    FileEntry,
     Kind,
     Manifest,
     Part,
 )
-from trainwright.checkpoint.model import MAX_SHARD_BYTES, write_model
+from trainwright.checkpoint.model import MAX_SHARD_BYTES, plan_model
+from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.staging import remove_folder
-from trainwright.checkpoint.trees import write_tree
+from trainwright.checkpoint.trees import plan_tree
 from trainwright.core.errors import CheckpointError
 
+_FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
 PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
 
 
@@ -64,18 +65,74 @@ class Snapshot:
     missing: tuple[str, ...] = ()
 
 
+@dataclass(slots=True)
+class Contents:
+    """A snapshot encoded into files: what is left to do is to write bytes.
+
+    Attributes:
+        parts: part → its files by paths relative to the checkpoint folder.
+        step, epoch, kind, world_size, metrics: for the manifest.
+    """
+
+    parts: dict[str, list[PlannedFile]]
+    step: int
+    epoch: int
+    kind: Kind
+    world_size: int
+    metrics: dict[str, float]
+
+    @property
+    def files(self) -> list[PlannedFile]:
+        """All files, in the order in which they are written."""
+        return [file for files in self.parts.values() for file in files]
+
+
+def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
+    """Encode everything of a snapshot that is no tensor, and lay out its files. Nothing is copied or written.
+
+    The tensors in the result are the snapshot's own.
+
+    Raises:
+        CheckpointError: something in the snapshot cannot be saved (its place is named), or a full snapshot lacks RNG
+            states.
+    """
+    _check_snapshot(snapshot)
+    # The small parts come first: a disk that is full or read-only shows before gigabytes are written.
+    parts = {"trainer": plan_tree(TRAINER_STEM, {PROGRESS: snapshot.state, **snapshot.trainer})}
+    if snapshot.kind == "full":
+        parts["rng"] = _plan_trees(RNG_FOLDER, "rank", snapshot.rng)
+        parts["optimizer"] = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers)
+    if snapshot.model is not None:
+        parts["model"] = plan_model(snapshot.model, max_shard_bytes=max_shard_bytes)
+        for file in parts["model"]:
+            file.path = f"{MODEL_FOLDER}/{file.path}"
+    return Contents(
+        parts=parts,
+        step=int(snapshot.state.get("step", 0)),
+        epoch=int(snapshot.state.get("epoch", 0)),
+        kind=snapshot.kind,
+        world_size=snapshot.world_size,
+        metrics=plain_metrics(snapshot.metrics),
+    )
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as Python floats, those that are tensors too (which waits for their device)."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
 def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
     """Write `snapshot` as the checkpoint folder `path`; when this returns it is on the disk.
 
     Whatever happens on the way, even a kill or a power failure, `path` holds what it held before or all of the new
     checkpoint. An error leaves no temporary folder. Call it on one process only; it blocks on the disk and, for
     device tensors, on the device, and takes no part in any collective. The snapshot's tensors must not change
-    meanwhile.
+    meanwhile (`AsyncWriter` copies them first).
 
     Args:
         path: the folder to make; missing parents are made too. A checkpoint there is replaced.
         snapshot: what to write.
-        max_shard_bytes: see `write_model`.
+        max_shard_bytes: see `plan_model`.
 
     Returns:
         `path`.
@@ -85,14 +142,26 @@ def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: i
             states, or `path` holds something that is no checkpoint.
         OSError: the disk is full, not writable, ...
     """
+    check_target(Path(path))
+    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes))
+
+
+def write_contents(path: Path | str, contents: Contents, *, threads: bool = True) -> Path:
+    """Write what `plan_checkpoint` returned; the rest is as in `write_checkpoint`.
+
+    Args:
+        path: the folder to make.
+        contents: its files.
+        threads: hash in a second thread; False where no thread may be started any more, and where nobody waits.
+    """
     path = Path(path)
-    _check(path, snapshot)
+    check_target(path)
     make_folder(path.parent)
     temporary = hidden(path, "tmp")
     try:
         make_folder(temporary)
         with held(temporary):
-            _write_contents(temporary, snapshot, max_shard_bytes)
+            _write_parts(temporary, contents, threads)
             _publish(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -101,7 +170,12 @@ def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: i
     return path
 
 
-def _check(path: Path, snapshot: Snapshot) -> None:
+def check_target(path: Path) -> None:
+    """Check that a checkpoint may be written as `path`.
+
+    Raises:
+        CheckpointError: it has no name or a hidden one, or something that is no checkpoint is there.
+    """
     if not path.name or path.name.startswith("."):
         raise CheckpointError(f"{str(path)!r} is no name for a checkpoint: names must not be empty or hidden.")
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -110,6 +184,9 @@ def _check(path: Path, snapshot: Snapshot) -> None:
         raise CheckpointError(
             f"{path} exists and is no checkpoint (it has no {MANIFEST}); it is not replaced. Choose another name."
         )
+
+
+def _check_snapshot(snapshot: Snapshot) -> None:
     if snapshot.kind not in PARTS:
         raise CheckpointError(f"kind={snapshot.kind!r}, expected one of {', '.join(PARTS)}.")
     if PROGRESS in snapshot.trainer:
@@ -121,43 +198,39 @@ def _check(path: Path, snapshot: Snapshot) -> None:
         )
 
 
-def _write_contents(folder: Path, snapshot: Snapshot, max_shard_bytes: int) -> None:
-    # The small parts come first: most of what cannot be saved shows there, before gigabytes are written.
-    parts = {"trainer": Part(write_tree(folder, TRAINER_STEM, {PROGRESS: snapshot.state, **snapshot.trainer}))}
-    if snapshot.kind == "full":
-        parts["rng"] = Part(_write_trees(folder, RNG_FOLDER, "rank", snapshot.rng))
-        parts["optimizer"] = Part(_write_trees(folder, OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers))
-    if snapshot.model is not None:
-        make_folder(folder / MODEL_FOLDER)
-        files = write_model(folder / MODEL_FOLDER, snapshot.model, max_shard_bytes=max_shard_bytes)
-        sync_folder(folder / MODEL_FOLDER)
-        parts["model"] = Part({f"{MODEL_FOLDER}/{name}": entry for name, entry in files.items()})
+def _plan_trees(folder: str, stem: str, trees: list[Any]) -> list[PlannedFile]:
+    files: list[PlannedFile] = []
+    for number, tree in enumerate(trees):
+        try:
+            files += plan_tree(f"{folder}/{stem}-{number:05d}", tree)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}[{number}].{error}") from error
+    return files
+
+
+def _write_parts(folder: Path, contents: Contents, threads: bool) -> None:
+    parts: dict[str, Part] = {}
+    for name, files in contents.parts.items():
+        sub = _FOLDERS.get(name)
+        if sub is not None:
+            make_folder(folder / sub)
+        parts[name] = Part(write_files(folder, files, threads=threads))
+        if sub is not None:
+            sync_folder(folder / sub)
     manifest = Manifest(
-        step=int(snapshot.state.get("step", 0)),
-        epoch=int(snapshot.state.get("epoch", 0)),
+        step=contents.step,
+        epoch=contents.epoch,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
-        kind=snapshot.kind,
+        kind=contents.kind,
         parts=parts,
-        topology={"world_size": snapshot.world_size},
+        topology={"world_size": contents.world_size},
         versions=_versions(),
-        metrics={name: float(value) for name, value in snapshot.metrics.items()},
+        metrics=contents.metrics,
     )
     # Everything that the manifest vouches for is on the disk before the manifest is.
     sync_folder(folder)
     write_file(folder / MANIFEST, manifest.to_bytes())
     sync_folder(folder)
-
-
-def _write_trees(folder: Path, sub: str, stem: str, trees: list[Any]) -> dict[str, FileEntry]:
-    make_folder(folder / sub)
-    files: dict[str, FileEntry] = {}
-    for number, tree in enumerate(trees):
-        try:
-            files |= write_tree(folder, f"{sub}/{stem}-{number:05d}", tree)
-        except CheckpointError as error:
-            raise CheckpointError(f"{sub}[{number}].{error}") from error
-    sync_folder(folder / sub)
-    return files
 
 
 def _versions() -> dict[str, str]:

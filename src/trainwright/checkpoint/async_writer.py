@@ -1,0 +1,179 @@
+"""Writing checkpoints beside the training: a copy in host memory, and a thread that writes it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainwright.checkpoint.host_buffers import HostBuffers
+from trainwright.checkpoint.model import MAX_SHARD_BYTES
+from trainwright.checkpoint.writer import (
+    Contents,
+    Snapshot,
+    check_target,
+    plain_metrics,
+    plan_checkpoint,
+    write_contents,
+)
+from trainwright.core.errors import CheckpointError
+
+Then = Callable[[Path], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    path: Path
+    contents: Contents
+    then: Then | None
+
+
+class AsyncWriter:
+    """Writes checkpoints in a thread, from a copy in host memory, while the training goes on.
+
+    One process of a run uses it, from one thread. At most one snapshot is in memory at a time: a save that comes while
+    the one before is still being written waits for it, so that a slow disk slows the run down rather than filling the
+    memory. A thread runs only while there is something to write, and the interpreter waits for it before it exits.
+    Saving takes part in no collective and draws no random numbers.
+
+    Args:
+        max_shard_bytes: see `plan_model`.
+
+    Attributes:
+        buffers: the host memory, kept between saves.
+    """
+
+    def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        self.buffers = HostBuffers()
+        self._max_shard_bytes = max_shard_bytes
+        self._contents: Contents | None = None  # what is in the buffers
+        self._lock = threading.Lock()  # over the three below
+        self._jobs: deque[_Job] = deque()
+        self._thread: threading.Thread | None = None  # None: no job is being written
+        self._error: CheckpointError | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something is not published yet."""
+        with self._lock:
+            return self._thread is not None
+
+    def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None) -> Path:
+        """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
+
+        Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
+        snapshot and everything it refers to may change as soon as this returns.
+
+        Args:
+            path: the checkpoint's folder. Its earlier content, and other checkpoints, stay as they are until it is
+                complete, and if it fails.
+            snapshot: what to save.
+            then: called with `path` in the writing thread once the checkpoint is published. What it raises is an error
+                of the save.
+
+        Returns:
+            `path`.
+
+        Raises:
+            CheckpointError: the previous checkpoint could not be written (its path is named, and nothing is done for
+                this one), or this snapshot cannot be saved as `path`.
+        """
+        self.wait()
+        path = Path(path)
+        check_target(path)
+        contents = plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes)
+        self._contents = None  # an error half way would leave a mixture of the two
+        self.buffers.stage(contents.files)
+        self._contents = contents
+        self._start(_Job(path, contents, then))
+        return path
+
+    def submit_again(
+        self, path: Path | str, *, metrics: Mapping[str, Any] | None = None, then: Then | None = None
+    ) -> Path:
+        """Write the snapshot of the last `submit` as a further checkpoint, after the others; waits for nothing.
+
+        Args:
+            path: the checkpoint's folder.
+            metrics: for its manifest, unless they are the snapshot's own.
+            then: see `submit`.
+
+        Raises:
+            CheckpointError: there is no such snapshot, something that is no checkpoint lies at `path`, or one of the
+                others has failed meanwhile.
+        """
+        if self._contents is None:
+            raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
+        path = Path(path)
+        check_target(path)
+        contents = self._contents
+        if metrics is not None:
+            contents = replace(contents, metrics=plain_metrics(metrics))
+        self._start(_Job(path, contents, then))
+        return path
+
+    def wait(self) -> None:
+        """Block until everything that was submitted is published.
+
+        Raises:
+            CheckpointError: a checkpoint could not be written; its path is named. It is raised once. Checkpoints that
+                were to be written after it are left out and named too.
+        """
+        while (thread := self._thread) is not None:
+            thread.join()
+        with self._lock:
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait as `wait` does, and give the memory back whether or not there was an error. It can be used again."""
+        try:
+            self.wait()
+        finally:
+            if not self.is_writing:  # a second Ctrl-C may have ended the wait
+                self._contents = None
+                self.buffers.release()
+
+    def _start(self, job: _Job) -> None:
+        with self._lock:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            if self._thread is None:
+                # Not a daemon: an interpreter that exits waits for it.
+                thread = threading.Thread(target=self._run, name="trainwright-checkpoint", daemon=False)
+                thread.start()  # it waits for the lock
+                self._thread = thread
+            self._jobs.append(job)
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            try:
+                # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
+                write_contents(job.path, job.contents, threads=False)
+                if job.then is not None:
+                    job.then(job.path)
+            except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
+                self._fail(job, error)
+
+    def _next_job(self) -> _Job | None:
+        """Return the next job, or None after having declared the thread ended."""
+        with self._lock:
+            if self._jobs:
+                return self._jobs.popleft()
+            self._thread = None
+            return None
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        with self._lock:
+            others = f" Nor were {', '.join(str(left.path) for left in self._jobs)}." if self._jobs else ""
+            self._jobs.clear()
+            self._error = CheckpointError(
+                f"the checkpoint {job.path} could not be written in the background: {type(error).__name__}: {error}. "
+                f"Earlier checkpoints are as they were.{others}"
+            )
+            self._error.__cause__ = error

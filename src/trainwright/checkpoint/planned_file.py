@@ -1,0 +1,69 @@
+"""A file of a checkpoint that is encoded and not yet written: bytes, and the tensors that follow them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.durable import HashingFile
+from trainwright.checkpoint.layout import FileEntry
+
+
+@dataclass(slots=True)
+class PlannedFile:
+    """One file, ready to be written.
+
+    Attributes:
+        path: relative to the folder that it goes into.
+        head: how it begins: all of a JSON file; length and header of a safetensors file.
+        tensors: what follows without gaps, in this order, on any device: the live ones, not copies.
+        staged: the same bytes in pieces of host memory, once they have been copied; then `tensors` is empty.
+    """
+
+    path: str
+    head: bytes
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    staged: list[memoryview] = field(default_factory=list)
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes after the head."""
+        return sum(t.numel() * t.element_size() for t in self.tensors) + sum(len(piece) for piece in self.staged)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Yield the file's bytes in order; device tensors are moved to the host one at a time, and waited for."""
+        yield self.head
+        for tensor in self.tensors:
+            if tensor.numel():
+                yield memoryview(host_bytes(tensor))
+        yield from self.staged
+
+
+def host_bytes(tensor: torch.Tensor) -> Any:
+    """Return a tensor's bytes as a flat uint8 array: its own memory when it is on the host and contiguous."""
+    return tensor.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = True) -> dict[str, FileEntry]:
+    """Write files into folders that exist; blocks until each is on the disk.
+
+    Args:
+        folder: what their paths are relative to.
+        files: the files.
+        threads: hash large files in a second thread beside the writing.
+
+    Returns:
+        Size and hash of each by its path.
+    """
+    entries: dict[str, FileEntry] = {}
+    for planned in files:
+        size = len(planned.head) + planned.num_tensor_bytes
+        with HashingFile(folder / planned.path, size=size if threads else 0) as file:
+            for piece in planned.pieces():
+                file.write(piece)
+        entries[planned.path] = file.entry
+    return entries

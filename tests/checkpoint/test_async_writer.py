@@ -1,0 +1,335 @@
+"""Asynchronous saves: exactly the moment of `submit`, published later, with errors that are not lost."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.snapshots import same, small_snapshot
+from tests.checkpoint.test_crash import Crash, hidden_entries, is_killed
+from trainwright.checkpoint import (
+    AsyncWriter,
+    Snapshot,
+    clean_stale,
+    find_checkpoints,
+    newest_valid,
+    read_checkpoint,
+    read_manifest,
+    set_fault_hook,
+    verify,
+    write_checkpoint,
+)
+from trainwright.core.errors import CheckpointError
+
+
+@pytest.fixture
+def writer() -> Iterator[AsyncWriter]:
+    writer = AsyncWriter()
+    yield writer
+    writer.close()
+
+
+class Gate:
+    """A fault hook that holds the writing thread at its first write until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self, event: str, path: Path) -> None:
+        if event == "write":
+            self.reached.set()
+            assert self.opened.wait(30)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    set_fault_hook(gate)
+    yield gate
+    set_fault_hook(None)
+    gate.opened.set()
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[str], None]]:
+    """Have every write below a folder of the given name fail."""
+
+    def start(name: str) -> None:
+        def fail(event: str, path: Path) -> None:
+            if event == "write" and any(step.startswith(f".{name}.") for step in path.parts):
+                raise OSError(28, "No space left on device")
+
+        set_fault_hook(fail)
+
+    yield start
+    set_fault_hook(None)
+
+
+def as_read(snapshot: Snapshot) -> dict[str, object]:
+    return {**vars(snapshot), "model": dict(snapshot.model or {})}
+
+
+def test_what_is_read_is_what_was_submitted(tmp_path: Path, writer: AsyncWriter) -> None:
+    snapshot = small_snapshot(12)
+    path = writer.submit(tmp_path / "a", snapshot)
+    writer.wait()
+    assert verify(path) == []
+    assert same(vars(read_checkpoint(path)), as_read(snapshot))
+
+
+def test_the_files_are_those_of_a_synchronous_save_byte_for_byte(tmp_path: Path, writer: AsyncWriter) -> None:
+    shared = torch.randn(3, 4)
+    model = {"a": shared, "tied": shared, "t": shared.t(), "bf16": torch.randn(5).bfloat16(), "z": torch.ones(2) * 1j}
+    snapshot = small_snapshot(2, model=model)
+    paths = [write_checkpoint(tmp_path / "sync", snapshot), writer.submit(tmp_path / "async", snapshot)]
+    writer.wait()
+    entries = [{name: part.files for name, part in read_manifest(path).parts.items()} for path in paths]
+    assert entries[0] == entries[1]
+    back = dict(read_checkpoint(paths[1]).model or {})
+    assert back["tied"] is back["a"]
+
+
+def test_the_write_is_not_part_of_the_submit_and_later_changes_do_not_reach_the_file(
+    tmp_path: Path, writer: AsyncWriter, gate: Gate
+) -> None:
+    snapshot = small_snapshot(3)
+    expected = copy.deepcopy(snapshot)
+    path = writer.submit(tmp_path / "a", snapshot)  # returns although no byte can be written
+    assert gate.reached.wait(30)
+    assert writer.is_writing
+    assert not path.exists()
+    for value in snapshot.model.values():  # type: ignore[union-attr]
+        value.fill_(-1.0)
+    for state in snapshot.optimizers[0]["state"].values():
+        for value in state.values():
+            value.fill_(-1.0)
+    snapshot.optimizers[0]["groups"][0]["lr"] = 99.0
+    snapshot.trainer["callbacks"]["best"] = -1.0
+    snapshot.trainer["mean"].fill_(-1.0)
+    snapshot.state["step"] = 99
+    snapshot.rng[0]["torch"].zero_()
+    snapshot.metrics["loss"] = -1.0
+    gate.opened.set()
+    writer.wait()
+    assert same(vars(read_checkpoint(path)), as_read(expected))
+
+
+def test_a_second_save_waits_for_the_first(tmp_path: Path, writer: AsyncWriter, gate: Gate) -> None:
+    writer.submit(tmp_path / "1", small_snapshot(1))
+    returned = threading.Event()
+
+    def second() -> None:
+        writer.submit(tmp_path / "2", small_snapshot(2))
+        returned.set()
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    assert not returned.wait(0.3)
+    assert not (tmp_path / "1").exists()
+    gate.opened.set()
+    thread.join(30)
+    assert returned.is_set()
+    assert read_manifest(tmp_path / "1").step == 1
+    writer.wait()
+    assert read_manifest(tmp_path / "2").step == 2
+
+
+def test_the_memory_is_the_same_from_save_to_save(tmp_path: Path, writer: AsyncWriter) -> None:
+    addresses = []
+    for step in (1, 2, 3):
+        writer.submit(tmp_path / str(step), small_snapshot(step))
+        writer.wait()
+        addresses.append(writer.buffers.addresses)
+    assert addresses[0] != []
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [1, 2, 3]
+
+
+def test_an_error_of_the_write_is_raised_by_the_next_save_and_names_the_path(
+    tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
+) -> None:
+    write_checkpoint(tmp_path / "earlier", small_snapshot(1))
+    full_disk("failing")
+    writer.submit(tmp_path / "failing", small_snapshot(2))
+    with pytest.raises(CheckpointError, match=r"failing could not be written .*OSError: .*No space left") as caught:
+        writer.submit(tmp_path / "next", small_snapshot(3))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert os.listdir(tmp_path) == ["earlier"]
+    assert newest_valid(tmp_path) == tmp_path / "earlier"
+
+
+def test_an_error_is_raised_once_and_saving_goes_on_after_it(
+    tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
+) -> None:
+    full_disk("failing")
+    writer.submit(tmp_path / "failing", small_snapshot(2))
+    with pytest.raises(CheckpointError, match="failing could not be written"):
+        writer.wait()
+    writer.wait()
+    writer.submit(tmp_path / "next", small_snapshot(3))
+    writer.wait()
+    assert os.listdir(tmp_path) == ["next"]
+
+
+def test_closing_raises_the_error_and_gives_the_memory_back(tmp_path: Path, full_disk: Callable[[str], None]) -> None:
+    writer = AsyncWriter()
+    full_disk("failing")
+    writer.submit(tmp_path / "failing", small_snapshot())
+    with pytest.raises(CheckpointError, match="failing could not be written"):
+        writer.close()
+    assert writer.buffers.num_bytes == 0
+
+
+def test_what_cannot_be_saved_is_an_error_of_its_own_submit(tmp_path: Path, writer: AsyncWriter) -> None:
+    with pytest.raises(CheckpointError, match=r"callbacks\.best is a"):
+        writer.submit(tmp_path / "a", small_snapshot(trainer={"callbacks": {"best": object()}}))
+    (tmp_path / "thesis").write_text("x")
+    with pytest.raises(CheckpointError, match="not replaced"):
+        writer.submit(tmp_path / "thesis", small_snapshot())
+    writer.wait()
+    assert os.listdir(tmp_path) == ["thesis"]
+
+
+def test_what_follows_is_called_once_the_checkpoint_is_published(tmp_path: Path, writer: AsyncWriter) -> None:
+    seen: list[tuple[Path, int, bool]] = []
+    main = threading.current_thread()
+
+    def then(path: Path) -> None:
+        seen.append((path, read_manifest(path).step, threading.current_thread() is main))
+
+    writer.submit(tmp_path / "a", small_snapshot(4), then=then)
+    writer.wait()
+    assert seen == [(tmp_path / "a", 4, False)]
+
+
+def test_what_follows_is_not_called_after_a_failed_write_and_its_own_error_is_raised(
+    tmp_path: Path, writer: AsyncWriter, full_disk: Callable[[str], None]
+) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError(f"after {path.name}")
+
+    full_disk("failing")
+    writer.submit(tmp_path / "failing", small_snapshot(), then=fail)
+    with pytest.raises(CheckpointError, match="No space left"):
+        writer.wait()
+    writer.submit(tmp_path / "a", small_snapshot(), then=fail)
+    with pytest.raises(CheckpointError, match="RuntimeError: after a"):
+        writer.wait()
+
+
+def test_one_snapshot_is_written_under_several_names_without_another_copy(
+    tmp_path: Path, writer: AsyncWriter, gate: Gate
+) -> None:
+    snapshot = small_snapshot(5)
+    writer.submit(tmp_path / "best", snapshot)
+    addresses = writer.buffers.addresses
+    writer.submit_again(tmp_path / "last", metrics={"loss": 0.25})  # returns although no byte can be written
+    gate.opened.set()
+    writer.wait()
+    writer.submit_again(tmp_path / "later")
+    writer.wait()
+    assert writer.buffers.addresses == addresses
+    assert [read_manifest(tmp_path / name).metrics["loss"] for name in ("best", "last", "later")] == [0.2, 0.25, 0.2]
+    for name in ("best", "last", "later"):
+        assert verify(tmp_path / name) == []
+        assert same(dict(read_checkpoint(tmp_path / name).model or {}), dict(snapshot.model or {}))
+
+
+def test_after_a_failed_write_its_further_names_are_left_out_and_named(
+    tmp_path: Path, writer: AsyncWriter, gate: Gate
+) -> None:
+    def fail(event: str, path: Path) -> None:
+        gate(event, path)
+        raise OSError("broken")
+
+    set_fault_hook(fail)
+    writer.submit(tmp_path / "best", small_snapshot())
+    writer.submit_again(tmp_path / "last")
+    gate.opened.set()
+    with pytest.raises(CheckpointError, match=r"best could not be written.*Nor were .*last"):
+        writer.wait()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_further_name_needs_a_snapshot_in_memory(tmp_path: Path, writer: AsyncWriter) -> None:
+    with pytest.raises(CheckpointError, match="call submit first"):
+        writer.submit_again(tmp_path / "a")
+
+
+def test_p08_an_asynchronous_save_changes_no_random_state(tmp_path: Path, writer: AsyncWriter) -> None:
+    snapshot = small_snapshot()
+    before = torch.get_rng_state()
+    writer.submit(tmp_path / "a", snapshot)
+    writer.wait()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_thread_is_left_once_everything_is_written(tmp_path: Path) -> None:
+    before = threading.active_count()
+    writer = AsyncWriter()
+    assert threading.active_count() == before
+    writer.submit(tmp_path / "a", small_snapshot())
+    writer.close()
+    assert not writer.is_writing
+
+
+_EXITS_AT_ONCE = """
+import sys, time, torch
+from pathlib import Path
+from trainwright.checkpoint import AsyncWriter, Snapshot, set_fault_hook
+
+def slow(event, path):
+    time.sleep(0.02)
+
+set_fault_hook(slow)
+state = {"w": torch.ones(9_000_000)}
+snapshot = Snapshot(model=state, kind="weights")
+AsyncWriter().submit(sys.argv[1], snapshot, then=lambda path: path.with_name("done").touch())
+assert not Path(sys.argv[1]).exists()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_an_interpreter_that_exits_waits_for_the_publish(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", _EXITS_AT_ONCE, str(tmp_path / "a")], check=True, timeout=120)
+    assert verify(tmp_path / "a") == []
+    assert (tmp_path / "done").exists()
+
+
+SNAPSHOTS = {step: small_snapshot(step) for step in (1, 2)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_p09_a_kill_at_any_point_of_the_background_write_leaves_the_earlier_checkpoint_or_both(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for at in range(0, 1000, 3):
+        folder = tmp_path / str(at)
+        write_checkpoint(folder / "earlier", SNAPSHOTS[1])
+
+        def save(folder: Path = folder) -> None:
+            writer = AsyncWriter()
+            writer.submit(folder / "new", SNAPSHOTS[2])
+            writer.wait()
+
+        killed = is_killed(save, Crash(at, power=False))
+        newest = newest_valid(folder)
+        assert newest is not None
+        seen.append(read_manifest(newest).step)
+        clean_stale(folder)
+        assert hidden_entries(folder) == []
+        if not killed:
+            break
+    assert len(seen) > 12
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (1, 2)

@@ -1,0 +1,143 @@
+"""Host buffers: exact copies of any tensor, in memory that is allocated once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainwright.checkpoint import host_buffers
+from trainwright.checkpoint.host_buffers import HostBuffers
+from trainwright.checkpoint.planned_file import PlannedFile
+from trainwright.checkpoint.safetensors_io import plan_safetensors
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+
+
+def written(files: list[PlannedFile]) -> list[bytes]:
+    """Return what each file would hold on the disk."""
+    return [b"".join(bytes(piece) for piece in file.pieces()) for file in files]
+
+
+def some_tensor(draw: random.Random) -> torch.Tensor:
+    shape = [draw.randint(0, 7) for _ in range(draw.randint(0, 3))]
+    tensor = torch.randint(0, 2, shape) if draw.random() < 0.3 else torch.randn(shape)
+    tensor = tensor.to(draw.choice(DTYPES))
+    if tensor.dim() > 1 and draw.random() < 0.5:
+        tensor = tensor.transpose(0, 1)
+    if tensor.is_floating_point() and tensor.element_size() > 1 and draw.random() < 0.2:
+        tensor = torch._neg_view(tensor)
+    return tensor
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_buffers, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([64, 128, 2**20]))
+def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
+    seed: int, num_threads: int, block: int
+) -> None:
+    draw = random.Random(seed)
+    tensors = [{str(i): some_tensor(draw) for i in range(draw.randint(0, 6))} for _ in range(3)]
+    files = [plan_safetensors(f"{number}", group) for number, group in enumerate(tensors)]
+    expected = written(files)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_buffers, "BLOCK_BYTES", block)
+        patch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
+        HostBuffers(num_threads=num_threads).stage(files)
+    assert not any(file.tensors for file in files)
+    assert written(files) == expected
+
+
+def test_what_changes_after_the_copy_does_not_reach_it() -> None:
+    live = [torch.arange(6.0).reshape(2, 3), torch.arange(6.0).reshape(2, 3).t(), torch.tensor(3)]
+    files = [PlannedFile("a", b"head", list(live))]
+    expected = written(files)
+    HostBuffers().stage(files)
+    for tensor in live:
+        tensor.fill_(7)
+    assert written(files) == expected
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+def test_the_same_state_is_copied_into_the_same_memory_again() -> None:
+    buffers = HostBuffers()
+    buffers.stage([PlannedFile("a", b"", [torch.zeros(100)])])
+    addresses = buffers.addresses
+    files = [PlannedFile("a", b"", [torch.ones(100)])]
+    buffers.stage(files)
+    assert len(addresses) == 4
+    assert buffers.addresses == addresses
+    assert memoryview(files[0].staged[0]).tobytes() == torch.ones(32).numpy().tobytes()
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+def test_a_state_that_grows_adds_blocks_and_keeps_the_others() -> None:
+    buffers = HostBuffers()
+    buffers.stage([PlannedFile("a", b"", [torch.zeros(40)])])
+    addresses = buffers.addresses
+    buffers.stage([PlannedFile("a", b"", [torch.zeros(90)])])
+    assert buffers.addresses[: len(addresses)] == addresses
+    assert len(buffers.addresses) > len(addresses)
+
+
+@pytest.mark.usefixtures("tiny_blocks")
+def test_a_smaller_checkpoint_in_between_costs_no_memory_of_the_next_large_one() -> None:
+    buffers = HostBuffers()
+    addresses = []
+    for count in (90, 10, 90):
+        buffers.stage([PlannedFile("a", b"", [torch.zeros(count)])])
+        addresses.append(buffers.addresses)
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=4))
+def test_the_buffers_take_at_most_one_block_more_than_the_state(counts: list[int]) -> None:
+    files = [PlannedFile("a", b"", [torch.zeros(count, dtype=torch.uint8)]) for count in counts]
+    buffers = HostBuffers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_buffers, "BLOCK_BYTES", 128)
+        patch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
+        buffers.stage(files)
+    aligned = sum(-(-count // 64) * 64 for count in counts)
+    assert sum(counts) <= buffers.num_bytes < aligned + 128
+
+
+def test_released_memory_is_allocated_anew() -> None:
+    buffers = HostBuffers()
+    buffers.stage([PlannedFile("a", b"", [torch.zeros(9)])])
+    buffers.release()
+    assert buffers.num_bytes == 0
+    files = [PlannedFile("a", b"", [torch.ones(9)])]
+    buffers.stage(files)
+    assert written(files) == [torch.ones(9).numpy().tobytes()]
+
+
+def test_buffers_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
+    buffers = HostBuffers()
+    with torch.inference_mode():
+        buffers.stage([PlannedFile("a", b"", [torch.ones(2, 3).t()])])
+    files = [PlannedFile("a", b"", [torch.full((2, 3), 2.0).t()])]
+    buffers.stage(files)
+    assert written(files) == [torch.full((3, 2), 2.0).numpy().tobytes()]
+
+
+@pytest.mark.requires("cuda", "copies from a device into pinned memory")
+def test_tensors_on_a_device_are_copied_into_pinned_memory_before_it_returns() -> None:
+    buffers = HostBuffers()
+    live = [torch.randn(3_000_000, device="cuda"), torch.randn(500, 700, device="cuda").t(), torch.randn(5)]
+    expected = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in live]
+    files = [PlannedFile(str(number), b"", [tensor]) for number, tensor in enumerate(live)]
+    buffers.stage([PlannedFile("first", b"", [torch.zeros(3)])])  # plain memory, replaced by pinned memory
+    buffers.stage(files)
+    for tensor in live:
+        tensor.fill_(7)
+    assert written(files) == expected
+    assert all(block.is_pinned() for block in buffers._blocks)
