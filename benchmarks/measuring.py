@@ -1,0 +1,93 @@
+"""What every benchmark shares: the machine it ran on, interleaved rounds, and tables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def describe_machine(packages: Sequence[str] = ("torch",)) -> str:
+    """Return one line: processor, cores, load, Python and the versions of `packages` that are installed."""
+    parts = [_cpu_model(), f"{os.cpu_count()} cores", f"load {os.getloadavg()[0]:.1f}"]
+    parts.append(f"Python {platform.python_version()}")
+    for name in packages:
+        try:
+            parts.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            parts.append(f"no {name}")
+    return " · ".join(parts)
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Call every contender once a round and return what each gave, in the order of the rounds.
+
+    The order within a round turns by one place each time, so that no contender always runs after the same neighbour.
+    A round that comes before all others is thrown away: it pays for imports and caches.
+
+    Args:
+        contenders: each returns one measurement.
+        rounds: how many are kept.
+    """
+    names = list(contenders)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for name in names:
+        contenders[name]()
+    for i in range(rounds):
+        turn = i % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(contenders[name]())
+    return found
+
+
+def median_difference(values: Iterable[float], baseline: Iterable[float]) -> float:
+    """Return the median over rounds of `value - baseline`, each pair measured in the same round."""
+    return statistics.median(value - base for value, base in zip(values, baseline, strict=True))
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table in Markdown, its first column to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    print(line(header))
+    print(f"|{'|'.join('-' * (w + 1) + (':' if i else '-') for i, w in enumerate(widths))}|")
+    for row in rows:
+        print(line(row))
+    sys.stdout.flush()
+
+
+class Bars:
+    """The figures that must be reached, and whether they were.
+
+    A benchmark reports and never fails on a missed bar: on a shared machine the clock proves nothing by one run.
+    """
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def add(self, what: str, measured: float, limit: float, unit: str) -> None:
+        """Compare one measurement, in `unit`, with its upper limit."""
+        verdict = "ok  " if measured <= limit else "MISS"
+        self._lines.append(f"{verdict} {what}: {measured:.4g} {unit} (at most {limit:.4g})")
+
+    def print(self) -> None:
+        """Print one line for each bar."""
+        print()
+        print("\n".join(self._lines))
+        sys.stdout.flush()
