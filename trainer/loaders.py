@@ -12,6 +12,7 @@ from trainwright.core.hooks import TaskHooks
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule, iterate_groups, prepare_loader, resolve_limit
+from trainwright.data.loader import holds_loaders
 from trainwright.data.prepared import PreparedLoader
 
 _METHODS = {
@@ -138,7 +139,7 @@ class TrainData:
     """
 
     def __init__(self, loader: Any, ranks: Ranks, *, limit: int | float | None, overfit: int | float) -> None:
-        if isinstance(loader, (list, tuple, dict)) and _holds_loaders(loader):
+        if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
         self.loader = ranks.prepare(loader, "train", shuffle=False if overfit else None)
         self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
@@ -176,7 +177,7 @@ class EvaluationData:
     def __init__(self, loaders: Any, kind: str, ranks: Ranks, *, limit: int | float | None) -> None:
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
-        several = isinstance(loaders, (list, tuple, dict)) and _holds_loaders(loaders)
+        several = isinstance(loaders, (list, tuple, dict)) and holds_loaders(loaders)
         items = list(loaders.values() if isinstance(loaders, dict) else loaders) if several else [loaders]
         self.is_list = several
         self.loaders = [ranks.prepare(item, kind) for item in items]
@@ -208,15 +209,6 @@ def _refuse_empty(loader: Any, name: str) -> None:
             f"{name}: an empty {type(loader).__name__}, in which there is nothing to read. Check the data set, "
             "batch_size and drop_last."
         )
-    if isinstance(loader, (list, tuple, dict)) and _holds_loaders(loader):
+    if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
         for member in loader.values() if isinstance(loader, dict) else loader:
             _refuse_empty(member, name)
-
-
-def _holds_loaders(items: Any) -> bool:
-    """Tell a collection of loaders from a list of batches: its members can be iterated over, and are no tensors."""
-    members = list(items.values() if isinstance(items, dict) else items)
-    return bool(members) and all(
-        hasattr(member, "__iter__") and not isinstance(member, (str, bytes, tuple, dict)) and not hasattr(member, "dim")
-        for member in members
-    )

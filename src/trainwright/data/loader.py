@@ -95,7 +95,7 @@ def prepare_loader(
 def _prepare(loader: Any, settings: LoaderSettings) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
         raise ConfigurationError(f"{settings.name} is prepared already; hand over the loader itself, `.raw`.")
-    if isinstance(loader, (list, tuple, Mapping)) and _holds_loaders(loader):
+    if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if settings.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
         # Each member yields this rank's own batches; the combination is padded as a whole.
@@ -377,8 +377,11 @@ def _with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     return twin
 
 
-def _holds_loaders(tree: Any) -> bool:
-    """Whether a list, tuple or dict holds loaders, not batches; the first entry tells."""
+def holds_loaders(tree: Any) -> bool:
+    """Tell a list, tuple or dict of loaders from one of batches; its first entry decides.
+
+    Only a DataLoader or CombinedLoader counts as a loader: an iterable of another kind may as well be a batch.
+    """
     while isinstance(tree, (list, tuple, Mapping)) and tree:
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
     return isinstance(tree, (DataLoader, CombinedLoader))
