@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainwright.checkpoint import Snapshot, newest_valid, read_checkpoint, write_checkpoint
+from trainwright.checkpoint import Snapshot, newest_valid, read_checkpoint
 from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.checkpoint.reader import read_manifest
@@ -23,7 +24,7 @@ def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, flo
     """Collect everything a resume needs. Collective: every rank's generators are gathered.
 
     Returns:
-        The snapshot; its tensors are the live ones, so that it must be written before training goes on.
+        The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
     """
     everyones_rng = [] if weights_only else run.strategy.processes.gather_object(rng_state(run.strategy.device))
     return _collect(run, everyones_rng, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
@@ -78,25 +79,28 @@ def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict
     )
 
 
-def save(run: RunFacts, path: Path, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Path:
-    """Write a checkpoint: everything is collected on every rank, rank 0 writes. Collective.
+def on_main_rank(run: RunFacts, work: Callable[[], None], what: str) -> None:
+    """Do on rank 0 what writes checkpoints, and have every rank hear of an error. Collective.
+
+    Args:
+        run: the Trainer.
+        work: called on rank 0 alone.
+        what: completes "rank 0 could not ..." on the other ranks.
 
     Raises:
-        The error of rank 0, on every rank, when it could not write; the earlier checkpoints are as they were.
+        OSError, CheckpointError: what `work` raised on rank 0; a CheckpointError that quotes it on the others.
     """
-    snapshot = capture(run, weights_only=weights_only, metrics=metrics)
     problem: Exception | None = None
     if run.is_global_zero:
         try:
-            write_checkpoint(path, snapshot)
+            work()
         except (OSError, CheckpointError) as error:
             problem = error
     told = run.strategy.processes.broadcast_object(None if problem is None else f"{type(problem).__name__}: {problem}")
     if problem is not None:
         raise problem
     if told is not None:
-        raise CheckpointError(f"rank 0 could not write {path}: {told}")
-    return path
+        raise CheckpointError(f"rank 0 could not {what}: {told}")
 
 
 def restore(run: RunFacts, path: Path) -> None:

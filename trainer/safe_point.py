@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
-from trainwright.checkpoint import RunIndex, write_checkpoint
+from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer import checkpointing
@@ -17,12 +21,20 @@ from trainwright.trainer.facts import RunFacts
 class SafePoint:
     """Wishes of callbacks, kept until every number of the present step is known.
 
+    Checkpoints that callbacks ask for are written in a thread of rank 0 while the training goes on, and entered in the
+    run's index there; every rank hears of an error at the next save or at the end of the fit.
+
     Args:
         run: whose wishes these are.
+        async_save: False: `settle` returns once they are published.
     """
 
-    def __init__(self, run: RunFacts) -> None:
+    def __init__(self, run: RunFacts, *, async_save: bool) -> None:
         self._run = run
+        self._writer = AsyncWriter() if async_save else None
+        # Left by the writer's thread for the main one: loggers and warnings are not made for several threads.
+        self._published: deque[tuple[Path, tuple[str, ...]]] = deque()
+        self._complaints: deque[str] = deque()
         self._actions: list[Callable[[], None]] = []
         self._saves: list[SaveRequest] = []
 
@@ -41,41 +53,103 @@ class SafePoint:
 
     def settle(self) -> None:
         """Do everything that was asked for: actions first, since they may still ask for checkpoints. Collective."""
+        if self._actions and self._writer is not None:
+            self._writer.join()  # actions may look into the folder, and must find the same however slow the disk is
+        self._report()
         while self._actions:
             actions, self._actions = self._actions, []
             for action in actions:
                 action()
         saves, self._saves = self._saves, []
-        for request in saves:
-            self._write(request)
+        for _, alike in groupby(saves, key=lambda request: request.weights_only):
+            self._write(list(alike))
+
+    def save_now(self, path: Path, *, weights_only: bool) -> None:
+        """Write a checkpoint that the index does not list, and return once it is published. Collective."""
+        snapshot = checkpointing.capture(self._run, weights_only=weights_only)
+
+        def work() -> None:
+            self._wait()
+            write_checkpoint(path, snapshot)
+
+        checkpointing.on_main_rank(self._run, work, f"write {path}")
+
+    def finish(self) -> None:
+        """Wait until every checkpoint is published. Collective.
+
+        Raises:
+            CheckpointError: the last one could not be written, on every rank.
+        """
+        if self._writer is not None:
+            checkpointing.on_main_rank(self._run, self._wait, "write its last checkpoint")
+
+    def close(self) -> None:
+        """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are reported."""
+        if self._writer is None:
+            return
+        try:
+            self._writer.close()
+        except CheckpointError as error:
+            # The error that ended the stage is the one to raise.
+            warnings.warn(str(error), TrainwrightWarning, stacklevel=2)
+        self._report()
+
+    def _wait(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+        self._report()
+
+    def _report(self) -> None:
+        """Tell loggers of what has been published, and the user of what was not deleted; not from another thread."""
+        while self._published:
+            path, aliases = self._published.popleft()
+            if self._run.logging is not None:
+                self._run.logging.log_checkpoint(path, aliases=aliases)
+        while self._complaints:
+            warnings.warn(self._complaints.popleft(), TrainwrightWarning, stacklevel=2)
 
     def _folder(self, request: SaveRequest) -> Path:
         return self._run.checkpoint_dir if request.folder is None else Path(request.folder)
 
-    def _write(self, request: SaveRequest) -> None:
+    def _write(self, requests: list[SaveRequest]) -> None:
+        """Write one moment under several names: it is collected, and copied, once."""
         run = self._run
-        path = self._folder(request) / request.name
-        checkpointing.save(run, path, weights_only=request.weights_only, metrics=request.metrics)
-        if run.is_global_zero:
-            self._keep_books(path, request)
+        snapshot = checkpointing.capture(run, weights_only=requests[0].weights_only)
+        names = ", ".join(str(self._folder(request) / request.name) for request in requests)
+        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, requests), f"write {names}")
 
-    def _keep_books(self, path: Path, request: SaveRequest) -> None:
-        """Enter the checkpoint in the run's index, move its link, delete what it replaces. Main rank only."""
-        index = RunIndex(path.parent, run=self._run.run_id)
+    def _write_alone(self, snapshot: Snapshot, requests: list[SaveRequest]) -> None:
+        self._wait()  # before the next checkpoint may delete what loggers have not been told of
+        copied = False
+        for request in requests:
+            path = self._folder(request) / request.name
+            then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path))
+            metrics = request.metrics or snapshot.metrics
+            if self._writer is None:
+                then(write_checkpoint(path, replace(snapshot, metrics=metrics)))
+                self._report()
+            elif copied:
+                self._writer.submit_again(path, metrics=metrics, then=then)
+            else:
+                self._writer.submit(path, replace(snapshot, metrics=metrics), then=then)
+                copied = True
+
+    def _keep_books(self, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...]) -> None:
+        """Enter the checkpoint in the run's index, move its link, delete what it replaces; in the writer's thread."""
+        index = RunIndex(path.parent, run=run_id)
         index.add(path)
-        if self._run.logging is not None:
-            aliases = ("best",) if path.name == Path(self._best()).name else ()
-            self._run.logging.log_checkpoint(path, aliases=aliases)
+        self._published.append((path, aliases))
         if request.link is not None:
             _link(path.parent / request.link, path.name)
         for name in request.remove:
             try:
                 index.delete(name)
             except CheckpointError as error:
-                warnings.warn(f"an earlier checkpoint was not deleted: {error}", TrainwrightWarning, stacklevel=2)
+                self._complaints.append(f"an earlier checkpoint was not deleted: {error}")
 
-    def _best(self) -> str:
-        return getattr(self._run.checkpoint_callback, "best_model_path", "") or ""
+    def _aliases(self, path: Path) -> tuple[str, ...]:
+        best = getattr(self._run.checkpoint_callback, "best_model_path", "") or ""
+        return ("best",) if path.name == Path(best).name else ()
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from an exception path: main rank only, nothing is communicated, errors are reported."""
@@ -90,13 +164,15 @@ class SafePoint:
                 stacklevel=2,
             )
             return
+        self.close()  # what is still being written comes first, and an error of it does not keep this from being tried
         path = self._folder(request) / request.name
         try:
             snapshot = checkpointing.capture_alone(run, request.metrics)
             write_checkpoint(path, snapshot)
-            self._keep_books(path, request)
+            self._keep_books(path, request=request, run_id=run.run_id, aliases=self._aliases(path))
         except (OSError, CheckpointError) as error:
             warnings.warn(f"no checkpoint {path} of the failed run: {error}", TrainwrightWarning, stacklevel=2)
+        self._report()
 
 
 def _link(link: Path, target: str) -> None:

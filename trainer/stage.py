@@ -97,7 +97,7 @@ class StageRunner(RunFacts):
         self.last_step: StepResult | None = None
         self.at_step_boundary = True
         self.exchange: Exchange | None = None
-        self.safe_point = SafePoint(self)
+        self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
         self.num_eval_batches: list[int | float] = []
         self._sources = Sources({})
         self._train_data: TrainData | None = None
@@ -317,6 +317,7 @@ class StageRunner(RunFacts):
     def _tear_down(self, stage: Stage, status: Any) -> None:
         task = self.task
         try:
+            self.safe_point.close()
             if self._is_set_up:
                 if self.datamodule is not None:
                     self.datamodule.teardown(stage)
@@ -339,7 +340,7 @@ class StageRunner(RunFacts):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.safe_point = SafePoint(self)
+        self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
 
     # Data
 
@@ -430,14 +431,17 @@ class StageRunner(RunFacts):
         self.safe_point.add_save(request)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
-        """Write a checkpoint now, or after a `fit`. Collective; not within a training step.
+        """Write a checkpoint now, or after a `fit`. Collective; not within a training step; returns once it stands.
 
         Raises:
             ConfigurationError: no task has been trained yet, or a step is half done.
+            OSError, CheckpointError: it, or one before it, could not be written.
         """
         if not self._is_set_up or not self.at_step_boundary:
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
-        return checkpointing.save(self, Path(filepath), weights_only=weights_only)
+        path = Path(filepath)
+        self.safe_point.save_now(path, weights_only=weights_only)
+        return path
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""

@@ -75,6 +75,8 @@ class Trainer(StageRunner):
         launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables say which rank this is.
         uneven_batches: what happens when ranks have different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         seed: of the order of the data; torch's initial seed unless told.
+        async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
+            the cost of one copy of the state in memory; False: training waits until they are on the disk.
 
     Raises:
         ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
@@ -126,6 +128,7 @@ class Trainer(StageRunner):
         launcher: str = "auto",
         uneven_batches: Literal["pad", "stop", "error"] = "pad",
         seed: int | None = None,
+        async_save: bool = True,
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
@@ -229,6 +232,7 @@ class Trainer(StageRunner):
         self.fire("on_train_end")
         self._flush_step()  # what has been logged since the last interval
         self._settle()
+        self.safe_point.finish()  # every checkpoint is on the disk, or this raises
         self.fire("on_fit_end")
 
     def _train_epoch(self) -> None:

@@ -122,12 +122,16 @@ class AsyncWriter:
             CheckpointError: a checkpoint could not be written; its path is named. It is raised once. Checkpoints that
                 were to be written after it are left out and named too.
         """
-        while (thread := self._thread) is not None:
-            thread.join()
+        self.join()
         with self._lock:
             error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def join(self) -> None:
+        """Block until nothing is being written; an error is left for `wait` or the next save."""
+        while (thread := self._thread) is not None:
+            thread.join()
 
     def close(self) -> None:
         """Wait as `wait` does, and give the memory back whether or not there was an error. It can be used again."""
