@@ -290,8 +290,8 @@ def newest_valid(folder: Path | str, *, kind: Kind | None = None) -> Path | None
     """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
 
     It goes by the time of writing, not by the step: a run that was started anew in the folder of an older, longer one
-    continues its own. Reads every file of the candidates, newest first, until one is whole; `read_checkpoint(..., verify=False)` need not
-    read them again.
+    continues its own. Reads every file of the candidates, newest first, until one is whole;
+    `read_checkpoint(..., verify=False)` need not read them again.
 
     Args:
         folder: where checkpoints lie; it need not exist.
