@@ -1,0 +1,262 @@
+"""Asynchronous saves in a run: training goes on meanwhile, nothing is lost or hidden, and every rank hears."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import find_checkpoints, read_checkpoint, set_fault_hook, verify
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.loggers.logger import Logger
+
+
+@pytest.fixture(autouse=True)
+def _no_hook_left() -> Iterator[None]:
+    yield
+    set_fault_hook(None)
+
+
+class FullDisk:
+    """A fault hook by which every write of a checkpoint from the n-th on fails; 0 is the first."""
+
+    def __init__(self, first: int) -> None:
+        self.left = first
+        self.seen: set[Path] = set()
+
+    def __call__(self, event: str, path: Path) -> None:
+        if event == "open" and path.name == "trainer.json" and path not in self.seen:
+            self.seen.add(path)
+            self.left -= 1
+        if event == "write" and self.left < 0 and path.name == "trainer.json":
+            raise OSError(28, "No space left on device")
+
+
+class Gate(Callback):
+    """Holds the writing thread at its first write until the second step has ended, and notes what stood by then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.opened = threading.Event()
+        self.folder = folder
+        self.found: list[int] = []
+
+    def __call__(self, event: str, path: Path) -> None:
+        if event == "write" and threading.current_thread() is not threading.main_thread():
+            assert self.opened.wait(30)
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if trainer.state.step == 2:
+            self.found = [found.manifest.step for found in find_checkpoints(self.folder)]
+            self.opened.set()
+
+
+class KeepWeights(Callback):
+    """Copies the weights after every step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, Any] = {}
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.by_step[trainer.state.step] = weights_of(task)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_reach_it(tmp_path: Path) -> None:
+    gate, kept = Gate(tmp_path), KeepWeights()
+    set_fault_hook(gate)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=3, callbacks=[saver, kept, gate], num_sanity_val_steps=0)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert gate.opened.is_set()
+    assert gate.found == []  # two steps were done, and not a byte of the first checkpoint written
+    checkpoints = find_checkpoints(tmp_path)
+    assert [found.manifest.step for found in checkpoints] == [1, 2, 3]
+    for found in checkpoints:
+        assert_equal_weights(dict(read_checkpoint(found.path).model or {}), kept.by_step[found.manifest.step])
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_a_run_leaves_does_not_depend_on_how_it_saves(tmp_path: Path, async_save: bool) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, save_last="link")
+    trainer = quiet_trainer(max_steps=7, callbacks=[saver], num_sanity_val_steps=0, async_save=async_save)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert [found.manifest.step for found in find_checkpoints(tmp_path) if not found.path.is_symlink()] == [7]
+    assert (tmp_path / "last").resolve() == Path(saver.best_model_path).resolve()
+    assert verify(tmp_path / "last") == []
+
+
+def test_without_async_save_a_checkpoint_stands_before_the_next_step(tmp_path: Path) -> None:
+    stood: list[list[int]] = []
+
+    class Look(Callback):
+        def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
+            stood.append([found.manifest.step for found in find_checkpoints(tmp_path)])
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=3, callbacks=[saver, Look()], num_sanity_val_steps=0, async_save=False)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert stood == [[], [1], [1, 2]]
+
+
+def test_everything_is_published_when_on_fit_end_is_heard(tmp_path: Path) -> None:
+    stood: list[int] = []
+
+    class Look(Callback):
+        def on_fit_end(self, trainer: Any, task: Any) -> None:
+            stood.extend(found.manifest.step for found in find_checkpoints(tmp_path))
+
+    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path), Look()], num_sanity_val_steps=0)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert stood == [3]
+
+
+def test_test_and_a_further_fit_find_the_best_and_the_last_of_a_fit_that_has_just_ended(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, monitor="val_loss", save_last=True)
+    trainer = quiet_trainer(max_epochs=1, callbacks=[saver], limit_train_batches=3)
+    task = RegressionTask()
+    trainer.fit(task, regression_loader(), regression_loader(4))
+    trainer.test(task, regression_loader(4), ckpt_path="best", verbose=False)
+    trainer.max_epochs = 2
+    trainer.fit(task, regression_loader(), regression_loader(4), ckpt_path="last")
+    assert trainer.state.step == 6
+
+
+def test_several_checkpoints_of_one_moment_are_collected_once(tmp_path: Path) -> None:
+    collected: list[int] = []
+
+    class Count(Callback):
+        def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            collected.append(trainer.state.step)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True)
+    trainer = quiet_trainer(max_steps=2, callbacks=[saver, Count()], num_sanity_val_steps=0)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert collected == [2]
+    names = {found.path.name for found in find_checkpoints(tmp_path)}
+    assert names == {"last", Path(saver.best_model_path).name}
+
+
+def test_save_checkpoint_returns_once_it_and_those_before_it_stand(tmp_path: Path) -> None:
+    stood: list[list[int]] = []
+
+    class Save(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            if trainer.state.step == 2:
+                trainer.save_checkpoint(tmp_path / "mine")
+                stood.append([found.manifest.step for found in find_checkpoints(tmp_path)])
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=2, callbacks=[saver, Save()], num_sanity_val_steps=0)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert stood == [[1, 2]]
+
+
+# Errors
+
+
+def test_a_failed_write_ends_the_run_at_the_next_save_and_names_the_path(tmp_path: Path) -> None:
+    set_fault_hook(FullDisk(1))
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+    with pytest.raises(CheckpointError, match=r"epoch=0-step=4 could not be written.*No space left"):
+        trainer.fit(RegressionTask(), regression_loader())
+    assert trainer.state.step == 6
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
+
+
+def test_a_failed_last_write_is_raised_at_the_end_of_the_fit(tmp_path: Path) -> None:
+    set_fault_hook(FullDisk(1))
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=4, callbacks=[saver], num_sanity_val_steps=0)
+    with pytest.raises(CheckpointError, match="epoch=0-step=4 could not be written"):
+        trainer.fit(RegressionTask(), regression_loader())
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
+
+
+class Fails(RegressionTask):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            raise ValueError("the first error")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_failed_write_does_not_hide_the_error_that_ended_the_run(tmp_path: Path) -> None:
+    set_fault_hook(FullDisk(0))
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+    with (
+        pytest.warns(TrainwrightWarning, match="step=3 could not be written"),
+        pytest.raises(ValueError, match="the first error"),
+    ):
+        trainer.fit(Fails(), regression_loader())
+
+
+def test_a_run_that_fails_still_publishes_what_was_being_written(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=20, callbacks=[saver], num_sanity_val_steps=0)
+    with pytest.raises(ValueError, match="the first error"):
+        trainer.fit(Fails(), regression_loader())
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [3]
+
+
+class Notes(Logger):
+    """Notes each checkpoint that it is told of, the thread, and whether it was there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, bool, bool]] = []
+
+    def start(self, info: Any) -> None:
+        """Nothing to start."""
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        """Not of interest."""
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Not of interest."""
+
+    def flush(self) -> None:
+        """Nothing to flush."""
+
+    def finish(self, status: Any) -> None:
+        """Nothing to finish."""
+
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
+        on_main = threading.current_thread() is threading.main_thread()
+        self.told.append((path.name, verify(path) == [], on_main))
+
+
+def test_loggers_hear_of_every_checkpoint_on_the_main_thread_while_it_is_there(tmp_path: Path) -> None:
+    notes = Notes()
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1)
+    trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, logger=notes)
+    trainer.fit(RegressionTask(), regression_loader())
+    assert notes.told == [(f"epoch=0-step={step}", True, True) for step in (1, 2, 3)]
+
+
+def _fail_on_rank(folder: Path, max_steps: int) -> tuple[int, str]:
+    set_fault_hook(FullDisk(1))
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=max_steps, callbacks=[saver], num_sanity_val_steps=0, devices="auto")
+    try:
+        trainer.fit(RegressionTask(), regression_loader())
+    except CheckpointError as error:
+        return trainer.state.step, str(error)
+    return -1, ""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("max_steps", "expected"), [(20, 6), (4, 4)], ids=["next_save", "end_of_fit"])
+def test_every_rank_raises_the_error_of_a_failed_write(tmp_path: Path, max_steps: int, expected: int) -> None:
+    for step, message in run_distributed(_fail_on_rank, 2, tmp_path, max_steps, init=False, timeout=120):
+        assert step == expected
+        assert "step=4 could not be written" in message
+        assert "No space left" in message
