@@ -1,0 +1,218 @@
+"""Names for the optimizer states of other programs, which count parameters instead of naming them.
+
+`torch.optim` saves `{"state": {0: ...}, "param_groups": [{"params": [0, 1], ...}]}`: positions in the order in which
+the optimizer got its parameters, and no class. Both are found out here where the saved data leave only one answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import CheckpointError
+
+# What schedules and named parameters add to a group.
+_ADDED_KEYS = frozenset(
+    {"params", "param_names", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+)
+# State of torch's optimizers that has the shape of its parameter.
+_LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf", "prev", "ax")
+# Buffers that torch's own modules register beside parameters of the same shapes.
+_BUFFER_NAMES = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class NamesUnknown(CheckpointError):
+    """The names of an optimizer's parameters, or its class, cannot be told from the file; says why."""
+
+
+def named_from_positions(
+    packed: Mapping[str, Any],
+    weights: Mapping[str, Any],
+    *,
+    ordered: bool,
+    names: Sequence[str] | None = None,
+    class_name: str | None = None,
+) -> dict[str, Any]:
+    """Return a saved `optimizer.state_dict()` in the form of `named_optimizer_state`.
+
+    Args:
+        packed: what `torch.optim.Optimizer.state_dict` gave, with positions.
+        weights: the state dict of the model, buffers included.
+        ordered: `weights` stand in the order of the model's modules; files of safetensors do not keep it.
+        names: the parameters' names in the optimizer's order, where the caller knows them.
+        class_name: the optimizer's class, where the caller knows it.
+
+    Raises:
+        NamesUnknown: there is no answer, or more than one.
+        CheckpointError: `packed` is no optimizer state, or `names` do not fit it.
+    """
+    try:
+        groups = [dict(group) for group in packed["param_groups"]]
+        positions = [[int(position) for position in group["params"]] for group in groups]
+        state = {position: dict(values) for position, values in packed["state"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"this is no state of a torch optimizer: {error!r}.") from error
+    name_of = _names(groups, positions, state, weights, ordered, names)
+    tree_groups = [
+        {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        | {"params": [name_of[position] for position in places]}
+        for group, places in zip(groups, positions, strict=True)
+    ]
+    return {
+        "class": class_name or _class_of(groups),
+        "groups": tree_groups,
+        "state": {name: state.get(position, {}) for position, name in name_of.items()},
+    }
+
+
+def steps_of(packed: Mapping[str, Any]) -> int:
+    """Return how many steps a saved optimizer has done, as far as its state counts them; else 0."""
+    states = [values for values in packed.get("state", {}).values() if isinstance(values, Mapping)]
+    return max((int(values["step"]) for values in states if "step" in values), default=0)
+
+
+def _names(
+    groups: list[dict[str, Any]],
+    positions: list[list[int]],
+    state: Mapping[int, Mapping[str, Any]],
+    weights: Mapping[str, Any],
+    ordered: bool,
+    names: Sequence[str] | None,
+) -> dict[int, str]:
+    flat = [position for places in positions for position in places]
+    if names is None and all("param_names" in group for group in groups):
+        # An optimizer that was made from `named_parameters()` saves them.
+        names = [str(name) for group in groups for name in group["param_names"]]
+    if names is not None:
+        return _given_names(flat, names, state, weights)
+    candidates = _parameters(weights)
+    if len(candidates) < len(flat):
+        raise NamesUnknown(f"the optimizer has {len(flat)} parameters, and the file {len(candidates)} weights.")
+    shapes = {position: _shape_of(state.get(position, {})) for position in flat}
+    if ordered and len(groups) == 1 and len(candidates) == len(flat):
+        found = dict(zip(flat, candidates, strict=True))
+        _check_shapes(found, shapes, weights)
+        return found
+    return _names_by_shape(positions, shapes, candidates, weights, ordered)
+
+
+def _given_names(
+    flat: list[int], names: Sequence[str], state: Mapping[int, Mapping[str, Any]], weights: Mapping[str, Any]
+) -> dict[int, str]:
+    if len(names) != len(flat) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"{len(set(names))} different names were given for an optimizer of {len(flat)} parameters."
+        )
+    strange = [name for name in names if name not in weights]
+    if strange:
+        raise CheckpointError(f"names were given that the file has no weights for: {', '.join(strange[:5])}.")
+    found = dict(zip(flat, names, strict=True))
+    try:
+        _check_shapes(found, {position: _shape_of(state.get(position, {})) for position in flat}, weights)
+    except NamesUnknown as error:
+        raise CheckpointError(str(error)) from error
+    return found
+
+
+def _parameters(weights: Mapping[str, Any]) -> list[str]:
+    """Return the names that may be parameters, of tied ones the first, in order."""
+    found: list[str] = []
+    seen: set[tuple[Any, ...]] = set()
+    for name, value in weights.items():
+        if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+            continue
+        if name.rpartition(".")[2] in _BUFFER_NAMES:
+            continue
+        memory = (value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
+        if memory not in seen:
+            seen.add(memory)
+            found.append(name)
+    return found
+
+
+def _shape_of(values: Mapping[str, Any]) -> torch.Size | None:
+    """Return a parameter's shape if its state tells it."""
+    found = (values[key] for key in _LIKE_PARAMETER if isinstance(values.get(key), torch.Tensor))
+    return next((tensor.shape for tensor in found), None)
+
+
+def _check_shapes(
+    found: Mapping[int, str], shapes: Mapping[int, torch.Size | None], weights: Mapping[str, Any]
+) -> None:
+    for position, name in found.items():
+        shape = shapes[position]
+        if shape is not None and shape != weights[name].shape:
+            raise NamesUnknown(
+                f"the optimizer's parameter {position} has the shape {tuple(shape)}, but {name!r}, which stands in its "
+                f"place, has {tuple(weights[name].shape)}."
+            )
+
+
+def _names_by_shape(
+    positions: list[list[int]],
+    shapes: Mapping[int, torch.Size | None],
+    candidates: list[str],
+    weights: Mapping[str, Any],
+    ordered: bool,
+) -> dict[int, str]:
+    """Name parameters by their shapes, where a shape has one answer only.
+
+    It has when all weights of the shape are in one group, which holds them in the model's order, and that order is
+    known or there is only one.
+    """
+    of_shape: dict[torch.Size, list[str]] = {}
+    for name in candidates:
+        of_shape.setdefault(weights[name].shape, []).append(name)
+    found: dict[int, str] = {}
+    for places in positions:
+        wanted: dict[torch.Size, list[int]] = {}
+        for position in places:
+            shape = shapes[position]
+            if shape is None:
+                raise NamesUnknown("the optimizer has no state for some parameters that would tell their shapes.")
+            wanted.setdefault(shape, []).append(position)
+        for shape, same in wanted.items():
+            named = of_shape.get(shape, [])
+            if len(named) != len(same):
+                raise NamesUnknown(
+                    f"a group of the optimizer holds {len(same)} parameter(s) of the shape {tuple(shape)}, and the "
+                    f"file {len(named)} weight(s) of it: which is which cannot be told."
+                )
+            if len(same) > 1 and not ordered:
+                raise NamesUnknown(
+                    f"{len(same)} weights have the shape {tuple(shape)}, and this file does not keep their order."
+                )
+            found |= zip(same, named, strict=True)
+    order = {name: number for number, name in enumerate(candidates)}
+    in_groups = [[order[found[position]] for position in places] for places in positions]
+    if ordered and any(numbers != sorted(numbers) for numbers in in_groups):
+        raise NamesUnknown("the optimizer got its parameters in another order than the model's.")
+    return found
+
+
+def _class_of(groups: list[dict[str, Any]]) -> str:
+    """Return the class of torch.optim whose hyper-parameters a saved group has."""
+    keys = frozenset(groups[0]) - _ADDED_KEYS if groups else frozenset()
+    fitting = sorted(name for name, own in _hyper_parameters().items() if own - _ADDED_KEYS == keys)
+    if set(fitting) >= {"Adam", "AdamW"} and "decoupled_weight_decay" in keys:
+        fitting = ["AdamW" if groups[0]["decoupled_weight_decay"] else "Adam"]
+    if len(fitting) != 1:
+        which = f"may be {' or '.join(fitting)}" if fitting else "is none of torch.optim as installed"
+        raise NamesUnknown(f"the file does not say the optimizer's class, which {which}. Name it: --optimizer-class.")
+    return fitting[0]
+
+
+def _hyper_parameters() -> dict[str, frozenset[str]]:
+    """Return the keys of a group of each optimizer of torch.optim."""
+    found: dict[str, frozenset[str]] = {}
+    for name in torch.optim.__all__:
+        cls = getattr(torch.optim, name)
+        if not isinstance(cls, type) or not issubclass(cls, torch.optim.Optimizer) or cls is torch.optim.Optimizer:
+            continue
+        shape = (1, 1) if name == "Muon" else (1,)  # Muon is for matrices only
+        parameter = torch.nn.Parameter(torch.zeros(shape))
+        optimizer = cls([parameter], lr=0.1)  # type: ignore[call-arg]  # all have it, their base class does not
+        found[name] = frozenset(optimizer.state_dict()["param_groups"][0])
+    return found

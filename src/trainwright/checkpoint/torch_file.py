@@ -1,0 +1,367 @@
+"""Reading what `torch.save` wrote, without running anything that the file says.
+
+A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle in it, and unpickling calls whatever the pickle names.
+Here the pickle is only parsed: each name and each call in it becomes an inert node, and afterwards a closed list of
+names (tensors, plain containers, numbers) is interpreted by functions of this module. Everything else is unknown and
+refused. `torch.load(weights_only=True)` is not used: it builds tensors inside the unpickler, and before torch 2.10 a
+crafted file could corrupt memory there (CVE-2026-24747), while this package runs on torch 2.9 too.
+
+Tensors are mapped from the file: no bytes are read before they are touched.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pathlib
+import pickle
+import struct
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from trainwright.core.errors import CheckpointError
+
+MAX_PICKLE_BYTES = 512 * 2**20
+_LOCAL_HEADER = struct.Struct("<26xHH")  # the end of a zip entry's local header: lengths of its name and extra field
+
+Name = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Stands where a file holds something outside the closed list; `name` is its `module.name`."""
+
+    name: str
+
+
+class _Node:
+    """A call in a pickle that was not made: what would be called, with what, and what would be put into the result.
+
+    The unpickler knows values of this type only, besides plain containers, numbers and text: no method here does more
+    than keep what it is given.
+    """
+
+    name: ClassVar[Name]
+    args: tuple[Any, ...]
+
+    def __new__(cls, *args: Any) -> _Node:
+        node = object.__new__(cls)
+        node.args = args
+        node.state = None
+        node.values = []
+        node.pairs = []
+        return node
+
+    state: Any
+    values: list[Any]
+    pairs: list[tuple[Any, Any]]
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
+    def append(self, value: Any) -> None:
+        """Keep one more value."""
+        self.values.append(value)
+
+    def extend(self, values: Any) -> None:
+        """Keep more values."""
+        self.values.extend(values)
+
+    def add(self, value: Any) -> None:
+        """Keep one more member."""
+        self.values.append(value)
+
+
+_STORAGE: Name = ("", "storage")
+
+
+class _Parser(pickle.Unpickler):
+    """Parses a pickle into plain containers and `_Node`s."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._classes: dict[Name, type[_Node]] = {}
+
+    def find_class(self, module: str, name: str) -> type[_Node]:
+        """Return the inert stand-in for a name; nothing is imported."""
+        key = (module, name)
+        if key not in self._classes:
+            self._classes[key] = type("Named", (_Node,), {"name": key})
+        return self._classes[key]
+
+    def persistent_load(self, pid: Any) -> _Node:
+        """Return the node of a storage, which lies beside the pickle in the archive."""
+        return self.find_class(*_STORAGE)(pid)
+
+
+def read_torch_file(path: pathlib.Path) -> tuple[Any, list[str]]:
+    """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
+
+    Args:
+        path: a zip archive as torch has written since 1.6, on a little-endian machine.
+
+    Returns:
+        The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
+        Tensors are on the CPU, mapped privately to the file, so that it must stay where it is while they are used;
+        tensors that shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
+
+    Raises:
+        CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, or a tensor in
+            it reaches beyond its storage.
+    """
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(
+            f"{path} is no archive of torch.save: it is a bare pickle (torch before 1.6, or pickle.dump), or damaged. "
+            "A bare pickle can only be executed; do that with --trust-pickle if you trust who made it."
+        )
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = _Records(path, archive)
+            reader = _Interpreter(records)
+            tree = reader.value(_Parser(records.pickle()).load())
+    except CheckpointError:
+        raise
+    except (pickle.UnpicklingError, zipfile.BadZipFile, RecursionError, MemoryError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error!r}. It is damaged or not made by torch.save.") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
+        # What the parser and torch raise for a pickle that no honest program writes.
+        raise CheckpointError(f"{path} is not made as torch.save makes files: {error!r}.") from error
+    return tree, sorted(reader.unknown)
+
+
+class _Records:
+    """The entries of an archive: its pickle, and its storages by key, mapped."""
+
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile) -> None:
+        self._path = path
+        self._archive = archive
+        self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "constants.pkl" in self._entries:
+            raise CheckpointError(
+                f"{path} is a TorchScript program, not a state dict. Load it with torch.jit.load and save its "
+                "state_dict()."
+            )
+        order = self._entries.get("byteorder")
+        if order is not None and archive.read(order) != b"little":
+            raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
+        # Private: whatever is written to a tensor never reaches the file.
+        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c")
+
+    def pickle(self) -> bytes:
+        info = self._entries.get("data.pkl")
+        if info is None:
+            raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save has not made it.")
+        if info.file_size > MAX_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{self._path}: its data.pkl has {info.file_size} bytes; {MAX_PICKLE_BYTES} are read."
+            )
+        return self._archive.read(info)
+
+    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
+        """Return a storage as a flat tensor of `num` elements."""
+        info = self._entries[f"data/{key}"]
+        need = num * dtype.itemsize
+        if num < 0 or info.file_size < need:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {info.file_size} bytes, expected {need}.")
+        if num == 0:
+            return torch.empty(0, dtype=dtype)
+        if info.compress_type != zipfile.ZIP_STORED:
+            return torch.frombuffer(bytearray(self._archive.read(info)), dtype=dtype, count=num)
+        header = self._file[info.header_offset : info.header_offset + _LOCAL_HEADER.size].tobytes()
+        start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+        if start + need > len(self._file):
+            raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+        piece = self._file[start : start + need]
+        if start % dtype.itemsize:
+            piece = piece.copy()  # an element must not lie across its own width
+        return torch.frombuffer(piece, dtype=dtype, count=num)
+
+
+class _Interpreter:
+    """Turns nodes into values by the closed list, and remembers what was not in it."""
+
+    def __init__(self, records: _Records) -> None:
+        self.records = records
+        self.unknown: set[str] = set()
+        self._made: dict[int, Any] = {}  # id of a node → its value, so that what was one object stays one
+        self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def value(self, value: Any) -> Any:
+        """Return what `value` stands for."""
+        if isinstance(value, _Node):
+            if id(value) not in self._made:
+                self._made[id(value)] = self._node(value)
+            return self._made[id(value)]
+        if isinstance(value, type) and issubclass(value, _Node):
+            return self._reference(value.name)
+        kind = type(value)
+        if kind is dict:
+            return {self.value(key): self.value(item) for key, item in value.items()}
+        if kind in (list, tuple, set, frozenset):
+            return kind(self.value(item) for item in value)
+        return value
+
+    def _node(self, node: _Node) -> Any:
+        maker = _MAKERS.get(node.name)
+        return self._unknown(node.name) if maker is None else maker(self, node)
+
+    def _reference(self, name: Name) -> Any:
+        found = _REFERENCES.get(name)
+        return self._unknown(name) if found is None else found
+
+    def _unknown(self, name: Name) -> Unknown:
+        self.unknown.add(".".join(name))
+        return Unknown(".".join(name))
+
+    def flat(self, node: _Node, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the flat tensor of a storage node; `dtype` is for storages that do not say theirs."""
+        _, kind, key, _, num = node.args[0]
+        own = _STORAGE_DTYPES[kind.name]
+        wanted = own or dtype
+        if node.name != _STORAGE or wanted is None or not isinstance(key, str):
+            raise ValueError("a tensor without a storage")
+        # An untyped storage counts bytes.
+        count = _whole(num) if own is not None else _whole(num) // wanted.itemsize
+        if (key, wanted) not in self._storages:
+            self._storages[key, wanted] = self.records.storage(key, wanted, count)
+        return self._storages[key, wanted]
+
+    def tensor(self, node: _Node) -> torch.Tensor:
+        """Build a tensor after checking that it lies in its storage."""
+        storage, offset, size, stride = node.args[:4]
+        dtype = None
+        if node.name[1] == "_rebuild_tensor_v3":
+            dtype = _REFERENCES[node.args[6].name]
+            metadata = node.args[7] if len(node.args) > 7 else None
+        else:
+            metadata = node.args[6] if len(node.args) > 6 else None
+        flat = self.flat(storage, dtype)
+        sizes = [_whole(number) for number in self.value(size)]
+        strides = [_whole(number) for number in self.value(stride)]
+        if len(sizes) != len(strides):
+            raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
+        last = _whole(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        if math.prod(sizes) and last >= flat.numel():
+            raise CheckpointError(
+                f"a tensor of sizes {sizes} and strides {strides} at {offset} reaches beyond its storage of "
+                f"{flat.numel()} elements. The file is damaged or made to do harm."
+            )
+        if not math.prod(sizes):
+            return torch.empty(sizes, dtype=flat.dtype)
+        tensor = torch.as_strided(flat, sizes, strides, offset)
+        # How torch saves that a view is conjugated or negated without having been computed.
+        if isinstance(metadata, dict) and metadata.get("conj"):
+            tensor = tensor.conj()
+        return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**62:
+        raise ValueError(f"{number!r} where a size was expected")
+    return number
+
+
+def _mapping(reader: _Interpreter, node: _Node) -> dict[Any, Any]:
+    given = reader.value(list(node.args))
+    first = given[0] if given and node.name[1] != "defaultdict" else ()
+    pairs = first.items() if isinstance(first, dict) else first
+    return dict(pairs) | {reader.value(key): reader.value(value) for key, value in node.pairs}
+
+
+def _default_dict(reader: _Interpreter, node: _Node) -> Any:
+    factory = reader.value(node.args[0]) if node.args else None
+    return Unknown(factory.name) if isinstance(factory, Unknown) else defaultdict(factory, _mapping(reader, node))
+
+
+def _namespace(reader: _Interpreter, node: _Node) -> Any:
+    return reader.value(node.state or {})
+
+
+def _encoded(reader: _Interpreter, node: _Node) -> bytes:
+    text, codec = node.args
+    if codec not in ("latin1", "latin-1"):
+        raise ValueError(f"bytes in the encoding {codec!r}")
+    return bytes(text, "latin1")
+
+
+def _numpy_dtype(reader: _Interpreter, node: _Node) -> np.dtype[Any]:
+    dtype = np.dtype(str(node.args[0]))
+    if dtype.kind not in "biufc":
+        raise ValueError(f"a numpy array of {dtype}")
+    order = node.state[1] if node.state else "|"
+    return np.dtype(f"{order}{dtype.str[1:]}") if order in ("<", ">") else dtype
+
+
+def _numpy_scalar(reader: _Interpreter, node: _Node) -> Any:
+    dtype, data = (reader.value(value) for value in node.args)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for a {dtype}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _numpy_array(reader: _Interpreter, node: _Node) -> Any:
+    _, shape, dtype, fortran, data = (reader.value(value) for value in node.state)
+    sizes = [_whole(number) for number in shape]
+    return np.frombuffer(data, dtype).reshape(sizes, order="F" if fortran else "C").copy()
+
+
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128",
+    "uint64", "uint32", "uint16", "uint8", "int64", "int32", "int16", "int8", "bool",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+_BUILTINS: dict[str, Any] = {
+    "int": int, "long": int, "float": float, "str": str, "unicode": str, "bool": bool, "list": list, "dict": dict,
+    "set": set, "tuple": tuple, "bytes": bytes,
+}  # fmt: skip
+# What a name that is not called stands for.
+_REFERENCES: dict[Name, Any] = {("torch", name): getattr(torch, name) for name in _DTYPES} | {
+    (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
+}
+_STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
+    ("torch", f"{word}Storage"): dtype
+    for word, dtype in {
+        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+        "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+    }.items()
+} | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
+
+_Maker = Callable[[_Interpreter, _Node], Any]
+_MAKERS: dict[Name, _Maker] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _Interpreter.tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _Interpreter.tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda reader, node: reader.value(node.args[0]),
+    ("torch", "Size"): lambda reader, node: torch.Size([_whole(number) for number in reader.value(node.args[0])]),
+    ("torch", "device"): lambda reader, node: torch.device(*reader.value(node.args)),
+    ("collections", "OrderedDict"): _mapping,
+    ("collections", "defaultdict"): _default_dict,
+    ("collections", "Counter"): lambda reader, node: Counter(_mapping(reader, node)),
+    ("argparse", "Namespace"): _namespace,
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "dtype"): _numpy_dtype,
+}
+for _module in ("builtins", "__builtin__"):
+    _MAKERS[_module, "set"] = lambda reader, node: set(reader.value(node.args[0])) if node.args else set()
+    _MAKERS[_module, "frozenset"] = lambda reader, node: frozenset(reader.value(node.args[0])) if node.args else set()
+    _MAKERS[_module, "complex"] = lambda reader, node: complex(*(float(number) for number in node.args))
+    _MAKERS[_module, "bytes"] = lambda reader, node: b""  # how protocol 2 writes empty bytes
+for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _MAKERS[_module, "scalar"] = _numpy_scalar
+    _MAKERS[_module, "_reconstruct"] = _numpy_array
+for _module in ("pathlib", "pathlib._local"):
+    for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+        _MAKERS[_module, _name] = lambda reader, node: pathlib.Path(*(str(piece) for piece in node.args))
+for _package in ("lightning.fabric", "lightning_fabric"):
+    _MAKERS[f"{_package}.utilities.data", "AttributeDict"] = _mapping
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _MAKERS[f"{_package}.utilities.parsing", "AttributeDict"] = _mapping

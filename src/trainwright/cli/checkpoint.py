@@ -1,0 +1,329 @@
+"""`trainwright checkpoint ls|show|verify|diff|merge|export|convert`: look at checkpoints, and take weights in and out.
+
+Exit codes: 0; 1 when `verify` finds damage or `diff` a difference; 2 for anything that cannot be done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+if TYPE_CHECKING:
+    from trainwright.checkpoint.diff import CheckpointDifference
+    from trainwright.checkpoint.export import Exported
+
+_FOUND = 1  # verify: damage; diff: differences
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_SHOWN = 20  # lines of one kind that are printed
+
+
+def checkpoint(argv: Sequence[str]) -> int:
+    """Run one of the commands; see `trainwright checkpoint --help`.
+
+    Returns:
+        0; 1 when `verify` has found damage or `diff` a difference.
+
+    Raises:
+        CheckpointError, ConfigurationError: what was asked cannot be done.
+    """
+    wanted = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = wanted.command
+    try:
+        return command(wanted)
+    except FileNotFoundError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trainwright checkpoint",
+        description="Look at checkpoints, and take weights in and out.",
+        epilog="exit codes: 0; 1 when verify finds damage or diff a difference; 2 for anything that cannot be done",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, *, as_json: bool) -> Any:
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(command=run)
+        if as_json:
+            command.add_argument("--json", action="store_true", help="print JSON")
+        return command
+
+    one = add("ls", _ls, "list a run's checkpoints, damaged ones marked", as_json=True)
+    one.add_argument("folder", type=Path, help="the run's folder, or that of its checkpoints")
+    one.add_argument("--verify", action="store_true", help="compare every file's hash, not its size only")
+    one = add("show", _show, "print what a resume from a checkpoint restores", as_json=True)
+    one.add_argument("path", type=Path, help="a checkpoint")
+    one = add("verify", _verify, "compare checkpoints with their manifests, hashes included", as_json=True)
+    one.add_argument("paths", type=Path, nargs="+", help="checkpoints, or folders of checkpoints")
+    one = add("diff", _diff, "compare two checkpoints, bit by bit", as_json=True)
+    one.add_argument("left", type=Path)
+    one.add_argument("right", type=Path)
+    one = add("merge", _merge, "merge the shards of a model into one safetensors file", as_json=False)
+    one.add_argument("source", type=Path, help="a checkpoint, or a folder of Hugging Face shards")
+    one.add_argument("target", type=Path, help="the file to make")
+    _add_export(add("export", _export, "write the weights alone, for other programs", as_json=False))
+    _add_convert(add("convert", _convert, "make a checkpoint from what another program saved", as_json=False))
+    return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="a checkpoint, or a folder of Hugging Face safetensors")
+    parser.add_argument("target", type=Path, help="the file to make; with --sharded the folder")
+    parser.add_argument("--sharded", action="store_true", help="shards with an index, as Hugging Face has them")
+    parser.add_argument("--max-shard-size", default="5GB", help="of one shard: 5GB, 500MB, 2GiB, ... (default: 5GB)")
+    parser.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="convert floating-point tensors to this")
+    parser.add_argument("--expand-tied", action="store_true", help="write tied weights under each of their names")
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a checkpoint from a Lightning .ckpt, a folder of Accelerate's save_state, or a state dict (.pt, .pth, "
+        ".bin, .safetensors). Pickles are parsed, never executed, unless --trust-pickle is given."
+    )
+    parser.add_argument("source", type=Path)
+    parser.add_argument("target", type=Path, help="the checkpoint folder to make")
+    parser.add_argument(
+        "--drop-unknown", action="store_true", help="leave out what is no plain data; nothing is executed"
+    )
+    parser.add_argument(
+        "--trust-pickle", action="store_true", help="unpickle: runs ANY code in the file; only if you trust its maker"
+    )
+    parser.add_argument(
+        "--param-names", type=Path, action="append", default=[], metavar="FILE",
+        help="names of an optimizer's parameters in its order, one a line; once per optimizer",
+    )  # fmt: skip
+    parser.add_argument(
+        "--optimizer-class", action="append", default=[], metavar="NAME", help="such as AdamW; once per optimizer"
+    )
+    parser.add_argument("--step", type=int, help="completed optimizer steps, where the file does not tell")
+    parser.add_argument("--epoch", type=int, help="finished epochs, where the file does not tell")
+
+
+# Looking
+
+
+def _ls(wanted: argparse.Namespace) -> int:
+    from trainwright.cli.checkpoint_facts import list_folder
+
+    rows = list_folder(wanted.folder, hashes=wanted.verify)
+    if wanted.json:
+        print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2))
+        return 0
+    if not rows:
+        print(f"no checkpoints in {wanted.folder}")
+        return 0
+    lines = [["NAME", "STEP", "EPOCH", "KIND", "SIZE", "AGE", "METRICS"]]
+    for row in rows:
+        if row.step is None:
+            lines.append([row.name, "", "", "", "", "", "DAMAGED"])
+            continue
+        metrics = " ".join(f"{name}={value:.6g}" for name, value in row.metrics.items())
+        state = "DAMAGED" if row.problems else metrics
+        lines.append(
+            [row.name, str(row.step), str(row.epoch), row.kind or "", _size(row.bytes), _age(row.age_s), state]
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    for line in lines:
+        print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
+    for row in rows:
+        for problem in row.problems:
+            print(f"{row.name}: {problem}")
+    return 0
+
+
+def _show(wanted: argparse.Namespace) -> int:
+    from trainwright.cli.checkpoint_facts import describe
+
+    facts = describe(wanted.path)
+    if wanted.json:
+        print(json.dumps(_plain(facts), indent=2))
+        return 0
+    _print_tree(facts, "")
+    return 0
+
+
+def _verify(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint import verify
+    from trainwright.cli.checkpoint_facts import checkpoints_at
+
+    found: dict[str, list[str]] = {}
+    for given in wanted.paths:
+        for path in checkpoints_at(given):
+            found[str(path)] = verify(path)
+    damaged = any(found.values())
+    if wanted.json:
+        print(json.dumps({"damaged": damaged, "checkpoints": found}, indent=2))
+    else:
+        for name, problems in found.items():
+            print(f"{name}: {'damaged' if problems else 'whole'}")
+            for problem in problems:
+                print(f"  {problem}")
+    return _FOUND if damaged else 0
+
+
+def _diff(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint.diff import diff_checkpoints
+
+    found = diff_checkpoints(wanted.left, wanted.right)
+    if wanted.json:
+        largest = found.largest()
+        facts = {**dataclasses.asdict(found), "largest": None if largest is None else dataclasses.asdict(largest)}
+        print(json.dumps(_plain({"same": not found, **facts}), indent=2))
+    else:
+        _print_difference(found, wanted.left, wanted.right)
+    return _FOUND if found else 0
+
+
+def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> None:
+    if not found:
+        print("the same in everything")
+        return
+    for side, only in ((left, found.only_left), (right, found.only_right)):
+        _print_some(f"only in {side}:", only)
+    _print_some("values that differ:", [f"{item.path}: {item.left} -> {item.right}" for item in found.values])
+    if found.tensors:
+        first, largest = found.tensors[0], found.largest()
+        most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
+        print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
+        _print_some("tensors that differ, by max |left - right|:", [
+            f"{item.path}: {item.left} -> {item.right}" if item.max_abs is None else f"{item.path}: {item.max_abs:.6g}"
+            for item in found.tensors
+        ])  # fmt: skip
+
+
+def _print_some(title: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    print(title)
+    for line in lines[:_SHOWN]:
+        print(f"  {line}")
+    if len(lines) > _SHOWN:
+        print(f"  ... and {len(lines) - _SHOWN} more (all of them with --json)")
+
+
+# Weights in and out
+
+
+def _merge(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint.export import export_weights
+
+    _tell(export_weights(wanted.source, wanted.target))
+    return 0
+
+
+def _export(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint.export import export_weights
+
+    _tell(
+        export_weights(
+            wanted.source,
+            wanted.target,
+            layout="sharded" if wanted.sharded else "single",
+            dtype=wanted.dtype,
+            max_shard_bytes=_parse_size(wanted.max_shard_size),
+            expand_tied=wanted.expand_tied,
+        )
+    )
+    return 0
+
+
+def _tell(exported: Exported) -> None:
+    for file in exported.files:
+        print(file)
+    print(f"{exported.num_tensors} tensors, {_size(exported.num_bytes)}")
+    for name, first in exported.tied.items():
+        print(f"note: {name} is the same weight as {first} and is written under that name only", file=sys.stderr)
+    if exported.left_out:
+        print("note: the state dict's entries that are no tensors are left out", file=sys.stderr)
+
+
+def _convert(wanted: argparse.Namespace) -> int:
+    from trainwright.checkpoint.convert import ConvertOptions, convert_checkpoint, read_names
+
+    for name in ("step", "epoch"):
+        value = getattr(wanted, name)
+        if value is not None and value < 0:
+            raise ConfigurationError(f"--{name}={value} is negative.")
+    options = ConvertOptions(
+        trust_pickle=wanted.trust_pickle,
+        drop_unknown=wanted.drop_unknown,
+        param_names=[read_names(path.read_text().splitlines()) for path in wanted.param_names],
+        optimizer_classes=wanted.optimizer_class,
+        step=wanted.step,
+        epoch=wanted.epoch,
+    )
+    done = convert_checkpoint(wanted.source, wanted.target, options)
+    what = "a full checkpoint" if done.kind == "full" else "weights only"
+    print(f"{done.path}: {what} from {done.source}, {done.num_tensors} tensors, step {done.step}, epoch {done.epoch}")
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+# Words
+
+
+def _print_tree(value: Any, indent: str) -> None:
+    for name, item in value.items():
+        if isinstance(item, dict) and item:
+            print(f"{indent}{name}:")
+            _print_tree(item, indent + "  ")
+        elif isinstance(item, list) and item and isinstance(item[0], dict):
+            for number, one in enumerate(item):
+                print(f"{indent}{name.removesuffix('s')} {number}:")
+                _print_tree(one, indent + "  ")
+        else:
+            print(f"{indent}{name}: {_text(item)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None or value == {}:
+        return "none"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` as JSON can say it; numbers that it cannot are text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _size(num: int) -> str:
+    value = float(num)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{num} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", text.strip())
+    if match is None or match[2].lower() not in _UNITS or float(match[1]) == 0:
+        raise ConfigurationError(f"--max-shard-size={text!r}, expected a size such as 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])

@@ -1,0 +1,252 @@
+"""What `trainwright checkpoint ls` and `show` say: rows about a folder, and what one checkpoint restores."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint import Manifest, read_manifest, verify
+from trainwright.checkpoint.codec import TAG, decode
+from trainwright.checkpoint.export import stored_tensors
+from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, load_json, numbered
+from trainwright.checkpoint.safetensors_io import read_header, read_safetensors
+from trainwright.checkpoint.trees import read_tree
+from trainwright.checkpoint.writer import PROGRESS
+from trainwright.core.errors import CheckpointError
+
+CHECKPOINTS = "checkpoints"  # where a run keeps them below its folder, unless told otherwise
+
+
+@dataclass
+class Row:
+    """One checkpoint in a listing; what a damaged manifest cannot tell is None.
+
+    Attributes:
+        name: of its folder.
+        path: of its folder.
+        step, epoch, kind, metrics: from its manifest.
+        bytes: of all files that the manifest lists.
+        created: UTC, ISO 8601.
+        age_s: seconds since then.
+        problems: what is wrong with it, in words.
+    """
+
+    name: str
+    path: str
+    step: int | None = None
+    epoch: int | None = None
+    kind: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    bytes: int = 0
+    created: str = ""
+    age_s: float = 0.0
+    problems: list[str] = field(default_factory=list)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return `path` if it is a checkpoint, else those in it, or in its folder `checkpoints`; damaged ones too.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        CheckpointError: it is a file, or holds no checkpoint.
+    """
+    found = _folders(path)
+    if not found:
+        raise CheckpointError(f"{path} is no checkpoint and holds none.")
+    return found
+
+
+def _folders(path: Path) -> list[Path]:
+    if not path.exists():
+        read_manifest(path)  # raises, with what lies nearby, unless a crash left the checkpoint under a hidden name
+        return [path]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file, and a checkpoint is a folder.")
+    if _looks_ours(path):
+        return [path]
+    for folder in (path, path / CHECKPOINTS):
+        found = sorted(entry for entry in folder.iterdir() if _looks_ours(entry)) if folder.is_dir() else []
+        if found:
+            return found
+    return []
+
+
+def _looks_ours(path: Path) -> bool:
+    if path.name.startswith(".") or not path.is_dir():
+        return False
+    return (path / MANIFEST).exists() or (path / f"{TRAINER_STEM}.json").exists()
+
+
+def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
+    """Return a row for each checkpoint in a run's folder, by step; those whose step is unknown come first.
+
+    Args:
+        folder: the run's, or that of its checkpoints.
+        hashes: compare every file's hash; otherwise only missing files and wrong sizes are found.
+
+    Raises:
+        FileNotFoundError: nothing is at `folder`.
+        CheckpointError: it is a file.
+    """
+    if not folder.exists():
+        raise FileNotFoundError(f"there is no folder {folder}.")
+    rows = [_row(path, hashes) for path in _folders(folder)]
+    return sorted(rows, key=lambda row: (-1 if row.step is None else row.step, row.created, row.name))
+
+
+def _row(path: Path, hashes: bool) -> Row:
+    problems = verify(path, hashes=hashes)
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return Row(path.name, str(path), problems=problems)
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(manifest.created)
+    return Row(
+        path.name,
+        str(path),
+        manifest.step,
+        manifest.epoch,
+        manifest.kind,
+        dict(manifest.metrics),
+        sum(_bytes_of(manifest, part) for part in manifest.parts),
+        manifest.created,
+        age.total_seconds(),
+        problems,
+    )
+
+
+def _bytes_of(manifest: Manifest, part: str) -> int:
+    return sum(entry.size for entry in manifest.parts[part].files.values())
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """Return what a resume from a checkpoint restores, by name: plain values only; big tensors are not read.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        CheckpointError: it is damaged (files missing or of a wrong size; hashes are not compared).
+    """
+    manifest = read_manifest(path)
+    problems = verify(path, hashes=False)
+    if problems:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+    facts: dict[str, Any] = {
+        "path": str(path),
+        "kind": manifest.kind,
+        "step": manifest.step,
+        "epoch": manifest.epoch,
+        "created": manifest.created,
+        "format version": manifest.format_version,
+        "topology": dict(manifest.topology),
+        "versions": dict(manifest.versions),
+        "metrics": dict(manifest.metrics),
+        "parts": {
+            name: f"{len(part.files)} files, {_bytes_of(manifest, name)} bytes"
+            + ("" if part.required else ", optional")
+            for name, part in manifest.parts.items()
+        },
+    }
+    if "model" in manifest.parts:
+        facts["model"] = _model(path)
+    if "optimizer" in manifest.parts:
+        stems = numbered(manifest.parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
+        facts["optimizers"] = [_optimizer(path, stem) for stem in stems]
+    if "trainer" in manifest.parts:
+        facts |= _trainer(read_tree(path, TRAINER_STEM))
+    if "rng" in manifest.parts:
+        stems = numbered(manifest.parts["rng"].files, RNG_FOLDER, "rank")
+        facts["rng"] = {f"rank {rank}": list(_raw(path, stem)) for rank, stem in enumerate(stems)}
+    return facts
+
+
+def _model(path: Path) -> dict[str, Any]:
+    tensors, tied = stored_tensors(path)
+    dtypes: dict[str, int] = {}
+    for tensor in tensors:
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
+    return {
+        "tensors": len(tensors),
+        "elements": sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+        "dtypes": dtypes,
+        "tied": tied,
+    }
+
+
+def _raw(folder: Path, stem: str) -> dict[str, Any]:
+    """Return a tree's JSON as it is written, without its tensors."""
+    path = folder / f"{stem}.json"
+    value = load_json(path.read_bytes(), str(path))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected an object, got {type(value).__name__}.")
+    return value
+
+
+class _OnDemand(Mapping[str, torch.Tensor]):
+    """A safetensors file of which a tensor is read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names = [name for name in read_header(path) if name != "__metadata__"] if path.is_file() else []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return read_safetensors(self._path, names=[name])[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
+    raw = _raw(folder, stem)
+    groups = decode(raw["groups"], _OnDemand(folder / f"{stem}.safetensors"))
+    states = raw["state"]
+    # A dict with a name that JSON or the codec has its own meaning for is a list of pairs.
+    entries = [pair[1] for pair in states["v"]] if TAG in states else list(states.values())
+    keys = sorted({key for entry in entries for key in entry})
+    return {
+        "class": str(raw["class"]),
+        "state": f"{', '.join(keys) or 'none yet'}, for {sum(map(bool, entries))} of {len(entries)} parameters",
+        "groups": [
+            {
+                "parameters": len(group["params"]),
+                **{key: _short(value) for key, value in group.items() if key != "params"},
+            }
+            for group in groups
+        ],
+    }
+
+
+def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return everything in the trainer's part, one level deep in what belongs to callbacks and schedules."""
+    facts: dict[str, Any] = {"progress": tree.get(PROGRESS, {})}
+    for name, value in tree.items():
+        if name == PROGRESS:
+            continue
+        if isinstance(value, dict):
+            facts[name] = {str(key): _nested(item) for key, item in value.items()}
+        elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
+            facts[name] = [{str(key): _short(item) for key, item in one.items()} for one in value]
+        else:
+            facts[name] = _short(value)
+    return facts
+
+
+def _nested(value: Any) -> Any:
+    return {str(key): _short(item) for key, item in value.items()} if isinstance(value, dict) else _short(value)
+
+
+def _short(value: Any, limit: int = 100) -> Any:
+    """Return numbers and text as they are, tensors by dtype and shape, and the rest as Python writes it, shortened."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."

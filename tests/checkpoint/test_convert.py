@@ -1,0 +1,431 @@
+"""Taking over foreign checkpoints: what comes along, what is left out and said, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.foreign import Net, accelerate_folder, lightning_dict, trained
+from tests.checkpoint.snapshots import same
+from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state, read_checkpoint, verify
+from trainwright.checkpoint.convert import Converted, ConvertOptions, convert_checkpoint
+from trainwright.core.errors import CheckpointError
+from trainwright.core.rng import rng_state, set_rng_state
+
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+class _Evil:
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.flag}",)
+
+
+class _Custom:
+    """Something of the user's own."""
+
+
+def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _two_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Decay for matrices only: the groups have their members' shapes to themselves."""
+    parameters = list(model.parameters())
+    matrices = [p for p in parameters if p.dim() > 1]
+    others = [p for p in parameters if p.dim() < 2]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+
+
+def _names(model: torch.nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _lightning(tmp_path: Path, make: MakeOptimizer = _adamw, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = make(model)
+    trained(model, optimizer)
+    torch.save(lightning_dict(model, [optimizer], **more), tmp_path / "x.ckpt")
+    return tmp_path / "x.ckpt", model, optimizer
+
+
+def _notes(converted: Converted) -> str:
+    return "\n".join(converted.notes)
+
+
+# Lightning
+
+
+def test_a_lightning_file_keeps_weights_step_epoch_and_hyper_parameters(tmp_path: Path) -> None:
+    source, model, _ = _lightning(tmp_path)
+    done = convert_checkpoint(source, tmp_path / "out")
+    assert (done.source, done.kind, done.step, done.epoch) == ("lightning", "full", 8, 2)
+    assert verify(tmp_path / "out") == []
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert same(dict(snapshot.model or {}), dict(model.state_dict()))
+    assert snapshot.trainer["hyper_parameters"] == {"width": 4}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _adamw,
+        _two_groups,
+        lambda model: torch.optim.Adam(model.parameters(), lr=0.01, amsgrad=True),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.01),
+        lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+        lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
+        lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    ],
+)
+def test_an_optimizer_comes_along_keyed_by_name(make: MakeOptimizer, tmp_path: Path) -> None:
+    source, model, optimizer = _lightning(tmp_path, make)
+    assert convert_checkpoint(source, tmp_path / "out").kind == "full"
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+    fresh = Net()
+    load_named_optimizer_state(make(fresh), saved, _names(fresh))  # fits an optimizer made anew
+
+
+def test_a_schedule_and_a_loss_scale_come_along(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = _adamw(model)
+    trained(model, optimizer)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5])
+    tree = lightning_dict(model, [optimizer], schedulers=[schedule], MixedPrecision={"scale": 8.0})
+    torch.save(tree, tmp_path / "x.ckpt")
+    convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
+    trainer = read_checkpoint(tmp_path / "out").trainer
+    assert same(trainer["schedulers"], [schedule.state_dict()])
+    assert trainer["strategy"] == {"scaler": {"scale": 8.0}}
+
+
+def test_what_the_users_hooks_added_is_handed_to_the_tasks_hooks(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path, vocabulary=["a", "b"])
+    convert_checkpoint(source, tmp_path / "out")
+    assert read_checkpoint(tmp_path / "out").trainer["task"] == {"vocabulary": ["a", "b"]}
+
+
+def test_states_of_lightnings_callbacks_are_left_out_and_named(tmp_path: Path) -> None:
+    done = convert_checkpoint(_lightning(tmp_path)[0], tmp_path / "out")
+    assert "Lightning's callbacks are left out: ModelCheckpoint." in _notes(done)
+
+
+@pytest.mark.parametrize(("is_last_batch", "epoch"), [(False, 1), (True, 2)])
+def test_a_file_from_within_an_epoch_stands_at_its_start(is_last_batch: bool, epoch: int, tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path, is_last_batch=is_last_batch, inside=3)
+    done = convert_checkpoint(source, tmp_path / "out")
+    assert done.epoch == epoch
+    assert ("stands 3 batches into epoch 1" in _notes(done)) is not is_last_batch
+
+
+def test_a_file_that_the_validation_after_an_epochs_last_batch_saved_has_finished_that_epoch(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path)
+    tree = torch.load(source, weights_only=True)
+    tree["loops"]["fit_loop"]["epoch_progress"]["current"]["processed"] = 1
+    torch.save(tree, source)
+    assert convert_checkpoint(source, tmp_path / "out").epoch == 2
+
+
+def test_the_steps_of_two_optimizers_are_pointed_out(tmp_path: Path) -> None:
+    model = Net()
+    optimizers = [_adamw(model), _adamw(model)]
+    trained(model, optimizers[0])
+    trained(model, optimizers[1])
+    torch.save(lightning_dict(model, optimizers), tmp_path / "x.ckpt")
+    done = convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out", ConvertOptions(step=4))
+    assert done.step == 4
+    assert "counts a step of each optimizer" in _notes(done)
+    assert len(read_checkpoint(tmp_path / "out").optimizers) == 2
+
+
+# Names that the file does not tell
+
+
+def _frozen_first(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters())[2:])
+
+
+def _reversed(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters())[::-1])
+
+
+@pytest.mark.parametrize("make", [_frozen_first, _reversed])
+def test_an_optimizer_whose_names_cannot_be_told_is_left_out_and_said(make: MakeOptimizer, tmp_path: Path) -> None:
+    done = convert_checkpoint(_lightning(tmp_path, make)[0], tmp_path / "out")
+    assert done.kind == "weights"
+    assert "cannot be keyed by name" in _notes(done)
+    assert read_checkpoint(tmp_path / "out").optimizers == []
+
+
+@pytest.mark.parametrize("make", [_frozen_first, _reversed])
+def test_names_that_are_given_are_used(make: MakeOptimizer, tmp_path: Path) -> None:
+    source, model, optimizer = _lightning(tmp_path, make)
+    names = [_names(model)[p] for group in optimizer.param_groups for p in group["params"]]
+    done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(param_names=[names]))
+    assert done.kind == "full"
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+
+
+def test_names_that_the_optimizer_saved_itself_are_used(tmp_path: Path) -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(model.named_parameters())[::-1])
+
+    source, model, optimizer = _lightning(tmp_path, make)
+    assert convert_checkpoint(source, tmp_path / "out").kind == "full"
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+
+
+@pytest.mark.parametrize(
+    ("names", "complaint"),
+    [
+        (["head.bias"], "1 different names were given for an optimizer of 6 parameters"),
+        (["nose.bias", *list(dict(Net().named_parameters()))[1:]], "no weights for: nose.bias"),
+        (list(dict(Net().named_parameters()))[::-1], "shape"),
+    ],
+)
+def test_names_that_do_not_fit_are_an_error(names: list[str], complaint: str, tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path)
+    with pytest.raises(CheckpointError, match=complaint):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(param_names=[names]))
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_for_too_few_optimizers_are_an_error(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path)
+    with pytest.raises(CheckpointError, match="given for 2 optimizer"):
+        convert_checkpoint(source, tmp_path / "out", ConvertOptions(optimizer_classes=["Adam", "Adam"]))
+
+
+def test_a_tied_weight_is_one_parameter(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    optimizer = _adamw(model)
+    trained(model, optimizer)
+    torch.save(lightning_dict(model, [optimizer]), tmp_path / "x.ckpt")
+    assert convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out").kind == "full"
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert same(snapshot.optimizers[0], named_optimizer_state(optimizer, _names(model)))
+    assert same((snapshot.model or {})["1.weight"], model[0].weight.detach())
+
+
+def test_an_optimizer_class_that_the_file_does_not_tell_can_be_given(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path)
+    tree = torch.load(source, weights_only=True)
+    tree["optimizer_states"][0]["param_groups"][0]["of_my_own"] = 1
+    torch.save(tree, source)
+    done = convert_checkpoint(source, tmp_path / "one")
+    assert done.kind == "weights"
+    assert "--optimizer-class" in _notes(done)
+    done = convert_checkpoint(source, tmp_path / "two", ConvertOptions(optimizer_classes=["MyAdam"]))
+    assert done.kind == "full"
+    assert read_checkpoint(tmp_path / "two").optimizers[0]["class"] == "MyAdam"
+
+
+# Accelerate
+
+
+def _accelerate(tmp_path: Path, **more: Any) -> tuple[Path, Net, torch.optim.Optimizer]:
+    model = Net()
+    optimizer = _adamw(model)
+    trained(model, optimizer)
+    return accelerate_folder(tmp_path / "state", model, optimizer, **more), model, optimizer
+
+
+def test_an_accelerate_folder_with_ordered_weights_is_a_full_checkpoint(tmp_path: Path) -> None:
+    source, model, optimizer = _accelerate(tmp_path, safe=False)
+    done = convert_checkpoint(source, tmp_path / "out")
+    assert (done.source, done.kind, done.step) == ("accelerate", "full", 3)
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert same(dict(snapshot.model or {}), dict(model.state_dict()))
+    assert same(snapshot.optimizers[0], named_optimizer_state(optimizer, _names(model)))
+    assert snapshot.trainer["schedulers"] == [{"last_epoch": 3, "_step_count": 4, "_last_lr": [0.1]}]
+
+
+def test_accelerates_random_generators_come_along(tmp_path: Path) -> None:
+    source, _, _ = _accelerate(tmp_path, safe=False)
+    expected = random.random(), float(np.random.rand()), float(torch.rand(()))
+    convert_checkpoint(source, tmp_path / "out")
+    kept = rng_state()
+    try:
+        set_rng_state(read_checkpoint(tmp_path / "out").rng[0])
+        assert (random.random(), float(np.random.rand()), float(torch.rand(()))) == expected
+    finally:
+        set_rng_state(kept)
+
+
+def test_accelerate_safetensors_do_not_keep_the_order_of_weights_of_one_shape(tmp_path: Path) -> None:
+    source, model, optimizer = _accelerate(tmp_path, safe=True)
+    done = convert_checkpoint(source, tmp_path / "one")
+    assert done.kind == "weights"
+    assert "does not keep their order" in _notes(done)
+    names = list(dict(model.named_parameters()))
+    assert convert_checkpoint(source, tmp_path / "two", ConvertOptions(param_names=[names])).kind == "full"
+    saved = read_checkpoint(tmp_path / "two").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+
+
+def test_accelerate_safetensors_whose_shapes_all_differ_tell_the_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = _adamw(model)
+    trained(model, optimizer)
+    accelerate_folder(tmp_path / "state", model, optimizer, safe=True)
+    assert convert_checkpoint(tmp_path / "state", tmp_path / "out").kind == "full"
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]
+    assert same(saved, named_optimizer_state(optimizer, _names(model)))
+
+
+def test_the_prefix_of_ddp_is_taken_away(tmp_path: Path) -> None:
+    source, model, _ = _accelerate(tmp_path, safe=False, num_processes=2)
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, source / "pytorch_model.bin")
+    done = convert_checkpoint(source, tmp_path / "out")
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert list(snapshot.model or {}) == list(model.state_dict())
+    assert snapshot.world_size == 2
+    assert "schedules once per process (2)" in _notes(done)
+
+
+def test_an_accelerate_folder_of_two_models_is_refused(tmp_path: Path) -> None:
+    source, model, _ = _accelerate(tmp_path, safe=False)
+    torch.save(model.state_dict(), source / "pytorch_model_1.bin")
+    with pytest.raises(CheckpointError, match="several models"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+# State dicts
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
+@pytest.mark.parametrize("key", [None, "state_dict", "model_state_dict", "model"])
+def test_a_state_dict_is_weights(suffix: str, key: str | None, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    path = tmp_path / f"x{suffix}"
+    torch.save(state if key is None else {key: state, "epoch": 3}, path)
+    done = convert_checkpoint(path, tmp_path / "out")
+    assert (done.source, done.kind) == ("state dict", "weights")
+    assert same(dict(read_checkpoint(tmp_path / "out").model or {}), dict(state))
+    assert ("left out: epoch" in _notes(done)) is (key is not None)
+
+
+def test_a_safetensors_file_is_weights(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    state = Net().state_dict()
+    save_file(state, tmp_path / "x.safetensors")
+    convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "out", ConvertOptions(step=7, epoch=1))
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert all(same((snapshot.model or {})[name], value) for name, value in state.items())
+    assert (snapshot.state["step"], snapshot.state["epoch"]) == (7, 1)
+
+
+@pytest.mark.parametrize("tree", [{"lr": 0.1}, [1, 2], {}, {"model": {"a": 1}}])
+def test_a_file_without_weights_is_an_error(tree: Any, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="no state dict"):
+        convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+
+
+# Safety
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_a_crafted_pickle_is_refused_and_never_executed(drop: bool, tmp_path: Path) -> None:
+    flag = tmp_path / "ran"
+    torch.save({"state_dict": Net().state_dict(), "x": _Evil(flag)}, tmp_path / "x.pt")
+    if drop:
+        done = convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(drop_unknown=True))
+        assert "left out, unread: x" in _notes(done)
+    else:
+        with pytest.raises(CheckpointError, match=r"posix\.system.*nothing of it was executed"):
+            convert_checkpoint(tmp_path / "x.pt", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    assert not flag.exists()
+
+
+def test_a_trusted_pickle_is_unpickled(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    torch.save({"state_dict": state, "x": _Evil(tmp_path / "ran")}, tmp_path / "x.pt")
+    convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
+    assert (tmp_path / "ran").exists()
+    assert same(dict(read_checkpoint(tmp_path / "out").model or {}), dict(state))
+
+
+def test_values_that_a_checkpoint_cannot_hold_are_left_out_and_named(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path, mine={"thing": _Custom(), "kept": 1})
+    done = convert_checkpoint(source, tmp_path / "out", ConvertOptions(trust_pickle=True))
+    assert read_checkpoint(tmp_path / "out").trainer["task"] == {"mine": {"kept": 1}}
+    assert "Left out: task.mine.thing" in _notes(done)
+
+
+def test_a_whole_module_is_refused_unless_trusted(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
+    for options in (ConvertOptions(), ConvertOptions(drop_unknown=True)):
+        with pytest.raises(CheckpointError, match=r"torch\.nn\.modules\.linear\.Linear"):
+            convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", options)
+    convert_checkpoint(tmp_path / "x.pt", tmp_path / "out", ConvertOptions(trust_pickle=True))
+    assert list(read_checkpoint(tmp_path / "out").model or {}) == ["weight", "bias"]
+
+
+def test_nothing_is_replaced(tmp_path: Path) -> None:
+    source, _, _ = _lightning(tmp_path)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(CheckpointError, match="exists"):
+        convert_checkpoint(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [(".metadata", "dcp_to_torch"), ("zero_to_fp32.py", "zero_to_fp32"), ("notes.txt", "holds: notes.txt")],
+)
+def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / name).touch()
+    with pytest.raises(CheckpointError, match=advice):
+        convert_checkpoint(tmp_path / "x", tmp_path / "out")
+
+
+# The real programs
+
+
+@pytest.mark.slow
+@pytest.mark.requires("lightning", "writes a real checkpoint; in the `bench` extra")
+def test_a_real_lightning_checkpoint_is_taken_over(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = Path(__file__).with_name("lightning_run.py")
+    subprocess.run([sys.executable, str(script), str(tmp_path / "x.ckpt")], check=True, timeout=240)
+    done = convert_checkpoint(tmp_path / "x.ckpt", tmp_path / "out")
+    assert (done.kind, done.step, done.epoch) == ("full", 8, 2)
+    reference = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert same(dict(snapshot.model or {}), dict(reference["state_dict"]))
+    saved = list(snapshot.optimizers[0]["state"].values())
+    assert same(saved, [reference["optimizer_states"][0]["state"][number] for number in range(len(saved))])
+
+
+@pytest.mark.slow
+@pytest.mark.requires("accelerate", "writes a real folder; in the `bench` extra")
+def test_a_real_accelerate_folder_is_taken_over(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = Path(__file__).with_name("accelerate_run.py")
+    subprocess.run([sys.executable, str(script), str(tmp_path / "state")], check=True, timeout=240)
+    done = convert_checkpoint(tmp_path / "state", tmp_path / "out")
+    assert (done.source, done.kind, done.step) == ("accelerate", "full", 4)
+    saved = read_checkpoint(tmp_path / "out").optimizers[0]["state"]
+    reference = torch.load(tmp_path / "state" / "optimizer.bin", weights_only=True)["state"]
+    assert same(list(saved.values()), [reference[number] for number in range(len(saved))])

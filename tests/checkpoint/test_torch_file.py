@@ -1,0 +1,247 @@
+"""Reading torch.save's files: the same values as torch reads, and nothing that a file says is ever done."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.checkpoint.snapshots import same
+from trainwright.checkpoint.torch_file import Unknown, read_torch_file
+from trainwright.core.errors import CheckpointError
+
+
+class _Evil:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+def _saved(path: Path, tree: Any) -> Path:
+    torch.save(tree, path)
+    return path
+
+
+def _rewritten(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
+    """Write an archive of torch's layout with a pickle of our own."""
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+        for key, data in (storages or {}).items():
+            archive.writestr(f"archive/data/{key}", data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a": 1, "b": [1.5, None, True, "text"], "c": (1, 2), "d": {3, 4}, "e": b"\xff\x00", "f": 2**80, "g": 1 + 2j},
+        {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu"), "empty": b""},
+        {"path": pathlib.Path("a/b"), "counter": Counter({3: 1}), "default": defaultdict(int, {1: 2})},
+        {"scalar": np.float64(0.1), "array": np.arange(6, dtype=np.int16).reshape(2, 3), "big": np.ones(2, ">f4")},
+        {"transposed": np.asfortranarray(np.arange(6.0).reshape(2, 3))},
+    ],
+)
+def test_plain_data_comes_back_as_it_was(tree: Any, tmp_path: Path) -> None:
+    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", tree))
+    assert unknown == []
+    assert same(read, tree)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8),
+        *(torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2),
+    ],
+)
+def test_tensors_of_every_dtype_have_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    read, _ = read_torch_file(_saved(tmp_path / "x.pt", {"t": tensor, "empty": torch.empty(0, 2, dtype=dtype)}))
+    assert same(read["t"], tensor)
+    assert read["empty"].shape == (0, 2)
+    assert read["empty"].dtype == dtype
+
+
+def test_views_parameters_and_scalars_are_tensors_of_their_shape(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tree = {
+        "view": base.t()[1:],
+        "parameter": torch.nn.Parameter(base.clone()),
+        "scalar": torch.tensor(3.0),
+        "expanded": torch.ones(1).expand(5),
+        "conjugated": torch.tensor([1 + 2j]).conj(),
+    }
+    read, _ = read_torch_file(_saved(tmp_path / "x.pt", tree))
+    for name, tensor in tree.items():
+        torch.testing.assert_close(read[name], tensor.detach())
+
+
+def test_tied_tensors_share_memory(tmp_path: Path) -> None:
+    tensor = torch.ones(3)
+    read, _ = read_torch_file(_saved(tmp_path / "x.pt", OrderedDict(a=tensor, b=tensor.view(3, 1))))
+    assert read["a"].data_ptr() == read["b"].data_ptr()
+
+
+def test_writing_to_a_read_tensor_does_not_change_the_file(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.ones(3)})
+    before = path.read_bytes()
+    read_torch_file(path)[0]["a"].zero_()
+    assert path.read_bytes() == before
+
+
+def test_a_compressed_archive_is_read_too(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.arange(5.0)})
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert same(read_torch_file(tmp_path / "y.pt")[0]["a"], torch.arange(5.0))
+
+
+def test_a_namespace_is_read_as_a_dict(tmp_path: Path) -> None:
+    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", {"args": argparse.Namespace(lr=0.1, tags=["a"])}))
+    assert read == {"args": {"lr": 0.1, "tags": ["a"]}}
+    assert unknown == []
+
+
+def test_what_is_outside_the_closed_list_is_named_and_never_run(tmp_path: Path) -> None:
+    flag = tmp_path / "ran"
+    tree = {"weights": torch.ones(2), "evil": _Evil(f"touch {flag}"), "layer": torch.nn.Linear(1, 1)}
+    read, unknown = read_torch_file(_saved(tmp_path / "x.pt", tree))
+    assert not flag.exists()
+    assert "posix.system" in unknown
+    assert "torch.nn.modules.linear.Linear" in unknown
+    assert isinstance(read["evil"], Unknown)
+    assert same(read["weights"], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cos\nsystem\n(S'touch RAN'\ntR.",
+        b"(S'touch RAN'\nios\nsystem\n.",
+        b"c__builtin__\neval\n(S\"open('RAN', 'w')\"\ntR.",
+        b"cbuiltins\ngetattr\n(cos\nS'system'\ntR(S'touch RAN'\ntR.",
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x09touch RAN\x85R.",
+        b"ccollections\nOrderedDict\n)R}S'__class__'\ncos\nsystem\nsb(S'touch RAN'\ntR.",
+        b"ctorch._utils\n_rebuild_parameter\n(cos\nsystem\nNNtR(S'touch RAN'\ntR.",
+        b"ctorch\ndevice\n}S'__call__'\ncos\nsystem\nsb(S'touch RAN'\ntR.",
+    ],
+)
+def test_no_opcode_of_a_crafted_pickle_runs_anything(
+    code: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        _, unknown = read_torch_file(_rewritten(tmp_path / "x.pt", code))
+    except CheckpointError:
+        unknown = ["refused"]
+    assert not (tmp_path / "RAN").exists()
+    assert unknown
+
+
+def _tensor_pickle(offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int) -> bytes:
+    """Return the pickle of one tensor with whatever geometry."""
+
+    class _Storage:
+        pass
+
+    class _Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> Any:
+            return ("storage", torch.FloatStorage, "0", "cpu", num) if isinstance(value, _Storage) else None
+
+    class _Tensor:
+        def __reduce__(self) -> tuple[Any, ...]:
+            rebuild: Any = torch._utils._rebuild_tensor_v2  # type: ignore[attr-defined]  # how torch names it in files
+            return rebuild, (_Storage(), offset, size, stride, False, OrderedDict())
+
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(_Tensor())
+    return buffer.getvalue()
+
+
+def test_a_tensor_within_its_storage_is_read(tmp_path: Path) -> None:
+    data = np.arange(4, dtype=np.float32).tobytes()
+    tensor, _ = read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(1, (3,), (1,), 4), {"0": data}))
+    assert same(tensor, torch.tensor([1.0, 2.0, 3.0]))
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "stride", "num"),
+    [
+        (2, (3,), (1,), 4),
+        (0, (2, 2), (4, 1), 4),
+        (-1, (2,), (1,), 4),
+        (0, (2,), (-1,), 4),
+        (0, (-2,), (1,), 4),
+        (0, (2, 2), (1,), 4),
+        (0, (2,), (1,), 5),
+        (2**62, (1,), (1,), 4),
+        (0, (2**40,), (2**40,), 4),
+    ],
+)
+def test_a_tensor_that_reaches_beyond_its_storage_is_refused(
+    offset: int, size: tuple[int, ...], stride: tuple[int, ...], num: int, tmp_path: Path
+) -> None:
+    path = _rewritten(tmp_path / "x.pt", _tensor_pickle(offset, size, stride, num), {"0": bytes(16)})
+    with pytest.raises(CheckpointError):
+        read_torch_file(path)
+
+
+def test_a_storage_that_is_not_in_the_archive_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not made as torch"):
+        read_torch_file(_rewritten(tmp_path / "x.pt", _tensor_pickle(0, (1,), (1,), 4)))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_bare_pickle_is_refused_unread(protocol: int, tmp_path: Path) -> None:
+    flag = tmp_path / "ran"
+    path = tmp_path / "x.pt"
+    path.write_bytes(pickle.dumps(_Evil(f"touch {flag}"), protocol))
+    with pytest.raises(CheckpointError, match="bare pickle"):
+        read_torch_file(path)
+    assert not flag.exists()
+
+
+def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
+    path = _saved(tmp_path / "x.pt", {"a": torch.ones(100)})
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError):
+        read_torch_file(path)
+
+
+@pytest.mark.parametrize("code", [b"", b".", b"}", b"\x80\x63.", b"(" * 10, b"]" * 5000 + b"a" * 4999 + b"."])
+def test_a_pickle_that_no_program_writes_is_an_error(code: bytes, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        read_torch_file(_rewritten(tmp_path / "x.pt", code))
+
+
+def test_a_torchscript_archive_is_told_apart(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps({}))
+        archive.writestr("x/constants.pkl", b"")
+    with pytest.raises(CheckpointError, match="TorchScript"):
+        read_torch_file(tmp_path / "x.pt")
+
+
+def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps({}))
+        archive.writestr("x/byteorder", b"big")
+    with pytest.raises(CheckpointError, match="big-endian"):
+        read_torch_file(tmp_path / "x.pt")

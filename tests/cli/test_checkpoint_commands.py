@@ -1,0 +1,424 @@
+"""`trainwright checkpoint …`: what is printed, what is written, and which exit code comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.checkpoint.foreign import Net, lightning_dict, trained
+from tests.checkpoint.snapshots import same, small_snapshot, write_small
+from trainwright import TaskModule, Trainer
+from trainwright.checkpoint import Snapshot, newest_valid, read_checkpoint, write_checkpoint
+from trainwright.cli.checkpoint import _age, _parse_size, _size
+from trainwright.cli.main import main
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+
+
+class _Evil:
+    def __init__(self, flag: Path) -> None:
+        self.flag = flag
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.flag}",)
+
+
+class _Task(TaskModule):
+    """The task that a Lightning user has written of `Net`."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, width)
+        self.norm = torch.nn.BatchNorm1d(width)
+        self.head = torch.nn.Linear(width, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.head(torch.relu(self.norm(self.first(batch[0])))).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def _run(*arguments: object) -> int:
+    return main(["checkpoint", *map(str, arguments)])
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
+    assert _run(*arguments, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def _fit(folder: Path, max_epochs: int = 1, **arguments: Any) -> Trainer:
+    trainer = Trainer(
+        max_epochs=max_epochs, accelerator="cpu", logger=False, default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(_Task(), DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=2), **arguments)
+    return trainer
+
+
+def _damage(checkpoint: Path, name: str = "trainer.json") -> None:
+    data = bytearray((checkpoint / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / name).write_bytes(bytes(data))
+
+
+# ls
+
+
+def test_ls_lists_a_runs_checkpoints_by_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (20, 3):
+        write_small(tmp_path / "checkpoints", step)
+    assert _run("ls", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["NAME", "STEP", "EPOCH", "KIND", "SIZE", "AGE", "METRICS"]
+    assert [line.split()[:4] for line in lines[1:]] == [
+        ["step-00000003", "3", "0", "full"],
+        ["step-00000020", "20", "2", "full"],
+    ]
+    assert lines[1].endswith("loss=0.333333")
+
+
+def test_ls_marks_damaged_checkpoints_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut, unsealed = (write_small(tmp_path, step) for step in (1, 2, 3))
+    (cut / "trainer.json").unlink()
+    (unsealed / "manifest.json").unlink()
+    assert _run("ls", tmp_path) == 0
+    printed = capsys.readouterr().out
+    table = {line.split()[0]: line for line in printed.splitlines()[:4]}
+    assert "DAMAGED" not in table[whole.name]
+    assert "DAMAGED" in table[cut.name]
+    assert "DAMAGED" in table[unsealed.name]
+    assert f"{cut.name}: trainer: trainer.json is missing" in printed
+    assert f"{unsealed.name}: " in printed
+
+
+def test_ls_reads_hashes_only_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _damage(write_small(tmp_path, 1))
+    assert _json(capsys, "ls", tmp_path)[0]["problems"] == []
+    assert "has changed" in _json(capsys, "ls", tmp_path, "--verify")[0]["problems"][0]
+
+
+def test_ls_prints_json_with_sizes_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_small(tmp_path, 4, metrics={"loss": float("nan")})
+    (row,) = _json(capsys, "ls", tmp_path)
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != "manifest.json"]
+    assert row["bytes"] == sum(file.stat().st_size for file in files)
+    assert (row["name"], row["step"], row["kind"], row["metrics"]) == (path.name, 4, "full", {"loss": "nan"})
+    assert 0 <= row["age_s"] < 600
+
+
+def test_ls_of_an_empty_folder_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("ls", tmp_path) == 0
+    assert "no checkpoints" in capsys.readouterr().out
+
+
+# show
+
+
+def test_show_prints_what_a_resume_restores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _fit(tmp_path)
+    path = newest_valid(tmp_path / "checkpoints")
+    facts = _json(capsys, "show", path)
+    assert (facts["step"], facts["kind"]) == (4, "full")
+    assert facts["topology"] == {"world_size": 1}
+    assert set(facts["versions"]) == {"trainwright", "torch", "python"}
+    assert set(facts["parts"]) == {"trainer", "model", "optimizer", "rng"}
+    (optimizer,) = facts["optimizers"]
+    assert optimizer["class"] == "AdamW"
+    assert optimizer["state"] == "exp_avg, exp_avg_sq, step, for 6 of 6 parameters"
+    assert optimizer["groups"][0]["lr"] == 0.005
+    assert facts["schedulers"][0]["last_epoch"] == 1
+    assert facts["progress"]["samples"] == 8
+    assert facts["data"]["position"]["samples"] == 8
+    assert facts["rng"] == {"rank 0": ["python", "numpy", "torch"]}
+    assert any(name.startswith("ModelCheckpoint") for name in facts["callbacks"])
+
+
+def test_show_is_readable_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("show", write_small(tmp_path, 5)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "step: 5" in lines
+    assert "optimizer 0:" in lines
+    assert "  class: Adam" in lines
+    assert "  rank 0: torch" in lines
+
+
+def test_show_of_weights_has_no_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    facts = _json(capsys, "show", write_small(tmp_path, 5, kind="weights"))
+    assert facts["kind"] == "weights"
+    assert "optimizers" not in facts
+    assert facts["model"]["elements"] == 8
+
+
+def test_show_reads_an_optimizer_whose_names_json_has_its_own_meaning_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree = {
+        "class": "SGD",
+        "groups": [{"params": ["$"], "lr": torch.tensor(0.5)}],
+        "state": {"$": {"m": torch.ones(1)}},
+    }
+    path = write_small(tmp_path, 5, optimizers=[tree])
+    (optimizer,) = _json(capsys, "show", path)["optimizers"]
+    assert optimizer["state"] == "m, for 1 of 1 parameters"
+    assert optimizer["groups"][0]["lr"] == 0.5
+
+
+# verify
+
+
+def test_verify_of_whole_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_small(tmp_path, step) for step in (1, 2)]
+    assert _run("verify", tmp_path) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{path}: whole" for path in paths]
+
+
+def test_verify_exits_with_1_and_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, damaged = (write_small(tmp_path, step) for step in (1, 2))
+    _damage(damaged)
+    (damaged / "rng" / "rank-00000.json").unlink()
+    assert _run("verify", whole, damaged) == 1
+    printed = capsys.readouterr().out
+    assert f"{whole}: whole" in printed
+    assert f"{damaged}: damaged" in printed
+    assert "trainer.json has changed" in printed
+    assert "rng/rank-00000.json is missing" in printed
+
+
+def test_verify_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_small(tmp_path, 1)
+    assert _json(capsys, "verify", path) == {"damaged": False, "checkpoints": {str(path): []}}
+    (path / "manifest.json").unlink()
+    found = _json(capsys, "verify", path, code=1)
+    assert found["damaged"]
+    assert "manifest.json" in found["checkpoints"][str(path)][0]
+
+
+# diff
+
+
+def test_diff_of_equal_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = small_snapshot(1)
+    left, right = (write_checkpoint(tmp_path / name, snapshot) for name in ("a", "b"))
+    assert _run("diff", left, right) == 0
+    assert capsys.readouterr().out == "the same in everything\n"
+
+
+def test_diff_names_the_first_tensor_and_the_largest_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = []
+    for name, weight in (("a", [1.0, 2.0]), ("b", [1.5, 5.0])):
+        model = {"one": torch.tensor(weight[:1]), "two": torch.tensor(weight[1:]), "three": torch.ones(1)}
+        paths.append(write_checkpoint(tmp_path / name, Snapshot(model=model, kind="weights")))
+    assert _run("diff", *paths) == 1
+    printed = capsys.readouterr().out
+    assert "2 of 3 compared tensors differ, the first is model.one; largest difference 3 in model.two" in printed
+    assert "  model.one: 0.5" in printed
+
+
+def test_diff_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "diff", write_small(tmp_path, 1), write_small(tmp_path, 2), code=1)
+    assert not found["same"]
+    assert {"path": "manifest.step", "left": "1", "right": "2"} in found["values"]
+    assert any(item["path"] == "model.weight" for item in found["tensors"])
+
+
+# merge, export
+
+
+def test_merge_writes_one_file_of_all_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {f"w{number}": torch.randn(4) for number in range(5)}
+    source = write_checkpoint(tmp_path / "a", Snapshot(model=model, kind="weights"), max_shard_bytes=16)
+    assert len(list((source / "model").glob("*.safetensors"))) == 5
+    assert _run("merge", source, tmp_path / "out.safetensors") == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "out.safetensors"), "5 tensors, 80 B"]
+    loaded = load_file(tmp_path / "out.safetensors")
+    assert all(same(loaded[name], model[name]) for name in model)
+
+
+def test_export_converts_and_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {f"w{number}": torch.randn(1000) for number in range(4)}
+    source = write_checkpoint(tmp_path / "a", Snapshot(model=model, kind="weights"))
+    arguments = ["--dtype", "bf16", "--sharded", "--max-shard-size", "4kB"]
+    assert _run("export", source, tmp_path / "out", *arguments) == 0
+    assert "4 tensors, 8.0 kB" in capsys.readouterr().out
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) == 2
+    assert same(load_file(tmp_path / "out" / index["weight_map"]["w3"])["w3"], model["w3"].bfloat16())
+
+
+def test_export_says_which_weights_are_tied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.ones(2)
+    source = write_checkpoint(tmp_path / "a", Snapshot(model={"a": weight, "b": weight}, kind="weights"))
+    assert _run("export", source, tmp_path / "out.safetensors") == 0
+    assert "note: b is the same weight as a" in capsys.readouterr().err
+    assert _run("export", source, tmp_path / "both.safetensors", "--expand-tied") == 0
+    assert set(load_file(tmp_path / "both.safetensors")) == {"a", "b"}
+
+
+# convert
+
+
+def _lightning_file(path: Path, **more: Any) -> Net:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    trained(model, optimizer)
+    schedule.step()
+    torch.save(lightning_dict(model, [optimizer], step=4, epoch=0, schedulers=[schedule], **more), path)
+    return model
+
+
+def test_a_converted_lightning_checkpoint_goes_on_in_the_trainer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _lightning_file(tmp_path / "x.ckpt")
+    assert _run("convert", tmp_path / "x.ckpt", tmp_path / "out") == 0
+    assert "a full checkpoint from lightning, 9 tensors, step 4, epoch 1" in capsys.readouterr().out
+    with pytest.warns(TrainwrightWarning, match="generators start anew"):
+        trainer = _fit(tmp_path / "run", max_epochs=2, ckpt_path=tmp_path / "out")
+    assert (trainer.state.step, trainer.state.epoch) == (8, 2)
+    (optimizer,) = trainer.optimizers
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3 + 4}
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.5**2)
+
+
+def test_converted_weights_load_into_a_task(tmp_path: Path) -> None:
+    model = _lightning_file(tmp_path / "x.ckpt")
+    assert _run("convert", tmp_path / "x.ckpt", tmp_path / "out") == 0
+    task = _Task.load_from_checkpoint(tmp_path / "out")
+    assert same(dict(task.state_dict()), dict(model.state_dict()))
+
+
+def test_convert_refuses_a_crafted_pickle_and_executes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"state_dict": Net().state_dict(), "evil": _Evil(tmp_path / "ran")}, tmp_path / "x.pt")
+    assert _run("convert", tmp_path / "x.pt", tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    assert "posix.system" in told
+    assert "--trust-pickle" in told
+    assert not (tmp_path / "out").exists()
+    assert _run("convert", tmp_path / "x.pt", tmp_path / "out", "--drop-unknown") == 0
+    assert "left out, unread: evil" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_convert_unpickles_what_is_trusted(tmp_path: Path) -> None:
+    torch.save({"state_dict": Net().state_dict(), "evil": _Evil(tmp_path / "ran")}, tmp_path / "x.pt")
+    assert _run("convert", tmp_path / "x.pt", tmp_path / "out", "--trust-pickle") == 0
+    assert (tmp_path / "ran").exists()
+
+
+def test_convert_takes_names_classes_and_counts(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(list(model.parameters())[::-1])
+    trained(model, optimizer)
+    torch.save(lightning_dict(model, [optimizer]), tmp_path / "x.ckpt")
+    names = [name for name, _ in model.named_parameters()][::-1]
+    (tmp_path / "names.txt").write_text("\n".join(names) + "\n\n")
+    arguments = ["--param-names", tmp_path / "names.txt", "--optimizer-class", "MyAdam", "--step", 9, "--epoch", 3]
+    assert _run("convert", tmp_path / "x.ckpt", tmp_path / "out", *arguments) == 0
+    snapshot = read_checkpoint(tmp_path / "out")
+    assert snapshot.optimizers[0]["class"] == "MyAdam"
+    assert snapshot.optimizers[0]["groups"][0]["params"] == names
+    assert (snapshot.state["step"], snapshot.state["epoch"]) == (9, 3)
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "nowhere"],
+        ["show", "nowhere"],
+        ["verify", "nowhere"],
+        ["verify", "empty"],
+        ["diff", "nowhere", "good"],
+        ["show", "file.pt"],
+        ["merge", "nowhere", "out"],
+        ["merge", "good", "good"],
+        ["merge", "empty", "out"],
+        ["export", "good", "out", "--max-shard-size", "5 parsecs"],
+        ["convert", "nowhere", "out"],
+        ["convert", "file.pt", "out"],
+        ["convert", "good", "out"],
+        ["convert", "file.pt", "out", "--step=-1"],
+        ["convert", "file.pt", "out", "--param-names", "nowhere"],
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exits_with_2(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_small(tmp_path, 1, name="good")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file.pt").write_bytes(b"no archive")
+    assert _run(*arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("trainwright: error: ")
+    assert told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["frobnicate"], ["ls"], ["export", "a", "b", "--dtype", "fp4"]])
+def test_a_command_line_that_means_nothing_exits_with_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*arguments) == 2
+    assert "usage: trainwright checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.distributed
+def test_its_help_needs_no_torch() -> None:
+    script = (
+        "import sys\n"
+        "from trainwright.cli.main import main\n"
+        "main(['checkpoint', '--help'])\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in ("ls", "show", "verify", "diff", "merge", "export", "convert", "exit codes"):
+        assert name in done.stdout
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2**31), ("1.5kb", 1500), ("64", 64), ("3 B", 3)],
+)
+def test_a_size_has_a_unit(text: str, size: int) -> None:
+    assert _parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5TBs", "GB", "1e3", "0.0GB"])
+def test_what_is_no_size_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected a size"):
+        _parse_size(text)
+
+
+def test_sizes_and_ages_are_short() -> None:
+    assert [_size(num) for num in (0, 999, 1000, 1_500_000, 7 * 10**12)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "1.5 MB",
+        "7.0 TB",
+    ]
+    assert [_age(seconds) for seconds in (-1, 5, 90, 7200, 200000)] == ["0 s", "5 s", "2 min", "2 h", "2 d"]
