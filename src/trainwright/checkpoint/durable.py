@@ -41,7 +41,7 @@ def fault_point(event: str, path: Path) -> None:
 
 
 class HashingFile:
-    """A new file that is hashed while it is written and synced when it is closed.
+    """A new file that is hashed while it is written and synced, at the latest when it is closed.
 
     The disk starts on the first pieces while later ones are still being written, so that the sync at the end has little
     left to wait for.
@@ -52,7 +52,7 @@ class HashingFile:
             (both let go of the interpreter).
 
     Attributes:
-        entry: size and hash of the bytes written; set once the `with` block has ended without an error.
+        entry: size and hash of the bytes written; set by `finish`, or once the `with` block has ended without an error.
     """
 
     def __init__(self, path: Path, *, size: int = 0) -> None:
@@ -60,6 +60,7 @@ class HashingFile:
         self.entry = FileEntry(0, "")
         self._hash = _Hash(in_thread=size >= _THREAD_FROM_BYTES)
         self._size = 0
+        self._synced = False
         self._handed_over = 0  # bytes that the disk has been told to start on
 
     def __enter__(self) -> HashingFile:
@@ -95,18 +96,23 @@ class HashingFile:
             os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
         self._handed_over = self._size
 
+    def finish(self) -> None:
+        """Set `entry`; nothing may be written afterwards."""
+        self.entry = FileEntry(self._size, self._hash.finish())
+
+    def sync(self) -> None:
+        """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
+        os.fsync(self._file.fileno())
+        self._synced = True
+        fault_point("fsync", self.path)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            with self._file:
-                if kind is None:
-                    os.fsync(self._file.fileno())
-        finally:
-            digest = self._hash.finish()
-        if kind is None:
-            fault_point("fsync", self.path)
-            self.entry = FileEntry(self._size, digest)
+        with self._file:
+            self.finish()  # after an error too: its thread must end
+            if kind is None and not self._synced:
+                self.sync()
 
 
 class _Hash:
@@ -133,10 +139,11 @@ class _Hash:
         self._pieces.put(piece)
 
     def finish(self) -> str:
-        """Return the hash in hexadecimal; ends the thread."""
+        """Return the hash in hexadecimal; ends the thread. May be called twice."""
         if self._pieces is not None and self._thread.ident is not None:
             self._pieces.put(None)
             self._thread.join()
+            self._pieces = None
         return self._digest.hexdigest()
 
 

@@ -6,8 +6,9 @@ the other, so that a state that grows only adds a block, and each file is a few 
 
 from __future__ import annotations
 
+import bisect
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -37,6 +38,7 @@ class HostBuffers:
     def __init__(self, *, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or min(4, max(1, (os.cpu_count() or 1) // 2))
         self._blocks: list[torch.Tensor] = []
+        self._starts: list[int] = []  # of each block, in bytes from the first one's beginning
         self._pinned = False
 
     @property
@@ -52,6 +54,7 @@ class HostBuffers:
     def release(self) -> None:
         """Give the memory back. Whatever was staged in it must not be used any more."""
         self._blocks.clear()
+        self._starts.clear()
 
     def stage(self, files: Sequence[PlannedFile]) -> None:
         """Copy the tensors of `files` into the buffers; the files then hold the copies and forget the tensors.
@@ -80,26 +83,26 @@ class HostBuffers:
 
     def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if pinned and not self._pinned:
-            self._blocks.clear()
+            self.release()
         self._pinned |= pinned
         missing = num_bytes - self.num_bytes
         # Not as inference tensors, if a save happens to be asked for in inference mode: those are never written again.
         with torch.inference_mode(False):
             while missing > 0:
                 size = min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, 1 << (missing - 1).bit_length()))
+                self._starts.append(self.num_bytes)
                 self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
                 missing -= size
 
-    def _pieces(self, start: int, count: int) -> Iterable[torch.Tensor]:
+    def _pieces(self, start: int, count: int) -> Iterator[torch.Tensor]:
         """Yield the bytes from `start` on, in one piece for each block that they lie in."""
-        for block in self._blocks:
-            size = block.numel()
-            if count and start < size:
-                piece = block[start : start + count]
-                count -= piece.numel()
-                start = size
-                yield piece
-            start -= size
+        number = bisect.bisect_right(self._starts, start) - 1
+        while count:
+            block = self._blocks[number]
+            offset = start - self._starts[number]
+            piece = block[offset : offset + count]
+            yield piece
+            start, count, number = start + piece.numel(), count - piece.numel(), number + 1
 
     def _copies(self, tensor: torch.Tensor, position: int) -> list[_Copy]:
         """Start the copy of a device tensor; return what there is to copy of one on the host."""

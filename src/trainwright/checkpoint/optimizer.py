@@ -108,7 +108,8 @@ def load_named_optimizer_state(
     for index, name in names_of.items():
         if saved_state[name]:
             state[index] = _own_copy(saved_state[name], parameters[index].device)
-    optimizer.load_state_dict({**tree.get("extra", {}), "state": state, "param_groups": groups})
+    extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
+    optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
 
 
 def _own_copy(values: Any, device: torch.device) -> Any:

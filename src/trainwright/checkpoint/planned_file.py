@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 
 from trainwright.checkpoint.durable import HashingFile
 from trainwright.checkpoint.layout import FileEntry
+
+_OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
 
 
 @dataclass(slots=True)
@@ -60,10 +64,21 @@ def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = T
         Size and hash of each by its path.
     """
     entries: dict[str, FileEntry] = {}
-    for planned in files:
-        size = len(planned.head) + planned.num_tensor_bytes
-        with HashingFile(folder / planned.path, size=size if threads else 0) as file:
-            for piece in planned.pieces():
-                file.write(piece)
-        entries[planned.path] = file.entry
+    left = iter(files)
+    while batch := list(itertools.islice(left, _OPEN_AT_ONCE)):
+        with contextlib.ExitStack() as stack:
+            written = [_write(folder, planned, threads, stack) for planned in batch]
+            # All are written before the first is synced: a journaling file system then commits once and not per file.
+            for file in written:
+                file.sync()
+        entries |= {planned.path: file.entry for planned, file in zip(batch, written, strict=True)}
     return entries
+
+
+def _write(folder: Path, planned: PlannedFile, threads: bool, stack: contextlib.ExitStack) -> HashingFile:
+    size = len(planned.head) + planned.num_tensor_bytes
+    file = stack.enter_context(HashingFile(folder / planned.path, size=size if threads else 0))
+    for piece in planned.pieces():
+        file.write(piece)
+    file.finish()
+    return file

@@ -172,7 +172,8 @@ def read_checkpoint(
             those that are absent are named in `Snapshot.missing` and in a warning. A part that is there but damaged,
             be it that one of its files is gone, is an error all the same.
         device: where the model's tensors go; all others are on the CPU.
-        copy_model: see `read_model`; False leaves the model's tensors mapped to the files.
+        copy_model: see `read_model`; False leaves the model's and the optimizers' tensors mapped to the files, for a
+            caller that copies them into a module and an optimizer and then drops them.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
@@ -208,7 +209,7 @@ def read_checkpoint(
         kind=manifest.kind,
         missing=tuple(missing),
     )
-    _read_parts(folder, manifest, present, snapshot)
+    _read_parts(folder, manifest, present, snapshot, copy=copy_model)
     if "model" in present:
         snapshot.model = read_model(folder / MODEL_FOLDER, device, copy=copy_model)
     return snapshot
@@ -241,7 +242,7 @@ def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
     )
 
 
-def _read_parts(folder: Path, manifest: Manifest, present: Sequence[str], snapshot: Snapshot) -> None:
+def _read_parts(folder: Path, manifest: Manifest, present: Sequence[str], snapshot: Snapshot, *, copy: bool) -> None:
     if "trainer" in present:
         tree = read_tree(folder, TRAINER_STEM)
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
@@ -249,13 +250,14 @@ def _read_parts(folder: Path, manifest: Manifest, present: Sequence[str], snapsh
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
     if "optimizer" in present:
-        snapshot.optimizers = _trees(folder, numbered(manifest.parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer"))
+        stems = numbered(manifest.parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
+        snapshot.optimizers = _trees(folder, stems, copy=copy)
     if "rng" in present:
         snapshot.rng = _trees(folder, numbered(manifest.parts["rng"].files, RNG_FOLDER, "rank"))
 
 
-def _trees(folder: Path, stems: list[str]) -> list[Any]:
-    return [read_tree(folder, stem) for stem in stems]
+def _trees(folder: Path, stems: list[str], *, copy: bool = True) -> list[Any]:
+    return [read_tree(folder, stem, copy=copy) for stem in stems]
 
 
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:

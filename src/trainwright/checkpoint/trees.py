@@ -24,8 +24,8 @@ def plan_tree(stem: str, tree: Any) -> list[PlannedFile]:
     return files
 
 
-def read_tree(folder: Path, stem: str) -> Any:
-    """Read what `plan_tree` planned; tensors are on the CPU and independent of the file.
+def read_tree(folder: Path, stem: str, *, copy: bool = True) -> Any:
+    """Read what `plan_tree` planned; tensors are on the CPU and, unless `copy` is False, independent of the file.
 
     Raises:
         CheckpointError: a file is missing, damaged, or a link out of `folder`.
@@ -34,7 +34,7 @@ def read_tree(folder: Path, stem: str) -> Any:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
-    tensors = read_safetensors(tensor_path) if tensor_path.is_file() else {}
+    tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     try:
         return decode(load_json(path.read_bytes(), str(path)), tensors)
     except CheckpointError as error:

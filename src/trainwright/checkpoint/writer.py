@@ -209,14 +209,13 @@ def _plan_trees(folder: str, stem: str, trees: list[Any]) -> list[PlannedFile]:
 
 
 def _write_parts(folder: Path, contents: Contents, threads: bool) -> None:
-    parts: dict[str, Part] = {}
-    for name, files in contents.parts.items():
-        sub = _FOLDERS.get(name)
-        if sub is not None:
-            make_folder(folder / sub)
-        parts[name] = Part(write_files(folder, files, threads=threads))
-        if sub is not None:
-            sync_folder(folder / sub)
+    folders = [folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
+    for sub in folders:
+        make_folder(sub)
+    entries = write_files(folder, contents.files, threads=threads)
+    for sub in folders:
+        sync_folder(sub)
+    parts = {name: Part({file.path: entries[file.path] for file in files}) for name, files in contents.parts.items()}
     manifest = Manifest(
         step=contents.step,
         epoch=contents.epoch,
