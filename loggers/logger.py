@@ -99,7 +99,7 @@ class Logger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record values at `step`, the number of completed optimizer steps. May be called twice for a step."""
+        """Record values at `step`, the 0-based index of the last completed step. May be called twice for a step."""
 
     @abstractmethod
     def flush(self) -> None:

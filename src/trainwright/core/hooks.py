@@ -181,7 +181,7 @@ class TaskHooks:
         """Add own entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added, after the weights were loaded."""
+        """Read back what `on_save_checkpoint` added, before the weights are loaded."""
 
 
 # Names of older or mistaken interfaces, and what to write instead.
