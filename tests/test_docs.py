@@ -1,0 +1,495 @@
+"""The documentation is true: its programs run, its links lead somewhere, its tables say what the code says."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import PARTS, ROOT
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from trainwright import ModelCheckpoint, TaskModule, Trainer
+from trainwright.callbacks import CALLBACKS
+from trainwright.callbacks.callback import EVENTS
+from trainwright.cli.main import COMMANDS
+from trainwright.cli.new import template_names
+from trainwright.loggers import LOGGERS
+from trainwright.strategies import STRATEGIES, DDPStrategy, Precision
+
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+_FENCE = re.compile(r"^```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its text and the 1-based line on which the text begins."""
+
+    language: str
+    text: str
+    line: int
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _blocks(path: Path, language: str) -> list[Block]:
+    text = _read(path)
+    found = [
+        Block(match["language"], match["text"], text[: match.start("text")].count("\n") + 1)
+        for match in _FENCE.finditer(text)
+    ]
+    return [block for block in found if block.language == language]
+
+
+def _prose(path: Path) -> str:
+    return _FENCE.sub("", _read(path))
+
+
+def _page(name: str) -> Path:
+    return ROOT / "docs" / f"{name}.md"
+
+
+def _program(path: Path) -> str:
+    """Return the Python blocks of a page as one program, every line where it stands on the page."""
+    lines: list[str] = []
+    for block in _blocks(path, "python"):
+        lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+    return "\n".join(lines) + "\n"
+
+
+def _starts_processes(path: Path) -> bool:
+    return "devices=2" in _program(path)
+
+
+def _after(path: Path, mark: str) -> str:
+    """Return what follows the HTML comment that begins with `mark`, up to the next empty line after it."""
+    _, found, rest = _read(path).partition(f"<!-- {mark}")
+    assert found, f"{path.name} has no comment <!-- {mark} … -->"
+    return rest.partition("-->\n")[2].lstrip("\n").partition("\n\n")[0]
+
+
+def _rows(table: str) -> list[list[str]]:
+    """Return the cells of a Markdown table, its head and the line under it left out."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+
+
+def _table(path: Path, *head: str) -> list[list[str]]:
+    """Return the rows of the table whose head begins with these cells."""
+    _, found, rest = _read(path).partition("| " + " | ".join(head) + " |")
+    assert found, f"{path.name} has no table {head}"
+    return _rows("|" + rest.partition("\n\n")[0])
+
+
+def _code(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def _anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", _prose(path), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def _run(command: list[str], folder: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+# Programs
+
+
+@pytest.fixture
+def page_module() -> Iterator[types.ModuleType]:
+    """A module that a page's program runs in, so that its classes have a home."""
+    module = types.ModuleType("docs_page")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+IN_PROCESS = [path for path in PAGES[1:] if _program(path).strip() and not _starts_processes(path)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", IN_PROCESS, ids=lambda path: path.stem)
+def test_the_examples_of_a_page_run(
+    path: Path, page_module: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for registry in (CALLBACKS, LOGGERS, STRATEGIES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    exec(compile(_program(path), str(path), "exec"), vars(page_module))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_program(_page("distributed")))
+    assert "__main__" not in script.read_text()
+    _run([sys.executable, "-W", "error", str(script)], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_readmes_script_trains_tests_and_resumes(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_program(README))
+    printed = _run([sys.executable, "-W", "error", str(script)], tmp_path).splitlines()
+    accuracy = next(line for line in printed if line.startswith("[{'test_acc'"))
+    assert ast.literal_eval(accuracy)[0]["test_acc"] > 0.85
+    assert printed[-1] == "8 {'width': 128, 'lr': 0.003}"
+    assert (tmp_path / "runs" / "checkpoints" / "last" / "manifest.json").is_file()
+
+
+def test_the_readmes_script_has_at_most_forty_lines() -> None:
+    (block,) = _blocks(README, "python")
+    assert len(block.text.splitlines()) <= 40
+
+
+@pytest.mark.slow
+def test_the_readmes_command_lines_run(tmp_path: Path) -> None:
+    (block,) = _blocks(README, "sh")
+    shell = f'trainwright() {{ "{sys.executable}" -m trainwright "$@"; }}\n{block.text}'
+    printed = _run(["bash", "-e", "-c", shell], tmp_path)
+    assert "test_acc" in printed
+    assert (tmp_path / "digits" / "runs" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_python_block_is_python(path: Path) -> None:
+    for language in ("python", "py-fragment"):
+        for block in _blocks(path, language):
+            compile("\n" * (block.line - 1) + block.text, str(path), "exec", ast.PyCF_ONLY_AST)
+
+
+def test_few_blocks_are_only_shown() -> None:
+    shown = sum(len(_blocks(path, "py-fragment")) for path in PAGES)
+    run = sum(len(_blocks(path, "python")) for path in PAGES)
+    assert shown <= run / 5
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_block_says_what_it_is(path: Path) -> None:
+    languages = {match["language"] for match in _FENCE.finditer(_read(path))}
+    assert languages <= {"python", "py-fragment", "sh", "text", "yaml", "toml", "json"}
+
+
+def test_a_page_that_raises_is_noticed(page_module: types.ModuleType, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        exec(compile(_program(page), str(page), "exec"), vars(page_module))
+    assert caught.traceback[-1].lineno == 9  # 0-based: the line of the page
+
+
+# Links and names
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.stem)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    broken = []
+    for match in _LINK.finditer(_prose(path)):
+        target, _, anchor = match["target"].partition("#")
+        if target.startswith("http"):
+            continue
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(match["target"])
+    assert broken == []
+
+
+def test_the_index_leads_to_every_page() -> None:
+    linked = {match["target"] for match in _LINK.finditer(_read(_page("index")))}
+    assert {path.name for path in PAGES[1:] if path.stem != "index"} <= linked
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_name_under_trainwright_exists(path: Path) -> None:
+    import trainwright
+
+    missing = []
+    for text in _code(_prose(path)):
+        if re.fullmatch(r"trainwright(\.\w+)+", text):
+            found: Any = trainwright
+            for name in text.split(".")[1:]:
+                found = getattr(found, name, None) if not inspect.ismodule(found) else _member(found, name)
+                if found is None:
+                    missing.append(text)
+                    break
+    assert missing == []
+
+
+def _member(module: types.ModuleType, name: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        try:
+            return import_module(f"{module.__name__}.{name}")
+        except ModuleNotFoundError:
+            return None
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_file_that_is_named_exists(path: Path) -> None:
+    """A path with a folder of the tree in front of it, such as `tests/test_docs.py`, is one of the tree."""
+    folders = ("trainer/", "callbacks/", "strategies/", "loggers/", "templates/", "src/", "tests/", "benchmarks/")
+    named = [text for text in _code(_prose(path)) if text.startswith(folders) and "<" not in text]
+    assert [text for text in named if not (ROOT / text).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_argument_of_the_trainer_that_is_shown_exists(path: Path) -> None:
+    known = set(inspect.signature(Trainer).parameters)
+    used = {
+        keyword.arg
+        for node in ast.walk(ast.parse(_program(path)))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Trainer"
+        for keyword in node.keywords
+    }
+    in_text = re.findall(r"`Trainer\((\w+)=", _read(path))
+    assert ({*used, *in_text} - {None}) <= known
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_command_that_is_shown_exists(path: Path) -> None:
+    commands = re.findall(r"^\s*trainwright (\w+)", _read(path), re.MULTILINE)
+    commands += re.findall(r"`trainwright (\w+)", _read(path))
+    commands += re.findall(r"-m trainwright (\w+)", _read(path))
+    assert set(commands) <= set(COMMANDS)
+
+
+# Facts of README.md
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    title, *rest = _read(README).split("\n\n")
+    assert title == "# Trainwright"
+    assert [line.split("#")[0].strip() for line in rest[0].splitlines()] == ["make demo", "make test"]
+
+
+def test_the_readme_names_the_supported_versions_of_the_project() -> None:
+    project = tomllib.loads(_read(ROOT / "pyproject.toml"))["project"]
+    versions = [c.rpartition(" ")[2] for c in project["classifiers"] if re.search(r"Python :: 3\.\d+", c)]
+    (torch_version,) = [name for name in project["dependencies"] if name.startswith("torch>=")]
+    supported = f"Python {versions[0]}–{versions[-1]}, {torch_version.replace('>=', ' >= ')}"
+    assert supported in _read(README)
+    assert project["requires-python"] == f">={versions[0]}"
+
+
+def test_the_readme_lists_the_extras_of_the_project() -> None:
+    extras = tomllib.loads(_read(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+    assert [_code(row[0])[0] for row in _table(README, "extra", "brings")] == list(extras)
+
+
+def test_the_readme_shows_every_room_of_the_tree() -> None:
+    shown = {name for row in _table(README, "folder", "what it holds") for name in _code(row[0])}
+    assert {f"{folder}/" for folder in PARTS.values()} <= shown
+
+
+def test_the_readme_names_the_templates() -> None:
+    assert set(template_names()) <= set(_code(_prose(README)))
+
+
+def test_the_readme_has_a_place_for_the_figures_of_the_benchmarks() -> None:
+    begin, end = (_read(README).find(f"<!-- benchmarks:{mark} -->") for mark in ("begin", "end"))
+    assert 0 < begin < end
+
+
+def test_the_arguments_that_stay_and_the_new_ones_are_all_there_are() -> None:
+    stay = set(_code(_after(_page("migration"), "arguments that stay")))
+    new = set(_code(re.search(r"^New ones: (.+?)\. An", _read(_page("migration")), re.MULTILINE | re.DOTALL)[1]))  # type: ignore[index]  # the page has it
+    assert stay | new == set(inspect.signature(Trainer).parameters) - {"unknown"}
+    assert not stay & new
+
+
+@pytest.mark.requires("lightning", reason="its signature is what the page is about")
+def test_the_arguments_that_stay_are_lightnings() -> None:
+    spec = importlib.util.find_spec("lightning")  # only looked at: importing it takes many seconds
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    source = Path(folders[0], "pytorch", "trainer", "trainer.py")
+    (trainer,) = [n for n in ast.parse(_read(source)).body if isinstance(n, ast.ClassDef) and n.name == "Trainer"]
+    (init,) = [n for n in trainer.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    theirs = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
+    stay = set(_code(_after(_page("migration"), "arguments that stay")))
+    assert stay <= theirs
+    assert theirs - stay == {"plugins", "profiler", "enable_autolog_hparams", "model_registry"}
+
+
+# Facts of docs/
+
+
+class _Order(RegressionTask):
+    """Notes which of its hooks are called, each once."""
+
+    def __init__(self, names: list[str], seen: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            if hasattr(TaskModule, name):
+                object.__setattr__(self, name, self._noting(name, getattr(self, name), seen))
+
+    def _noting(self, name: str, hook: Any, seen: list[str]) -> Any:
+        def noted(*args: Any) -> Any:
+            if name not in seen and not self._in_sanity_check():
+                seen.append(name)
+            return hook(*args)
+
+        noted.__signature__ = inspect.signature(hook)  # type: ignore[attr-defined]  # steps are asked what they take
+        return noted
+
+    def _in_sanity_check(self) -> bool:
+        return self._run is not None and self._run.sanity_checking
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD and a schedule that steps with it."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_the_order_of_events_is_the_documented_one(tmp_path: Path) -> None:
+    block = _after(_page("training"), "events of a fit")
+    documented = re.findall(r"^ *([a-z_]+)(?: {2,}.*)?$", block, re.MULTILINE)
+    assert len(documented) == len(set(documented)) > 35
+
+    seen: list[str] = []
+
+    def note(event: str, trainer: Any) -> None:
+        # Validation and the moves to the device come in the sanity check first; their place is the later one.
+        if event not in seen and (event.startswith("on_sanity") or not trainer.sanity_checking):
+            seen.append(event)
+
+    trainer = quiet_trainer(
+        max_epochs=1,
+        num_sanity_val_steps=1,
+        default_root_dir=tmp_path,
+        enable_checkpointing=True,
+        callbacks=[RecordingCallback(note=note), ModelCheckpoint(save_on_train_epoch_end=True)],
+    )
+    loader = regression_loader(8, batch_size=4)
+    trainer.fit(_Order(documented, seen), loader, loader)
+    assert seen == documented
+
+
+def test_the_table_of_precisions_is_the_codes() -> None:
+    rows = _table(_page("training"), "`precision`", "parameters")
+    assert [_code(row[0])[0] for row in rows] == [
+        "32-true",
+        "64-true",
+        "16-true",
+        "bf16-true",
+        "16-mixed",
+        "bf16-mixed",
+    ]
+    for name, parameters, products, inputs, saved, scaled in rows:
+        precision = Precision.parse(_code(name)[0])
+        held = str(precision.param_dtype or torch.float32).removeprefix("torch.")
+        assert (parameters, inputs, saved) == (held, held, held)
+        assert products == str(precision.autocast_dtype or precision.param_dtype or torch.float32).removeprefix(
+            "torch."
+        )
+        assert scaled == ("yes" if precision.scaled else "no")
+
+
+def test_the_table_of_log_options_is_the_signature() -> None:
+    rows = _table(_page("logging"), "option", "default")
+    documented = [name for row in rows for name in _code(row[0])]
+    signature = inspect.signature(TaskModule.log).parameters
+    assert set(documented) == set(signature) - {"self"}
+    defaults = {_code(row[0])[0]: row[1].strip('`"') for row in rows}
+    for name in ("prog_bar", "logger", "reduce_fx", "add_dataloader_idx", "rank_zero_only"):
+        assert defaults[name] == str(signature[name].default)
+
+
+def test_the_loggers_that_have_a_name_are_listed() -> None:
+    rows = _table(_page("logging"), "name", "class", "writes")
+    assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
+        name: LOGGERS.get(name).__name__ for name in LOGGERS
+    }
+
+
+def test_the_logger_that_is_written_has_at_most_twenty_lines() -> None:
+    block = _after(_page("logging"), "a logger in 20 lines")
+    text = _read(_page("logging"))
+    body = text[text.index(block) :].partition("\n\n\n")[0].removeprefix("```python\n")
+    assert body.startswith("class ListLogger(Logger):")
+    assert len([line for line in body.splitlines() if line.strip()]) <= 20
+
+
+def test_the_callbacks_that_have_a_name_are_listed() -> None:
+    rows = _table(_page("callbacks"), "name", "class", "does")
+    assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
+        name: CALLBACKS.get(name).__name__ for name in CALLBACKS
+    }
+
+
+def test_every_event_is_listed() -> None:
+    rows = _rows(_after(_page("callbacks"), "events"))
+    assert {event for row in rows for event in _code(row[0])} == set(EVENTS)
+
+
+def test_the_strategies_and_their_options_are_listed() -> None:
+    rows = _table(_page("distributed"), "name", "class", "when")
+    assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
+        name: STRATEGIES.get(name).__name__ for name in STRATEGIES
+    }
+    shown = {
+        keyword.arg: ast.literal_eval(keyword.value)
+        for node in ast.walk(ast.parse(_program(_page("distributed"))))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DDPStrategy"
+        for keyword in node.keywords
+        if keyword.arg is not None
+    }
+    options = inspect.signature(DDPStrategy).parameters
+    assert set(shown) == set(options) - {"sync_batchnorm"}
+    assert {name: value for name, value in shown.items() if name != "timeout"} == {
+        name: options[name].default for name in shown if name != "timeout"
+    }
+
+
+def test_the_files_of_a_checkpoint_are_the_documented_ones(tmp_path: Path) -> None:
+    lines = _after(_page("checkpoints"), "files").splitlines()[1:-1]
+    documented = {line.split()[0] for line in lines if line.startswith("  ") and not line.startswith(" " * 20)}
+    trainer = quiet_trainer(
+        max_steps=16,
+        default_root_dir=tmp_path / "runs",
+        callbacks=ModelCheckpoint(monitor="train_loss", save_last="link", filename="epoch=1-step={step}",
+                                  auto_insert_metric_name=False),
+    )  # fmt: skip
+    trainer.fit(RegressionTask(momentum=0.9), regression_loader(32, batch_size=2))
+    folder = tmp_path / "runs" / "checkpoints"
+    written = {f"{path.name}/" if path.is_dir() and not path.is_symlink() else path.name for path in folder.rglob("*")}
+    assert written == documented
+
+
+def test_the_manifest_holds_what_the_page_says(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    trainer.fit(RegressionTask(), regression_loader(2))
+    (manifest,) = tmp_path.rglob("manifest.json")
+    text = _read(manifest)
+    assert re.findall(r'^  "(\w+)":', text, re.MULTILINE) == [
+        "format_version", "step", "epoch", "created", "kind", "parts", "topology", "versions", "metrics", "seal",
+    ]  # fmt: skip
+    assert text.rstrip().rpartition("\n")[0].rpartition("\n")[2].startswith('  "seal"')
