@@ -132,3 +132,10 @@ def without_loss(origin: str, rank: int) -> TaskError:
         f"{origin}.training_step returned None on rank {rank}: with several processes the others would wait for its "
         "gradient. Return a loss of zero that is connected to the parameters instead, for example 0 * output.sum()."
     )
+
+
+def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
+    """Multiply the gradients that there are, in place."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

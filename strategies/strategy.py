@@ -19,9 +19,10 @@ from trainwright.callbacks.hook_table import HookTable, overrides
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
-from trainwright.core.state import Group
+from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step, need_closure
+from trainwright.strategies.by_hand import StepByHand
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.gradients import (
     GradientClip,
@@ -29,6 +30,7 @@ from trainwright.strategies.gradients import (
     growth_without,
     loss_of,
     parameters_of,
+    scale_gradients,
     stack_counts,
     without_loss,
 )
@@ -40,11 +42,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class SkipRestOfEpoch(Exception):
-    """An `on_train_batch_start` hook returned -1: the epoch ends here."""
-
-
-class Strategy:
+class Strategy(StepByHand):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →
@@ -195,7 +193,9 @@ class Strategy:
         self._own_clip = (
             task.configure_gradient_clipping if overrides(task, "configure_gradient_clipping", TaskModule) else None
         )
+        self._automatic = task.automatic_optimization
         self._needs_closure = need_closure(self.optimizers, self.precision)
+        self._plain_step = self._own_step is None and self._scaler is None and not self._needs_closure
         # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
         # gets them in Lightning's place instead: after the group's first training_step, before its backward.
         self._zero_late = bool(hooks.on_before_zero_grad) or self._own_zero is not None
@@ -222,48 +222,56 @@ class Strategy:
             TaskError: the loss cannot be trained on.
             SkipRestOfEpoch: a listener ended the epoch.
         """
-        if not self.task.automatic_optimization:
+        if not self._automatic:
             self._run_by_hand(group)
             return None
-        hooks, transfer, batches = self.hooks, self._transfer, group.batches
         weights = group.weights if self._items is None else self._weigh_items(group)
-        last = len(batches) - 1
-        total: torch.Tensor | None = None
-        skipped: list[int] = []
-        for i, batch in enumerate(batches):
-            idx = group.first_idx + i
-            if transfer is not None:
-                batch = transfer(batch)
-            weight = None if weights is None else weights[i]
-            if not last:
-                output, loss = self._run_batch(batch, idx, weight, 1)
-            else:
-                with self._synchronizing(i == last):
-                    output, loss = self._run_batch(batch, idx, weight, last + 1)
-            if loss is None:
-                skipped.append(i)
-            else:
-                total = loss if total is None else total + loss
-            if i < last:
-                for hook in hooks.on_train_batch_end:
-                    hook(self.run, self.task, output, batch, idx)
-            elif hooks.on_train_batch_end:
-                group.last_output, group.last_batch = output, batch
-            output = None  # what a micro-batch gave must not outlive it into the next one's forward
+        if len(group.batches) == 1:
+            weight = None if weights is None else weights[0]
+            output, total = self._run_batch(group.batches[0], group.first_idx, weight, 1)
+            if total is None:
+                total = self._leave_out([0], group, weights, total)
+        else:
+            output, total = self._run_batches(group, weights)
+        if self.hooks.on_train_batch_end:
+            group.last_output, group.last_batch = output, self.sink.batch
         self.sink.batch = None
-        if skipped:
-            total = self._leave_out(skipped, group, weights, total)
         if self._scaler is not None and total is not None:
             for optimizer in self.optimizers:
                 self._scaler.unscale_(optimizer)
         if self._needs_closure:
             self._group = group
-        self._loss, self._last_idx, self._zeroed = total, group.first_idx + last, False
+        self._loss, self._last_idx, self._zeroed = total, group.first_idx + len(group.batches) - 1, False
         return total
+
+    def _run_batches(self, group: Group, weights: Sequence[Any] | None) -> tuple[Any, torch.Tensor | None]:
+        """Run a group of several micro-batches; returns the last one's output and the group's weighted loss."""
+        num = len(group.batches)
+        output: Any = None
+        total: torch.Tensor | None = None
+        skipped: list[int] = []
+        for i, batch in enumerate(group.batches):
+            idx, last = group.first_idx + i, i == num - 1
+            output = None  # what a micro-batch gave must not outlive it into the next one's forward
+            with self._synchronizing(last):  # gradients cross ranks in the last one only
+                output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
+            if loss is None:
+                skipped.append(i)
+            else:
+                total = loss if total is None else total + loss
+            if not last:
+                for hook in self.hooks.on_train_batch_end:
+                    hook(self.run, self.task, output, self.sink.batch, idx)
+        return output, self._leave_out(skipped, group, weights, total) if skipped else total
 
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
         """Run one of a group's `num` micro-batches; returns the step's output and its weighted loss, detached."""
-        self._begin_batch(batch, idx)
+        if self._transfer is not None:
+            batch = self._transfer(batch)
+        self.sink.batch = batch
+        for hook in self.hooks.on_train_batch_start:
+            if hook(self.run, self.task, batch, idx) == -1:
+                raise SkipRestOfEpoch
         if self._context is None:
             output = self._training_step(batch, idx)
         else:
@@ -271,7 +279,8 @@ class Strategy:
                 output = self._training_step(batch, idx)
         if not self._zeroed:
             self._zero_gradients(idx)
-        loss = loss_of(output, type(self.task).__name__)
+        plain = type(output) is torch.Tensor and output.requires_grad and not output.dim()
+        loss = output if plain else loss_of(output, type(self.task).__name__)
         if loss is None:
             return output, None
         if weight is not None:
@@ -288,15 +297,6 @@ class Strategy:
         for hook in self.hooks.on_after_backward:
             hook(self.run, self.task)
         return output, loss.detach()
-
-    def _begin_batch(self, batch: Any, idx: int) -> None:
-        sink = self.sink
-        sink.batch = batch
-        sink.in_step = True
-        for hook in self.hooks.on_train_batch_start:
-            if hook(self.run, self.task, batch, idx) == -1:
-                sink.batch = None
-                raise SkipRestOfEpoch
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
         """Return the weight of each micro-batch of a task that counts its items."""
@@ -324,9 +324,7 @@ class Strategy:
         if total is None:
             return None
         factor = growth_without(skipped, len(group.batches), weights)
-        for parameter in parameters_of(self.optimizers):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        scale_gradients(parameters_of(self.optimizers), factor)
         return total * factor
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
@@ -335,24 +333,17 @@ class Strategy:
         Returns:
             The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
         """
-        norm: torch.Tensor | None = None
-        if self._own_clip is not None:
-            for optimizer in self.optimizers:
-                self._own_clip(
-                    optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm
-                )
-        elif clip is not None:
-            norm = clip_gradients(parameters_of(self.optimizers), clip)
+        norm = None if clip is None and self._own_clip is None else self._clip(clip)
         for optimizer in self.optimizers:
-            if self._own_step is not None:
+            if self._plain_step:
+                optimizer.step()
+            elif self._own_step is not None:
                 stepped: Any = optimizer if self._scaler is None else ScaledOptimizer(optimizer, self._scaler)
                 self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
             elif self._scaler is not None:
                 self._scaler.step(optimizer)
-            elif self._needs_closure:
-                optimizer.step(self._closure())
             else:
-                optimizer.step()
+                optimizer.step(self._closure())
         if self._scaler is not None:
             self._scaler.update()
         self._group = self._loss = None
@@ -361,6 +352,13 @@ class Strategy:
                 optimizer.zero_grad()
             self._zeroed = True
         return norm
+
+    def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
+        if self._own_clip is None:
+            return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
+        for optimizer in self.optimizers:
+            self._own_clip(optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm)
+        return None
 
     def _closure(self) -> Callable[[], Any]:
         """Return a closure for `Optimizer.step`: its first call gives the loss at hand, later ones recompute it."""
@@ -395,53 +393,6 @@ class Strategy:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         self._zeroed = True
-
-    # Optimization by hand
-
-    @property
-    def stepped_by_hand(self) -> bool:
-        """Whether an optimizer stepped during the last group, in a task that optimizes by hand."""
-        return self._watch.stepped
-
-    def _run_by_hand(self, group: Group) -> None:
-        transfer, hooks = self._transfer, self.hooks
-        self._watch.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
-        for i, batch in enumerate(group.batches):
-            idx = group.first_idx + i
-            if transfer is not None:
-                batch = transfer(batch)
-            self._begin_batch(batch, idx)
-            with self._context or _NOTHING:
-                output = self._training_step(batch, idx)
-            if hooks.on_train_batch_end:
-                group.last_output, group.last_batch = output, batch
-        self.sink.batch = None
-
-    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward for a task that optimizes by hand. Collective under strategies that join processes."""
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        for hook in self.hooks.on_before_backward:
-            hook(self.run, self.task, loss)
-        self.task.backward(loss, *args, **kwargs)
-        self._average_gradients()
-        for hook in self.hooks.on_after_backward:
-            hook(self.run, self.task)
-
-    def _average_gradients(self) -> None:
-        """Average the gradients that a manual backward left over ranks."""
-
-    def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer for a task that optimizes by hand: unscales and tells the listeners first."""
-        if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
-        for hook in self.hooks.on_before_optimizer_step:
-            hook(self.run, self.task, optimizer)
-        if self._scaler is None:
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        result = self._scaler.step(optimizer)
-        self._scaler.update()
-        return result
 
     # Evaluation
 

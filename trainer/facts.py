@@ -48,7 +48,8 @@ class RunFacts(ABC):
         interrupted: Ctrl-C ended the last stage.
         resumed: this fit continues a checkpoint.
         sanity_checking: the validation that runs is the one before training.
-        last_step: what the last optimizer step gave.
+        last_result: loss and gradient norm of the last optimizer step (see `last_step`).
+        quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.
         at_step_boundary: no optimizer step is half done.
         num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
         run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
@@ -73,7 +74,8 @@ class RunFacts(ABC):
     interrupted: bool
     resumed: bool
     sanity_checking: bool
-    last_step: StepResult | None
+    last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None
+    quiet_groups: int
     at_step_boundary: bool
     num_eval_batches: list[int | float]
     run_id: str
@@ -127,6 +129,11 @@ class RunFacts(ABC):
         if self._task is None:
             raise TaskError("this Trainer has no task yet; it gets one from fit, validate, test or predict.")
         return self._task
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last optimizer step gave; None before the first."""
+        return None if self.last_result is None else StepResult(*self.last_result)
 
     @property
     def lightning_module(self) -> TaskModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.agreed_clock import AgreedClock
@@ -98,6 +99,20 @@ class ValidationSchedule:
         now = state.batches if self._every_n_epoch is None else state.batch_in_epoch
         return now // self._batches > (now - group_size) // self._batches
 
+    def groups_left(self, state: TrainState, accumulate: int) -> float:
+        """Return after how many groups of `accumulate` micro-batches `due` must be asked again, at the latest.
+
+        The end of an epoch is always asked about.
+        """
+        if self._interval is not None and self._interval.counts_steps:
+            return self._interval.left(state)
+        if self._at_end or (self._batches and not self.in_epoch(state.epoch)):
+            return math.inf
+        if self._batches:
+            now = state.batches if self._every_n_epoch is None else state.batch_in_epoch
+            return math.ceil((self._batches - now % self._batches) / accumulate)
+        return 1  # an interval in another unit: ask after every group
+
     def _epochs_passed(self, state: TrainState, group_size: int, is_last: bool) -> bool:
         assert self._epochs is not None
         if self._num_batches is None:
@@ -133,6 +148,11 @@ class EndOfFit:
         self._counted = tuple(limit for limit in limits.others if limit.unit != "seconds")
         self._timed = tuple(limit for limit in limits.others if limit.unit == "seconds")
         self._limits = limits
+        self.asks_every_step = bool(limits.others)
+
+    def steps_left(self, state: TrainState) -> float:
+        """Return how many steps are left of `max_steps`."""
+        return self._max_steps - state.step
 
     def reached(self, state: TrainState) -> bool:
         """Tell whether a bound that every rank counts alike is reached."""

@@ -28,7 +28,7 @@ from trainwright.core.duration import Duration, Interval
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.process import detect, started_by_trainer
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
-from trainwright.core.state import StepResult, TrainState
+from trainwright.core.state import TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.loggers.logger import RunInfo
@@ -94,7 +94,8 @@ class StageRunner(RunFacts):
         self.resumed = False
         self.count_tokens = False
         self._samples_decide = False
-        self.last_step: StepResult | None = None
+        self.last_result = None
+        self.quiet_groups = 0
         self.at_step_boundary = True
         self.exchange: Exchange | None = None
         self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
@@ -425,10 +426,12 @@ class StageRunner(RunFacts):
     def at_safe_point(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
         self.safe_point.add_action(action)
+        self.quiet_groups = 0
 
     def request_save(self, request: SaveRequest) -> None:
         """Ask for a checkpoint at the next safe point. Every rank must ask alike."""
         self.safe_point.add_save(request)
+        self.quiet_groups = 0
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
         """Write a checkpoint now, or after a `fit`. Collective; not within a training step; returns once it stands.
@@ -451,3 +454,13 @@ class StageRunner(RunFacts):
         """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
         self.stop_reason = reason
         self.should_stop = self._stop_agreed = True
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True to end `fit` after the present step; ranks agree on it within a few steps."""
+        return self._should_stop
+
+    @should_stop.setter
+    def should_stop(self, wish: bool) -> None:
+        self._should_stop = wish
+        self.quiet_groups = 0

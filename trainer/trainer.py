@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.core.rng import isolate_rng
-from trainwright.core.state import Group, StepResult
+from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.data import DataModule
 from trainwright.loggers.logger import Logger
-from trainwright.strategies.strategy import SkipRestOfEpoch, Strategy
+from trainwright.strategies.strategy import Strategy
 from trainwright.trainer import evaluation
 from trainwright.trainer.loaders import Sources
 from trainwright.trainer.settings import configure
@@ -252,15 +252,17 @@ class Trainer(StageRunner):
                 norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
                 self._advance(group, stepped=loss is not None or strategy.stepped_by_hand)
                 self.at_step_boundary = True  # from here on the step is done
+                self.last_result = loss, norm
                 for hook in hooks.on_train_batch_end:
                     hook(self, task, group.last_output, group.last_batch, state.batch_in_epoch - 1)
-                self.last_step = StepResult(loss, norm)
                 for hook in hooks.on_train_step_end:
                     hook(self, task, self.last_step)
                 closed = group.is_last
-                if self._end_step(group):
+                self.quiet_groups -= 1
+                if (closed or self.quiet_groups < 0) and self._end_step(group):
                     break
         except SkipRestOfEpoch:
+            self.metrics.batch = None
             strategy.discard_gradients()
             self.schedules.after_epoch(state.epoch)
             closed = True
@@ -269,6 +271,7 @@ class Trainer(StageRunner):
     def _end_step(self, group: Group) -> bool:
         """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
         state = self.state
+        self._read_clock()
         if self._validates and self.validation.due(state, len(group.batches), group.is_last):
             self._validate()
         if self.log_every.due(state):
@@ -276,7 +279,20 @@ class Trainer(StageRunner):
         ends = group.is_last or self._must_stop()
         if not ends and self.safe_point.waiting:
             self._settle()
+        self.quiet_groups = self._groups_until_something_is_due() - 1
         return ends
+
+    def _groups_until_something_is_due(self) -> int:
+        """Return after how many groups `_end_step` must look again; a wish sets `quiet_groups` to 0 before that."""
+        state = self.state
+        if self.should_stop or self._end.asks_every_step:
+            return 1
+        nearest = min(self.log_every.left(state), self._end.steps_left(state))
+        if self._validates:
+            nearest = min(nearest, self.validation.groups_left(state, self.accumulate_grad_batches))
+        if self.exchange is not None:
+            nearest = min(nearest, _AGREE_EVERY_N_STEPS - state.step % _AGREE_EVERY_N_STEPS)
+        return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
         data, state = self.train_data(), self.state
@@ -285,8 +301,10 @@ class Trainer(StageRunner):
         self._validates = self.has_validation
         self.metrics.begin("train")
         self.fire("on_train_epoch_start")
+        self.quiet_groups = 0
         groups = data.groups(state, self.accumulate_grad_batches)
         self._restore_rng()
+        self.metrics.in_step = True
         return groups
 
     def _end_epoch(self, closed: bool) -> None:
@@ -296,6 +314,7 @@ class Trainer(StageRunner):
             closed: its last batch has been consumed. A wish to stop closes it too.
         """
         state = self.state
+        self._read_clock()
         self.metrics.in_step = False
         if self._heeds_wish() and not closed:
             closed = True
@@ -323,22 +342,23 @@ class Trainer(StageRunner):
         state.batch_in_epoch += n
         samples = group.num_samples
         if samples is None:
-            samples = self._count_samples(group)
+            samples = batch_size(group.batches[0]) if n == 1 and not self.exchange else self._count_samples(group)
         state.samples += samples
         state.samples_in_epoch += samples
         if self.count_tokens:
             state.tokens += self._count_tokens(group)
-        now = time.perf_counter()
-        state.seconds += now - self._clock
-        self._clock = now
         if stepped and self.schedules.steps_often:
             self.schedules.after_step(state.step, self._callback_metrics)
         if group.is_last:
             self.schedules.after_epoch(state.epoch)
 
+    def _read_clock(self) -> None:
+        now = time.perf_counter()
+        self.state.seconds += now - self._clock
+        self._clock = now
+
     def _count_samples(self, group: Group) -> int:
-        batches = group.batches
-        mine = batch_size(batches[0]) if len(batches) == 1 else sum(batch_size(batch) for batch in batches)
+        mine = sum(batch_size(batch) for batch in group.batches)
         if self.exchange is None:  # one process
             return mine
         # Ranks must agree on the number where something is decided by it, and only there is it worth an exchange.

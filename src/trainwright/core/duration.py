@@ -140,6 +140,15 @@ class Interval:
         now = getattr(state, self._field)
         self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether its unit is optimizer steps."""
+        return self._field == "step"
+
+    def left(self, state: TrainState) -> float:
+        """Return how much of the unit is left until the interval is due."""
+        return self._next - float(getattr(state, self._field))
+
     def due(self, state: TrainState) -> bool:
         """Return True once per multiple of the interval that has been passed, else False."""
         now = getattr(state, self._field)

@@ -71,7 +71,6 @@ class Run(Protocol):
     sanity_checking: bool
     should_stop: bool
     interrupted: bool
-    last_step: StepResult | None
 
     # What it is made of
     callbacks: list[Any]
@@ -94,6 +93,10 @@ class Run(Protocol):
     @property
     def checkpoint_dir(self) -> Path:
         """Where checkpoints go when a request names no folder; the same on every rank during a stage."""
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What the last optimizer step gave; None before the first."""
 
     @property
     def current_epoch(self) -> int:

@@ -78,7 +78,6 @@ class Group:
         first_idx: the index of `batches[0]` in its epoch (the `batch_idx` that hooks see).
         is_last: no group of this epoch follows.
         num_samples: how many samples the group consumed over all ranks; None: count this rank's.
-        num_tokens: the same for tokens; filled in only when something counts tokens.
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of
             data-parallel ranks; None: `1 / len(batches)` each. A weight of 0 marks padding.
         last_output: what the task returned for the last micro-batch, kept only while somebody listens.
@@ -89,7 +88,10 @@ class Group:
     first_idx: int
     is_last: bool = False
     num_samples: int | None = None
-    num_tokens: int | None = None
     weights: list[float] | None = None
     last_output: Any = field(default=None, repr=False)
     last_batch: Any = field(default=None, repr=False)
+
+
+class SkipRestOfEpoch(Exception):
+    """An `on_train_batch_start` hook returned -1: the epoch ends before the present micro-batch."""
