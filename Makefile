@@ -1,18 +1,19 @@
-# make demo | test | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+# make demo | test | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
-FAST := not slow and not distributed
+FAST := not slow and not distributed and not torture
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench format clean
+.PHONY: help venv demo test torture check bench format clean
 
 help:
 	@echo "make demo    a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make test    the whole test suite"
+	@echo "make torture hundreds of kills of running trainings (some minutes)"
 	@echo "make check   format, lint, types, architecture, fast tests (about a minute)"
 	@echo "make bench   the benchmarks"
 	@echo "make format  rewrite the sources in the house format"
@@ -39,8 +40,11 @@ demo: $(STAMP)
 test: $(STAMP)
 	@status=0; \
 	$(PYTEST) -n 2 -m "$(FAST)" || status=$$?; \
-	$(PYTEST) -m "slow or distributed" || status=$$?; \
+	$(PYTEST) -m "(slow or distributed) and not torture" || status=$$?; \
 	exit $$status
+
+torture: $(STAMP)
+	$(PYTEST) -m torture tests/torture
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

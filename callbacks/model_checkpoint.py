@@ -119,6 +119,8 @@ class ModelCheckpoint(Callback):
         self._latest: str | None = None  # without a monitor: the newest, kept in place of a best one
         self._last: str | None = None
         self._beside: str | None = None  # with save_last="link": the link's target when it is not among the best
+        self._replaced: list[str] = []  # what goes once the newest save is published
+        self._left_over: list[str] = []  # after a resume: what was to go then, and may still be there
         self._last_saved_step = 0  # nothing is worth saving before the first step
         self._saved_at_s = 0.0
         self._clock = AgreedClock(self._seconds_to_next_save)
@@ -222,6 +224,7 @@ class ModelCheckpoint(Callback):
             "last": self._last,
             "beside": self._beside,
             "last_saved_step": self._last_saved_step,
+            "replaced": list(self._replaced),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,6 +234,7 @@ class ModelCheckpoint(Callback):
         self._last = state_dict["last"]
         self._beside = state_dict["beside"]
         self._last_saved_step = state_dict["last_saved_step"]
+        self._left_over = list(state_dict.get("replaced", []))
         self._recorded_folder = Path(state_dict["dirpath"]) if state_dict["dirpath"] is not None else None
 
     # When to save
@@ -383,7 +387,13 @@ class ModelCheckpoint(Callback):
         self._request(run, request, moment)
 
     def _request(self, run: Run, request: SaveRequest, moment: _Moment) -> None:
+        if self._last_saved_step != moment.step:
+            self._replaced = []
         self._last_saved_step = moment.step
+        # A run that was killed between a save and the deletions that follow it has left them to this one.
+        request.remove.extend(name for name in self._left_over if name not in request.remove)
+        self._left_over = []
+        self._replaced += request.remove
         run.request_save(request)
         if self.verbose:
             score = f", {self.monitor}={moment.values.get(self.monitor)}" if self.monitor is not None else ""
@@ -394,10 +404,8 @@ class ModelCheckpoint(Callback):
         name = self.format_checkpoint_name(moment.values, template)
         if not self.enable_version_counter:
             return name
-        taken = set(moment.present)
-        for other in run.callbacks:  # what they asked for at this very moment may not be in the folder yet
-            if isinstance(other, ModelCheckpoint) and other._folder == self._folder:
-                taken.update(other._held_names())
+        # What others asked for at this very moment may not be in the folder yet.
+        taken = {*moment.present, *self._names_in_use(run)}
         taken.discard(reuse or "")
         version = self.STARTING_VERSION
         while name in taken:
@@ -405,17 +413,26 @@ class ModelCheckpoint(Callback):
             version += 1
         return name
 
+    def _names_in_use(self, run: Run) -> set[str]:
+        """Return what this and other callbacks keep in the folder."""
+        mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
+        return set[str]().union(*(mate._held_names() for mate in mates))
+
     def _held_names(self) -> set[str]:
         return {*self._top.scores, *(name for name in (self._latest, self._last, self._beside) if name is not None)}
 
     def _check_index(self, run: Run, moment: _Moment) -> None:
         """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""
         recorded, self._recorded_folder = self._recorded_folder, None
-        missing = self._held_names() - (moment.present if moment.index_holds else frozenset())
+        present = moment.present if moment.index_holds else frozenset[str]()
+        missing = self._held_names() - present
+        # In the very same folder `last` is missing when the run was killed before it came to make it.
+        told = missing - {self._last} if recorded == self._folder else missing
+        self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
         self._forget(missing)
-        if missing and run.is_global_zero:
+        if told and run.is_global_zero:
             warnings.warn(
-                f"ModelCheckpoint: {', '.join(sorted(missing))} (saved in {recorded}) not found in {self._folder}; "
+                f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self._folder}; "
                 "the best are ranked without.",
                 TrainwrightWarning,
                 stacklevel=2,

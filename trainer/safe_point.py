@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
+from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.trainer import checkpointing
@@ -63,6 +64,25 @@ class SafePoint:
         saves, self._saves = self._saves, []
         for _, alike in groupby(saves, key=lambda request: request.weights_only):
             self._write(list(alike))
+
+    def adopt(self, path: Path) -> None:
+        """Enter a checkpoint of this run that it was killed before it could enter. Collective.
+
+        Args:
+            path: the checkpoint that is resumed from; one that lies elsewhere than the run's own is left alone.
+        """
+        run, folder = self._run, self._run.checkpoint_dir
+        true_path = path.resolve()  # not a link to it
+        ours = true_path.parent == folder.resolve() and not true_path.name.startswith(".")
+        if run.checkpoint_callback is None or not ours:
+            return
+
+        def work() -> None:
+            index, created = RunIndex(folder, run=run.run_id), read_manifest(true_path).created
+            if all((entry.name, entry.created) != (true_path.name, created) for entry in index.entries()):
+                index.add(folder / true_path.name)
+
+        checkpointing.on_main_rank(run, work, f"enter {path} in its index")
 
     def save_now(self, path: Path, *, weights_only: bool) -> None:
         """Write a checkpoint that the index does not list, and return once it is published. Collective."""

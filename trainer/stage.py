@@ -258,6 +258,7 @@ class StageRunner(RunFacts):
         if stage == "fit":
             checkpointing.check_fits(self, path)
             checkpointing.restore(self, path)
+            self.safe_point.adopt(path)
             self.resumed = True
             if self.state.epoch_done:
                 self.state.begin_next_epoch()

@@ -1,0 +1,1 @@
+"""The Trainer under kills, full disks and changing numbers of processes."""

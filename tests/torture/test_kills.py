@@ -1,0 +1,250 @@
+"""Trainings that are killed again and again, and go on from their last checkpoint each time."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.torture.runs import (
+    EPOCHS,
+    SAMPLES,
+    SAVE_EVERY,
+    STEPS_PER_EPOCH,
+    Attempt,
+    Case,
+    Kill,
+    lines_of,
+    preload,
+    run_attempt,
+)
+from trainwright.checkpoint import newest_valid
+from trainwright.checkpoint.reader import read_manifest
+
+EVENTS_PER_SAVE = 56
+"""At most so many write points are there in one save, its entry in the index and the deletion of an older one."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The run that nobody interrupted.
+
+    Attributes:
+        steps: for each rank: samples and loss of every micro-batch.
+        ids: for each rank: the samples in the order of their use.
+        weights: the hash of the final weights.
+        seconds: how long it took.
+    """
+
+    steps: list[list[str]]
+    ids: list[list[int]]
+    weights: list[str]
+    seconds: float
+
+
+def whole_run(case: Case, folder: Path) -> Whole:
+    """Run `case` to its end, and check that it sees every sample once an epoch."""
+    folder.mkdir()
+    attempt = Attempt(folder, 0)
+    begun_s = time.monotonic()
+    assert not run_attempt(case, attempt, folder / "checkpoints", resume=False)
+    seconds = time.monotonic() - begun_s
+    steps = [lines_of(attempt.steps(rank)) for rank in range(case.world)]
+    assert [len(of_rank) for of_rank in steps] == [EPOCHS * STEPS_PER_EPOCH * case.accumulate] * case.world
+    ids = [[i for line in of_rank for i in ids_in(line)] for of_rank in steps]
+    per_epoch = SAMPLES // case.world
+    for epoch in range(EPOCHS):
+        of_epoch = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
+        assert sorted(itertools.chain(*(of_rank[of_epoch] for of_rank in ids))) == list(range(SAMPLES))
+    return Whole(steps, ids, lines_of(attempt.weights), seconds)
+
+
+def ids_in(line: str) -> list[int]:
+    """Return the samples in a line of `Attempt.steps`."""
+    return [int(number) for number in line[1 : line.index("]")].split(",")]
+
+
+def saved_step(checkpoints: Path) -> int | None:
+    """Return the step of the newest valid checkpoint; that one is damaged is a warning, and an error here."""
+    newest = newest_valid(checkpoints)
+    return None if newest is None else read_manifest(newest).step
+
+
+def check_attempt(case: Case, whole: Whole, attempt: Attempt, start: int) -> int:
+    """Check that an attempt did what the whole run did from step `start` on; returns the steps that it completed."""
+    begin = start * case.accumulate
+    for rank in range(case.world):
+        noted = lines_of(attempt.steps(rank))
+        assert noted == whole.steps[rank][begin : begin + len(noted)], (case, attempt)
+        used = [i for line in noted for i in ids_in(line)]
+        left = whole.ids[rank][begin * SAMPLES // STEPS_PER_EPOCH // case.world // case.accumulate :]
+        fetched = [int(line) for line in lines_of(attempt.fetched(rank))]
+        assert Counter(used) <= Counter(fetched) <= Counter(left), (case, attempt)
+        if case.workers == 0:
+            assert fetched == left[: len(fetched)], (case, attempt)
+    begun = len(lines_of(attempt.steps(0)))
+    return start + max(0, begun - 1) // case.accumulate
+
+
+def survive(case: Case, folder: Path, kills: Sequence[Kill], whole: Whole) -> int:
+    """Train as often as it takes to be killed by every one of `kills`, and to the end each time; see `one_training`.
+
+    Returns:
+        How many kills hit before the end of a training.
+    """
+    left = list(kills)
+    hits = 0
+    for number in itertools.count():
+        hits += one_training(case, folder / f"training-{number}", left, whole)
+        if not left:
+            return hits
+    raise AssertionError("unreachable")
+
+
+def one_training(case: Case, folder: Path, kills: list[Kill], whole: Whole) -> int:
+    """Resume a training after each kill until it comes to its end, and compare everything with the whole run.
+
+    Args:
+        case: what is trained.
+        folder: for its files; must not exist.
+        kills: those that are used up are taken away.
+        whole: the run to compare with.
+
+    Returns:
+        How many kills hit.
+    """
+    folder.mkdir()
+    checkpoints = folder / "checkpoints"
+    hits = 0
+    for number in itertools.count():
+        attempt = Attempt(folder, number)
+        before = saved_step(checkpoints)
+        kill = kills.pop(0) if kills else None
+        killed = run_attempt(case, attempt, checkpoints, resume=before is not None, kill=kill)
+        completed = check_attempt(case, whole, attempt, before or 0)
+        after = saved_step(checkpoints)
+        assert (after or 0) >= (before or 0), (case, attempt)
+        # The save of a step waits until the one before it is published, so that no more than two can be missing.
+        assert (after or 0) >= completed // SAVE_EVERY * SAVE_EVERY - SAVE_EVERY, (case, attempt)
+        hits += killed
+        if not killed:
+            break
+    assert after == EPOCHS * STEPS_PER_EPOCH
+    assert lines_of(attempt.weights) == whole.weights
+    newest = {f"step={after}"}
+    if not lines_of(attempt.steps(0)):
+        newest |= {f"step={after - SAVE_EVERY}"} & {path.name for path in checkpoints.iterdir()}  # no save, no deletion
+    left = {path.name for path in checkpoints.iterdir()} - {"index.json", "last"}
+    all_of_them = {f"step={step}" for step in range(SAVE_EVERY, EPOCHS * STEPS_PER_EPOCH + 1, SAVE_EVERY)}
+    assert left == {"newest": newest, "all": all_of_them, "replaced": set()}[case.keep]
+    return hits
+
+
+def at_write_points(source: random.Random, points: range) -> list[Kill]:
+    """Return a kill at each of `points` of an attempt, in any order: so each meets what others have left."""
+    return [Kill(at_event=at) for at in source.sample(points, len(points))]
+
+
+def survive_moments(case: Case, folder: Path, source: random.Random, number: int, whole: Whole) -> int:
+    """Survive kills at random moments until at least `number` have hit; returns how many did.
+
+    How long an attempt takes depends on what else the machine does: when most kills come too late they come earlier.
+    """
+    hits, longest_s, batch = 0, whole.seconds, 10
+    for turn in range(number):
+        kills = [Kill.at_random(source, longest_s, case.world) for _ in range(batch)]
+        (folder / f"turn-{turn}").mkdir()
+        new = survive(case, folder / f"turn-{turn}", kills, whole)
+        hits += new
+        if hits >= number:
+            break
+        longest_s *= 1.0 if new > batch // 2 else 0.7
+    return hits
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    preload()
+
+
+_SHORT = [
+    Case(),
+    Case(keep="all", accumulate=2),
+    Case(keep="replaced", workers=2),
+    Case(keep="replaced", async_save=False),
+    Case(world=2),
+]
+
+
+@pytest.mark.parametrize("case", _SHORT, ids=str)
+def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> None:
+    source = random.Random(f"short {case}")
+    whole = whole_run(case, tmp_path / "whole")
+    number = 8 // case.world
+    kills = [Kill(at_event=at) for at in source.sample(range(2 * EVENTS_PER_SAVE), number)]
+    kills += [Kill.at_random(source, whole.seconds, case.world) for _ in range(number)]
+    source.shuffle(kills)
+    assert survive(case, tmp_path, kills, whole) >= number // 2
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(keep="all", accumulate=2),
+        Case(keep="replaced"),
+        Case(keep="replaced", async_save=False),
+        Case(async_save=False),
+    ],
+    ids=str,
+)
+def test_p09_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_path: Path) -> None:
+    source = random.Random(f"every point {case}")
+    whole = whole_run(case, tmp_path / "whole")
+    kills = at_write_points(source, range(2 * EVENTS_PER_SAVE))
+    assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2])
+def test_p05_p06_p09_a_training_survives_kills_at_random_moments(world: int, workers: int, tmp_path: Path) -> None:
+    case = Case(world=world, workers=workers)
+    source = random.Random(f"moments {case}")
+    whole = whole_run(case, tmp_path / "whole")
+    number = 50 if world == 1 else 20
+    assert survive_moments(case, tmp_path, source, number, whole) >= number
+
+
+@pytest.mark.torture
+@pytest.mark.timeout(900)
+def test_p09_two_processes_survive_kills_at_write_points(tmp_path: Path) -> None:
+    case = Case(world=2, keep="replaced")
+    source = random.Random("two processes")
+    whole = whole_run(case, tmp_path / "whole")
+    kills = at_write_points(source, range(0, 2 * EVENTS_PER_SAVE, 3))
+    assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
+
+
+def test_a_kill_that_loses_a_step_would_be_noticed(tmp_path: Path) -> None:
+    # A test of the tests: a resume from elsewhere, and a sample that was fetched too early, are told apart.
+    case = Case()
+    whole = whole_run(case, tmp_path / "whole")
+    attempt = Attempt(tmp_path / "whole", 0)
+    check_attempt(case, whole, attempt, 0)
+    with pytest.raises(AssertionError):
+        check_attempt(case, whole, attempt, SAVE_EVERY)
+    attempt.fetched(0).write_text("0\n" + attempt.fetched(0).read_text())
+    with pytest.raises(AssertionError):
+        check_attempt(case, whole, attempt, 0)
