@@ -250,7 +250,7 @@ class Trainer(StageRunner):
                     for optimizer in self._optimizers_of(loss):
                         hook(self, task, optimizer)
                 norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
-                self._advance(group, stepped=loss is not None or strategy.stepped_by_hand)
+                self._advance(group, loss is not None or strategy.stepped_by_hand)
                 self.at_step_boundary = True  # from here on the step is done
                 self.last_result = loss, norm
                 for hook in hooks.on_train_batch_end:

@@ -69,7 +69,7 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class Group:
     """The micro-batches of one optimizer step, still on the host, as the data source hands them over.
 
@@ -89,8 +89,8 @@ class Group:
     is_last: bool = False
     num_samples: int | None = None
     weights: list[float] | None = None
-    last_output: Any = field(default=None, repr=False)
-    last_batch: Any = field(default=None, repr=False)
+    last_output: Any = field(default=None, init=False, repr=False)
+    last_batch: Any = field(default=None, init=False, repr=False)
 
 
 class SkipRestOfEpoch(Exception):
