@@ -40,6 +40,17 @@ def fault_point(event: str, path: Path) -> None:
         _fault_hook(event, path)
 
 
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Have errors of the system say what they are about: those of an open file do not name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class HashingFile:
     """A new file that is hashed while it is written and synced, at the latest when it is closed.
 
@@ -79,8 +90,9 @@ class HashingFile:
             piece = view[start : start + CHUNK_BYTES]
             self._hash.update(piece)
             written = 0
-            while written < len(piece):  # a raw file may take less than it is given
-                written += self._file.write(piece[written:])
+            with _naming(self.path):
+                while written < len(piece):  # a raw file may take less than it is given
+                    written += self._file.write(piece[written:])
             self._size += len(piece)
             self._hand_over()
             fault_point("write", self.path)
@@ -102,7 +114,8 @@ class HashingFile:
 
     def sync(self) -> None:
         """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
-        os.fsync(self._file.fileno())
+        with _naming(self.path):
+            os.fsync(self._file.fileno())
         self._synced = True
         fault_point("fsync", self.path)
 
@@ -160,7 +173,8 @@ def sync_folder(folder: Path) -> None:
         return  # Windows cannot open a folder for syncing; its journal keeps renames in order
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with _naming(folder):
+            os.fsync(handle)
     except OSError as error:
         # Some network file systems have no sync for folders and say so with these.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
