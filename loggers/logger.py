@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -66,6 +68,13 @@ class Logger(ABC):
         muted: this is not the main rank: nothing is started or written.
         wants_graph: the run should hand over the task's graph (`log_graph`) when it begins.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let every `log_*` method of a sub-class do nothing on ranks other than the main one."""
+        super().__init_subclass__(**options)
+        for name, method in list(vars(cls).items()):
+            if name.startswith("log_") and inspect.isfunction(method):
+                setattr(cls, name, _unless_muted(method))
 
     JOINER: ClassVar[str] = "-"
     """Stands between `prefix` and a metric's name."""
@@ -190,9 +199,19 @@ class Logger(ABC):
 
     def warn_once(self, message: str) -> None:
         """Issue a TrainwrightWarning, the same one only once for each logger."""
+        if self.muted:
+            return
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
     def _cannot(self, what: str) -> None:
         self.warn_once(f"{type(self).__name__} cannot log {what}; they are left out.")
+
+
+def _unless_muted(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Logger, *args: Any, **options: Any) -> Any:
+        return None if self.muted else method(self, *args, **options)
+
+    return call

@@ -157,7 +157,7 @@ class VersionedLogger(Logger):
 
     def _folder(self) -> Path:
         folder = self.log_dir
-        if folder is None or self._run is None:
+        if folder is None:
             raise self._not_started()
         return folder
 

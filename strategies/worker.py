@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import traceback
@@ -27,4 +28,8 @@ def main(work_file: str, error_file: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    code = main(sys.argv[1], sys.argv[2])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A communication thread that still runs while the interpreter is taken down would abort the process.
+    os._exit(code)

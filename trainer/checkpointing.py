@@ -133,7 +133,8 @@ def restore(run: RunFacts, path: Path) -> None:
         )
     run.schedules.load_state_dict(saved["schedulers"])
     run.strategy.load_state_dict(saved["strategy"])
-    run.load_data_state(saved["data"], saved["seed"])
+    if saved["data"]:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
+        run.load_data_state(saved["data"], saved["seed"])
     run.run_id = saved["run_id"]
     _restore_callbacks(run, saved["callbacks"], path)
     if run.logging is not None:
@@ -144,9 +145,10 @@ def restore(run: RunFacts, path: Path) -> None:
     if len(snapshot.rng) == run.world_size:
         run.restore_rng_later(lambda: set_rng_state(snapshot.rng[rank], run.strategy.device))
     else:
+        origin = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
         warnings.warn(
-            f"{path} was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}: their "
-            "random number generators start anew. The order of the data goes on exactly.",
+            f"{path} {origin if snapshot.rng else 'holds no random number generators'}: they start anew."
+            f"{' The order of the data goes on exactly.' if saved['data'] else ''}",
             TrainwrightWarning,
             stacklevel=2,
         )

@@ -43,6 +43,7 @@ def evaluate(
         return Flushed(), outputs
     before = metrics.stage
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
+    run.evaluating = kind
     with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
@@ -63,6 +64,7 @@ def evaluate(
             run.take_metrics(flushed, kind)
             run.fire(f"on_{name}_end")
         finally:
+            run.evaluating = None
             metrics.batch, metrics.in_step, metrics.dataloader_idx = None, False, None
             if before is not None:
                 metrics.switch(before)

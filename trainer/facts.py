@@ -51,6 +51,7 @@ class RunFacts(ABC):
         last_result: loss and gradient norm of the last optimizer step (see `last_step`).
         quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.
         at_step_boundary: no optimizer step is half done.
+        evaluating: `"validate"`, `"test"` or `"predict"` while one runs, else None.
         num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
         run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
         seed: of the order of the data.
@@ -78,6 +79,7 @@ class RunFacts(ABC):
     quiet_groups: int
     at_step_boundary: bool
     num_eval_batches: list[int | float]
+    evaluating: str | None
     run_id: str
     seed: int | None
     count_tokens: bool
@@ -139,6 +141,36 @@ class RunFacts(ABC):
     def lightning_module(self) -> TaskModule:
         """The task, by the name that people who come from Lightning know."""
         return self.task
+
+    @property
+    def logger(self) -> Any | None:
+        """The first logger, or None."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of the first logger that has one; known on the main rank once a stage has started."""
+        return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
+
+    @property
+    def training(self) -> bool:
+        """Whether training steps are running, not an evaluation between them."""
+        return self.stage == "fit" and self.evaluating is None
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is running, other than the one before training."""
+        return self.evaluating == "validate" and not self.sanity_checking
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is running."""
+        return self.evaluating == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is running."""
+        return self.evaluating == "predict"
 
     @property
     def current_epoch(self) -> int:

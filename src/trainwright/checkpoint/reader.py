@@ -87,9 +87,8 @@ def _about_plain_file(path: Path) -> str:
         )
     return (
         f"{path} is a single file, and a checkpoint is a folder with a {MANIFEST}. Files such as .ckpt, .pt, .pth and "
-        ".bin are pickles: opening one can run any code, so Trainwright never does. To take over its weights, read it "
-        "yourself with torch.load(path, weights_only=True), which refuses code, and pass the state dict to "
-        "task.load_state_dict."
+        ".bin are pickles: opening one can run any code, so this never does. Take it over with "
+        "`trainwright checkpoint convert`, which reads such files without running anything in them."
     )
 
 

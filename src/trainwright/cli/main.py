@@ -6,6 +6,7 @@ It imports the standard library only, so that `trainwright --help` answers at on
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -70,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{_PROG}: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
+    except BrokenPipeError:  # `trainwright … | head` has read enough
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in the pipe is not flushed at exit
+        return 0
     except KeyboardInterrupt:
         print(f"{_PROG}: interrupted", file=sys.stderr)
         return INTERRUPTED
