@@ -100,6 +100,7 @@ class StageRunner(RunFacts):
         self.exchange: Exchange | None = None
         self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
         self.num_eval_batches: list[int | float] = []
+        self.evaluating: str | None = None
         self._sources = Sources({})
         self._train_data: TrainData | None = None
         self._eval_data: dict[str, EvaluationData] = {}
