@@ -224,7 +224,7 @@ class ModelCheckpoint(Callback):
             "last": self._last,
             "beside": self._beside,
             "last_saved_step": self._last_saved_step,
-            "replaced": list(self._replaced),
+            "replaced": [*self._left_over, *self._replaced],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
