@@ -139,3 +139,10 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor)
+
+
+def free_gradients(optimizer: Optimizer) -> None:
+    """Do what `optimizer.zero_grad()` does, without the profiler's record around it: a tenth of a small step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None

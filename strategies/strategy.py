@@ -27,6 +27,7 @@ from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.gradients import (
     GradientClip,
     clip_gradients,
+    free_gradients,
     growth_without,
     loss_of,
     parameters_of,
@@ -198,7 +199,8 @@ class Strategy(StepByHand):
         self._plain_step = self._own_step is None and self._scaler is None and not self._needs_closure
         # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
         # gets them in Lightning's place instead: after the group's first training_step, before its backward.
-        self._zero_late = bool(hooks.on_before_zero_grad) or self._own_zero is not None
+        own = self._own_zero is not None or any(overrides(o, "zero_grad", Optimizer) for o in self.optimizers)
+        self._zero_late = bool(hooks.on_before_zero_grad) or own
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(self.optimizers))
         self._watch.begin([] if task.automatic_optimization else self.optimizers)
         step = task.training_step
@@ -349,7 +351,7 @@ class Strategy(StepByHand):
         self._group = self._loss = None
         if not self._zero_late:
             for optimizer in self.optimizers:
-                optimizer.zero_grad()
+                free_gradients(optimizer)
             self._zeroed = True
         return norm
 
