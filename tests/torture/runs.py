@@ -154,6 +154,11 @@ class Attempt:
         return self.folder / f"{self.number:03d}-rank{rank}.fetched"
 
     @property
+    def write_points(self) -> Path:
+        """Every write point of the main rank, of an attempt that nobody kills."""
+        return self.folder / f"{self.number:03d}.write_points"
+
+    @property
     def weights(self) -> Path:
         """The hash of the final weights."""
         return self.folder / f"{self.number:03d}.weights"
@@ -257,12 +262,17 @@ class Ranks:
     Args:
         works: what each rank does.
         logs: where each prints.
+
+    Attributes:
+        statuses: exit codes of those that have ended, by rank; negative: the signal.
+        failed: whether one had ended with an error before any was killed; known after `kill` or `end`.
     """
 
     def __init__(self, works: list[Callable[[], None]], logs: list[Path]) -> None:
         port = free_port()
         self.logs = logs
         self.statuses: dict[int, int] = {}
+        self.failed: bool | None = None
         self._pids = [
             fork_rank(work, log, rank_environment(rank, len(works), port))
             for rank, (work, log) in enumerate(zip(works, logs, strict=True))
@@ -287,14 +297,23 @@ class Ranks:
             time.sleep(_POLL_S)
         return True
 
+    def _look_for_failures(self) -> None:
+        if self.failed is None:
+            self.poll()
+            # A rank whose peer was killed fails too.
+            statuses = self.statuses.values()
+            self.failed = any(status != 0 for status in statuses) and -signal.SIGKILL not in statuses
+
     def kill(self, ranks: tuple[int, ...]) -> None:
         """Kill some ranks, if they still run. Their loader workers are left to find out, as after a real kill."""
+        self._look_for_failures()
         for rank in ranks:
             if rank not in self.statuses:
                 os.kill(self._pids[rank], signal.SIGKILL)
 
     def end(self) -> None:
         """Kill and reap whatever is left, loader workers too."""
+        self._look_for_failures()
         for rank, pid in enumerate(self._pids):
             if rank not in self.statuses:
                 os.kill(pid, signal.SIGKILL)
@@ -318,7 +337,9 @@ def run_attempt(case: Case, attempt: Attempt, checkpoints: Path, *, resume: bool
 
     def work(rank: int) -> Callable[[], None]:
         def main() -> None:
-            if rank == 0 and kill is not None and kill.at_event is not None:
+            if rank == 0 and kill is None:
+                set_fault_hook(lambda event, path: append(attempt.write_points, f"{event} {path}"))
+            elif rank == 0 and kill is not None and kill.at_event is not None:
                 set_fault_hook(KillAt(kill.at_event))
             train(case, attempt, checkpoints, rank, resume=resume)
 
@@ -338,6 +359,5 @@ def run_attempt(case: Case, attempt: Attempt, checkpoints: Path, *, resume: bool
             assert done, f"{case}: not done after {_ATTEMPT_LIMIT_S:g} s\n{ranks.output()}"
     finally:
         ranks.end()
-    killed = -signal.SIGKILL in ranks.statuses.values()
-    assert killed or not any(ranks.statuses.values()), f"{case}, attempt {attempt.number}:\n{ranks.output()}"
-    return killed
+    assert not ranks.failed, f"{case}, attempt {attempt.number}:\n{ranks.output()}"
+    return -signal.SIGKILL in ranks.statuses.values()

@@ -86,7 +86,7 @@ class Phase:
     """One start of the training: with how many processes and micro-batches, and until which step.
 
     Attributes:
-        world, accumulate: their product divides the global batch.
+        world, accumulate: their product divides the global batch, which stays the same.
         until: the step it ends at by itself.
         kill_after_s: or it is killed so long after its start.
     """
@@ -111,7 +111,7 @@ def train(folder: Path, number: int, phase: Phase, rank: int, *, resume: bool) -
     loader = DataLoader(Numbers(), batch_size=GLOBAL_BATCH // phase.world // phase.accumulate, shuffle=True)
     with warnings.catch_warnings():
         # That the generators start anew is said; nothing here draws from them.
-        warnings.filterwarnings("ignore", ".*random number generators start anew", TrainwrightWarning)
+        warnings.filterwarnings("ignore", ".*process\\(es\\) and is resumed by", TrainwrightWarning)
         trainer.fit(WeighedTask(), loader, ckpt_path="last" if resume else None)
 
 
@@ -138,8 +138,7 @@ def run_phase(folder: Path, number: int, phase: Phase) -> dict[int, Step]:
         assert done or phase.kill_after_s is not None, ranks.output()
     finally:
         ranks.end()
-    assert not any(status > 0 for status in ranks.statuses.values()), ranks.output()
-    assert not done or not any(ranks.statuses.values()), ranks.output()
+    assert not ranks.failed, ranks.output()
     steps: dict[int, Step] = {}
     noted = [lines_of(folder / f"{number:03d}-rank{rank}") for rank in range(phase.world)]
     for lines in zip(*noted, strict=not any(ranks.statuses.values())):
@@ -193,7 +192,6 @@ def test_p07_four_two_three_and_one_processes_share_an_epoch(tmp_path: Path) -> 
 def test_p07_p09_kills_and_changes_of_the_number_of_processes_together(seed: int, tmp_path: Path) -> None:
     alone = run_phases(tmp_path / "alone", [Phase(1)])
     source = random.Random(seed)
-    killed = [
-        Phase(source.randint(1, 4), source.choice([1, 1, 3]), kill_after_s=source.uniform(0.1, 1.5)) for _ in range(10)
-    ]
+    shapes = [(world, n) for world in (1, 2, 3, 4) for n in (1, 2, 3) if GLOBAL_BATCH % (world * n) == 0]
+    killed = [Phase(*source.choice(shapes), kill_after_s=source.uniform(0.05, 0.6)) for _ in range(8)]
     check_equal(run_phases(tmp_path / "torn", [*killed, Phase(1)]), alone)

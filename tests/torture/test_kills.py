@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -27,9 +28,6 @@ from tests.torture.runs import (
 from trainwright.checkpoint import newest_valid
 from trainwright.checkpoint.reader import read_manifest
 
-EVENTS_PER_SAVE = 56
-"""At most so many write points are there in one save, its entry in the index and the deletion of an older one."""
-
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 
@@ -42,12 +40,14 @@ class Whole:
         ids: for each rank: the samples in the order of their use.
         weights: the hash of the final weights.
         seconds: how long it took.
+        write_points: of two saves, with their entries in the index, links and deletions.
     """
 
     steps: list[list[str]]
     ids: list[list[int]]
     weights: list[str]
     seconds: float
+    write_points: int
 
 
 def whole_run(case: Case, folder: Path) -> Whole:
@@ -64,7 +64,9 @@ def whole_run(case: Case, folder: Path) -> Whole:
     for epoch in range(EPOCHS):
         of_epoch = slice(epoch * per_epoch, (epoch + 1) * per_epoch)
         assert sorted(itertools.chain(*(of_rank[of_epoch] for of_rank in ids))) == list(range(SAMPLES))
-    return Whole(steps, ids, lines_of(attempt.weights), seconds)
+    saves = EPOCHS * STEPS_PER_EPOCH // SAVE_EVERY
+    write_points = math.ceil(2 * len(lines_of(attempt.write_points)) / saves)
+    return Whole(steps, ids, lines_of(attempt.weights), seconds, write_points)
 
 
 def ids_in(line: str) -> list[int]:
@@ -189,7 +191,7 @@ def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> N
     source = random.Random(f"short {case}")
     whole = whole_run(case, tmp_path / "whole")
     number = 8 // case.world
-    kills = [Kill(at_event=at) for at in source.sample(range(2 * EVENTS_PER_SAVE), number)]
+    kills = [Kill(at_event=at) for at in source.sample(range(whole.write_points), number)]
     kills += [Kill.at_random(source, whole.seconds, case.world) for _ in range(number)]
     source.shuffle(kills)
     assert survive(case, tmp_path, kills, whole) >= number // 2
@@ -211,7 +213,8 @@ def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> N
 def test_p09_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_path: Path) -> None:
     source = random.Random(f"every point {case}")
     whole = whole_run(case, tmp_path / "whole")
-    kills = at_write_points(source, range(2 * EVENTS_PER_SAVE))
+    kills = at_write_points(source, range(whole.write_points))
+    assert len(kills) > 60
     assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
 
 
@@ -233,7 +236,7 @@ def test_p09_two_processes_survive_kills_at_write_points(tmp_path: Path) -> None
     case = Case(world=2, keep="replaced")
     source = random.Random("two processes")
     whole = whole_run(case, tmp_path / "whole")
-    kills = at_write_points(source, range(0, 2 * EVENTS_PER_SAVE, 3))
+    kills = at_write_points(source, range(0, whole.write_points, 3))
     assert survive(case, tmp_path, kills, whole) >= len(kills) * 3 // 4
 
 
