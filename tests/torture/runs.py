@@ -300,7 +300,10 @@ class Ranks:
     def _look_for_failures(self) -> None:
         if self.failed is None:
             self.poll()
-            # A rank whose peer was killed fails too.
+            if any(self.statuses.values()) and -signal.SIGKILL not in self.statuses.values():
+                # A rank whose peer was killed fails too, and may be reaped before it: sockets close first.
+                time.sleep(0.5)
+                self.poll()
             statuses = self.statuses.values()
             self.failed = any(status != 0 for status in statuses) and -signal.SIGKILL not in statuses
 
