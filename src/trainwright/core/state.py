@@ -19,7 +19,8 @@ class TrainState:
         epoch: finished epochs; during an epoch, its 0-based index.
         batch_in_epoch: micro-batches consumed by one rank in the present epoch.
         step_in_epoch: optimizer steps completed in the present epoch.
-        samples: samples consumed, over all ranks.
+        samples: samples consumed, over all ranks. Where several ranks read batches of sizes that arithmetic does not
+            give, it is this rank's count times the ranks, unless `max_samples` or an interval needs it exact.
         samples_in_epoch: the same in the present epoch; together with the seed this is the place in the data.
         tokens: tokens consumed, over all ranks (see `TaskModule.num_tokens`).
         seconds: wall-clock seconds spent in training, over all sessions of the run.
