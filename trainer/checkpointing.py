@@ -145,9 +145,9 @@ def restore(run: RunFacts, path: Path) -> None:
     if len(snapshot.rng) == run.world_size:
         run.restore_rng_later(lambda: set_rng_state(snapshot.rng[rank], run.strategy.device))
     else:
-        origin = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
+        moved = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
         warnings.warn(
-            f"{path} {origin if snapshot.rng else 'holds no random number generators'}: they start anew."
+            f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
             f"{' The order of the data goes on exactly.' if saved['data'] else ''}",
             TrainwrightWarning,
             stacklevel=2,
