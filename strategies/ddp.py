@@ -156,10 +156,11 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         replica, self._replica = self._replica, None
         if replica is not None:
-            # Its reducer must not be the last to hold the process group. Freeing a gloo group joins its threads, one of
-            # which may wait for the interpreter's lock to free a tensor, and Python frees the reducer with that lock
-            # held: a deadlock in about one run of twenty (torch 2.13).
-            del replica.logger, replica.reducer
+            # The replica is part of a reference cycle, which must not be the last to hold the process group: a cycle is
+            # freed whenever the collector runs. In a loader's forked worker, freeing a gloo group waits for threads
+            # that were not forked (a crash, or no end); through the reducer, it waits with the interpreter's lock held
+            # for a thread that may want it (torch 2.13).
+            del replica.logger, replica.reducer, replica.process_group
         super().teardown()
 
 

@@ -73,7 +73,6 @@ class ProcessGroup(Processes):
         self.backend = backend
         self._made_here = False
         self._host_group: Any = None
-        self._store: TCPStore | None = None
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -86,7 +85,6 @@ class ProcessGroup(Processes):
             attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
             store = self._open_store(host, port)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
-            self._store = store  # kept after close(): others may still be reading from it as they leave
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
             dist.init_process_group(
                 backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
@@ -98,20 +96,21 @@ class ProcessGroup(Processes):
     def _open_store(self, host: str, port: int) -> TCPStore:
         """Return the connection to the store that rank 0, or torchrun's agent, serves.
 
-        It is kept for the life of a process that a launcher started: a rank that begins its next stage while rank 0
-        still ends the last one would write into a server that is about to go away, and both would wait for good.
+        It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is
+        kept for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server
+        that is about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port
+        each; there, the last one's processes have ended when the next begins.
         """
         key = (host, port, self.rank)
-        store = _stores.get(key)
-        if store is None:
+        if variable(STARTED_BY_TRAINER) is not None:
+            _stores.clear()
+        if key not in _stores:
             agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            store = TCPStore(
+            _stores[key] = TCPStore(
                 host, port, self.world_size, is_master=self.rank == 0 and not agent_serves, timeout=self.timeout,
                 wait_for_workers=False, multi_tenant=True,
             )  # fmt: skip
-            if variable(STARTED_BY_TRAINER) is None:  # those have a port of their own for each stage
-                _stores[key] = store
-        return store
+        return _stores[key]
 
     def close(self) -> None:
         if self._made_here and dist.is_initialized():

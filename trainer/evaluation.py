@@ -42,7 +42,6 @@ def evaluate(
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
     before = metrics.stage
-    run.rest_before_workers(data.loaders)
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
     run.evaluating = kind
     with _evaluation_mode(run, name), _no_gradients(run.inference_mode):

@@ -103,10 +103,6 @@ class RunFacts(ABC):
         """The prepared training data; made at the first asking."""
 
     @abstractmethod
-    def rest_before_workers(self, loaders: Sequence[Any]) -> None:
-        """Let a checkpoint's write end before loaders fork workers, which would inherit the locks it holds."""
-
-    @abstractmethod
     def data_state(self) -> dict[str, Any]:
         """Return the place in the training data, for a checkpoint."""
 

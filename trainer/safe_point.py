@@ -52,11 +52,6 @@ class SafePoint:
         """Keep a request for a checkpoint for the safe point."""
         self._saves.append(request)
 
-    def join(self) -> None:
-        """Wait for a write that is running; its error is raised at the next save."""
-        if self._writer is not None:
-            self._writer.join()
-
     def settle(self) -> None:
         """Do everything that was asked for: actions first, since they may still ask for checkpoints. Collective."""
         if self._actions and self._writer is not None:

@@ -12,7 +12,7 @@ import copy
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -407,11 +407,6 @@ class StageRunner(RunFacts):
         found: Mapping[str, int] = position["position"]
         self.state.batch_in_epoch = found["batch"]
         return found
-
-    def rest_before_workers(self, loaders: Sequence[Any]) -> None:
-        """Let a checkpoint's write end before loaders fork workers, which would inherit the locks it holds."""
-        if any(getattr(loader.raw, "num_workers", 0) for loader in loaders):
-            self.safe_point.join()
 
     def data_state(self) -> dict[str, Any]:
         """Return the place in the training data, for a checkpoint."""

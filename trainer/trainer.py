@@ -302,7 +302,6 @@ class Trainer(StageRunner):
         self.metrics.begin("train")
         self.fire("on_train_epoch_start")
         self.quiet_groups = 0
-        self.rest_before_workers([data.loader])
         groups = data.groups(state, self.accumulate_grad_batches)
         self._restore_rng()
         self.metrics.in_step = True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -240,3 +243,33 @@ def test_every_rank_starts_from_rank_zeros_weights_and_buffers() -> None:
     for of_rank in run_distributed(_start_on_rank, 2):
         for weights in of_rank:
             torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+# Ending
+
+
+def _groups_left() -> list[bool]:
+    gc.disable()
+    groups: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        trainer = quiet_trainer(devices="auto", max_epochs=1, callbacks=[GroupWatcher(groups)])
+        trainer.fit(RegressionTask(), regression_loader(4))
+    return [group() is not None for group in groups]
+
+
+class GroupWatcher(Callback):
+    """Takes a weak reference to each stage's process group."""
+
+    def __init__(self, groups: list[weakref.ref[Any]]) -> None:
+        self.groups = groups
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        self.groups.append(weakref.ref(dist.group.WORLD))
+
+
+@pytest.mark.distributed
+def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector() -> None:
+    # The collector may run in a loader's forked worker, where freeing a gloo group waits for threads that are not
+    # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
+    for alive in run_distributed(_groups_left, 2, init=False):
+        assert alive[1:] == [False, False]

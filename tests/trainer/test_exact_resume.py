@@ -142,8 +142,7 @@ def test_one_process_with_two_workers_goes_on_exactly(tmp_path: Path) -> None:
     resume_and_compare(Setting(workers=2), tmp_path, ALL_STEPS)
 
 
-# Forked loader workers beside gloo's threads can stand still, about once in five runs; one process covers workers.
-_ON_TWO = [Setting(), Setting("two optimizers", accumulate=2), Setting("scaler")]
+_ON_TWO = [Setting(), Setting("two optimizers", accumulate=2), Setting("scaler"), Setting(workers=2)]
 
 
 def _compare_on_rank(folder: Path) -> list[list[int]]:
