@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from trainwright.callbacks.progress_bar import ProgressBar
     from trainwright.callbacks.registry import CALLBACKS
     from trainwright.callbacks.rich_progress_bar import RichProgressBar
+    from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainwright.callbacks.throughput import Throughput
     from trainwright.callbacks.timer import Timer
     from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
+    from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
     "CALLBACKS": "registry",
     "Callback": "callback",
     "DeviceStatsMonitor": "device_stats_monitor",
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
@@ -40,15 +43,18 @@ _HOMES = {
     "Order": "callback",
     "ProgressBar": "progress_bar",
     "RichProgressBar": "rich_progress_bar",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "tqdm_progress_bar",
     "Throughput": "throughput",
     "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
 }
 
 __all__ = [
     "CALLBACKS",
     "Callback",
     "DeviceStatsMonitor",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
@@ -59,9 +65,11 @@ __all__ = [
     "Order",
     "ProgressBar",
     "RichProgressBar",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Throughput",
     "Timer",
+    "WeightAveraging",
 ]
 
 

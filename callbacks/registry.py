@@ -10,6 +10,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
     {
         "device_stats_monitor": "trainwright.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "trainwright.callbacks.early_stopping:EarlyStopping",
+        "ema_weight_averaging": "trainwright.callbacks.weight_averaging:EMAWeightAveraging",
         "gradient_accumulation_scheduler": (
             "trainwright.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler"
         ),
@@ -19,8 +20,10 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
         "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",
         "rich_progress_bar": "trainwright.callbacks.rich_progress_bar:RichProgressBar",
+        "stochastic_weight_averaging": ("trainwright.callbacks.stochastic_weight_averaging:StochasticWeightAveraging"),
         "throughput": "trainwright.callbacks.throughput:Throughput",
         "timer": "trainwright.callbacks.timer:Timer",
         "tqdm_progress_bar": "trainwright.callbacks.tqdm_progress_bar:TQDMProgressBar",
+        "weight_averaging": "trainwright.callbacks.weight_averaging:WeightAveraging",
     },
 )

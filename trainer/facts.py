@@ -47,6 +47,7 @@ class RunFacts(ABC):
         should_stop: set it to True to end `fit` after the present step.
         interrupted: Ctrl-C ended the last stage.
         resumed: this fit continues a checkpoint.
+        epoch_closes: the epoch that ends is over; False when a later `fit` may go on with it.
         sanity_checking: the validation that runs is the one before training.
         last_result: loss and gradient norm of the last optimizer step (see `last_step`).
         quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.

@@ -181,6 +181,8 @@ class Schedules:
 
     def _do(self, config: SchedulerConfig, metrics: Mapping[str, float]) -> None:
         assert self._task is not None  # there are schedules, so there is a task
+        if config.paused:
+            return
         if config.monitor is None:
             self._task.lr_scheduler_step(config.scheduler, None)
         elif config.monitor in metrics:

@@ -46,6 +46,7 @@ from trainwright.trainer.optimization import Schedules, parse_optimizers
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
 from trainwright.trainer.settings import Settings
+from trainwright.trainer.training_pass import pass_training_data
 
 Body = Callable[..., Any]
 
@@ -92,6 +93,7 @@ class StageRunner(RunFacts):
         self.sanity_checking = False
         self.should_stop = False
         self.resumed = False
+        self.epoch_closes = True
         self.count_tokens = False
         self._samples_decide = False
         self.last_result = None
@@ -417,6 +419,10 @@ class StageRunner(RunFacts):
         self.seed = seed
         self._train_data = None  # made anew with the run's own seed
         self._position = saved or None
+
+    def pass_training_data(self) -> None:
+        """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+        pass_training_data(self, self.train_data())
 
     def _restore_rng(self) -> None:
         restore, self._rng_to_restore = self._rng_to_restore, None

@@ -321,6 +321,7 @@ class Trainer(StageRunner):
             self.schedules.after_epoch(state.epoch)
             if self._validated_at != state.step and self.validation.in_epoch(state.epoch):
                 self._validate()
+        self.epoch_closes = closed
         self.fire("on_train_epoch_end")
         self.take_metrics(self.metrics.flush_epoch(self.exchange), "train")
         self.show_metrics(self.metrics.peek())

@@ -61,6 +61,7 @@ class FakeRun:
         self.sanity_checking = False
         self.should_stop = False
         self.interrupted = False
+        self.epoch_closes = True
         self.last_step: StepResult | None = None
         self.callbacks: list[Any] = list(callbacks)
         self.loggers: list[Any] = ["a logger"]
@@ -93,6 +94,7 @@ class FakeRun:
         self.written: list[tuple[int, SaveRequest]] = []
         self.emergencies: list[SaveRequest] = []
         self.stops: list[tuple[int, str]] = []
+        self.passes = 0
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.printed: list[str] = []
         self._actions: list[Callable[[], None]] = []
@@ -143,6 +145,9 @@ class FakeRun:
 
     def emergency_save(self, request: SaveRequest) -> None:
         self.emergencies.append(request)
+
+    def pass_training_data(self) -> None:
+        self.passes += 1
 
     def request_stop(self, reason: str) -> None:
         self.stops.append((self.state.epoch, reason))

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.callbacks.fake_run import FakeRun
 from trainwright import callbacks as public
 from trainwright.callbacks import CALLBACKS, Callback, ProgressBar
 from trainwright.callbacks.callback import EVENTS
+from trainwright.checkpoint import decode, encode
 from trainwright.core.errors import ConfigurationError
 
 
@@ -26,6 +28,7 @@ def say_nothing(trainer: Any, task: Any) -> None:
 MAKE: dict[str, Callable[[Path], Callback]] = {
     "device_stats_monitor": lambda root: CALLBACKS.get("device_stats_monitor")(),
     "early_stopping": lambda root: public.EarlyStopping("loss"),
+    "ema_weight_averaging": lambda root: public.EMAWeightAveraging(decay=0.5),
     "gradient_accumulation_scheduler": lambda root: public.GradientAccumulationScheduler({1: 2}),
     "lambda": lambda root: public.LambdaCallback(on_fit_end=say_nothing),
     "learning_rate_monitor": lambda root: public.LearningRateMonitor(),
@@ -33,9 +36,11 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "model_summary": lambda root: public.ModelSummary(),
     "on_exception_checkpoint": lambda root: public.OnExceptionCheckpoint(root),
     "rich_progress_bar": lambda root: public.RichProgressBar(),
+    "stochastic_weight_averaging": lambda root: public.StochasticWeightAveraging(0.1, swa_epoch_start=1),
     "throughput": lambda root: public.Throughput(),
     "timer": lambda root: public.Timer("00:00:01:00"),
     "tqdm_progress_bar": lambda root: public.TQDMProgressBar(),
+    "weight_averaging": lambda root: public.WeightAveraging(),
 }
 
 
@@ -51,6 +56,8 @@ def log_loss(run: FakeRun) -> None:
 def used(callback: Callback, root: Path) -> FakeRun:
     run = FakeRun([callback], root)
     run.has_validation = True
+    run.max_epochs = 2
+    run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=0.1)]
     run.fit(epochs=2, batches=3, on_step=log_loss)
     return run
 
@@ -59,19 +66,29 @@ def test_every_registered_callback_is_in_this_suite() -> None:
     assert set(MAKE) == set(CALLBACKS)
 
 
-def test_its_state_is_strict_json_before_and_after_a_run(make: Callable[[], Callback], tmp_path: Path) -> None:
+def written(state: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what a checkpoint's files hold of a state: strict JSON, and its tensors as lists."""
+    value, tensors = encode(state)
+    if not tensors:
+        assert value == state, "a state without tensors is JSON as it is"
+    return json.loads(json.dumps(value, allow_nan=False)), {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+def test_its_state_is_strict_json_with_tensors_beside_before_and_after_a_run(
+    make: Callable[[], Callback], tmp_path: Path
+) -> None:
     callback = make()
     for _ in range(2):
-        state = callback.state_dict()
-        assert json.loads(json.dumps(state, allow_nan=False)) == state
+        written(callback.state_dict())
         used(callback, tmp_path)
 
 
 def test_its_state_round_trips(make: Callable[[], Callback], tmp_path: Path) -> None:
     first, second = make(), make()
     used(first, tmp_path)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.state_dict() == first.state_dict()
+    value, tensors = encode(first.state_dict())
+    second.load_state_dict(decode(json.loads(json.dumps(value)), tensors))
+    assert written(second.state_dict()) == written(first.state_dict())
 
 
 def test_its_state_key_is_the_same_for_an_equal_one(make: Callable[[], Callback]) -> None:
@@ -84,7 +101,7 @@ def test_it_pickles_before_and_after_a_run(make: Callable[[], Callback], tmp_pat
     callback = make()
     for _ in range(2):
         again = pickle.loads(pickle.dumps(callback))
-        assert again.state_dict() == callback.state_dict()
+        assert written(again.state_dict()) == written(callback.state_dict())
         used(callback, tmp_path)
 
 
@@ -127,6 +144,8 @@ def test_it_lives_through_an_exception_without_talking(make: Callable[[], Callba
     def fail(run: FakeRun) -> None:
         raise ValueError("no")
 
+    run.optimizers = [torch.optim.SGD(run.task.parameters(), lr=0.1)]
+    run.max_epochs = 1
     run.peers.said = [False] * 3  # what a Timer hears before the first step
     with pytest.raises(ValueError, match="no"):
         run.fit(epochs=1, batches=1, on_step=fail)

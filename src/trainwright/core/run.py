@@ -29,6 +29,7 @@ class SchedulerConfig:
         monitor: name of the logged metric that `ReduceLROnPlateau` is given; None for the others.
         strict: a monitored metric that was not logged is an error (True) or a warning (False).
         name: what LearningRateMonitor calls it.
+        paused: a callback has put it to rest: it does not step, and keeps its state.
     """
 
     scheduler: Any
@@ -37,6 +38,7 @@ class SchedulerConfig:
     monitor: str | None = None
     strict: bool = True
     name: str | None = None
+    paused: bool = False
 
 
 @dataclass(slots=True)
@@ -71,6 +73,7 @@ class Run(Protocol):
     sanity_checking: bool
     should_stop: bool
     interrupted: bool
+    epoch_closes: bool  # in `on_train_epoch_end`: False when a bound was reached within an epoch that can be resumed
 
     # What it is made of
     callbacks: list[Any]
@@ -202,6 +205,13 @@ class Run(Protocol):
 
     def print(self, *values: Any) -> None:
         """Print on the main process only, without breaking the progress bar."""
+
+    def pass_training_data(self) -> None:
+        """Run `training_step` on one epoch of this rank's training data, without gradients and without logging.
+
+        Modules keep the mode they are in; generators are afterwards as they were. For use in `on_train_end`, for what
+        a forward pass alone measures. Every rank should call it; it communicates only where the task itself does.
+        """
 
     # Optimization, for tasks that do it by hand
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:

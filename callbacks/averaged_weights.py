@@ -1,0 +1,171 @@
+"""A running average of a task's weights, beside them in memory, and the exact exchange of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_swa_multi_avg_fn
+
+from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.task import TaskModule
+
+AverageFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+MultiAverageFunction = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
+Tensors = Mapping[str, torch.Tensor]
+
+
+class AveragedWeights:
+    """The average of a task's parameters, and of its floating-point buffers if wanted, over the updates so far.
+
+    It begins with the weights of the first update; before that there is no average. Numbers are counted on the host,
+    so that an update never waits for the device unless the average is kept on another one.
+
+    Args:
+        task: whose weights; they must be where they are to stay.
+        device: where the average is kept; beside each weight when None.
+        use_buffers: average floating-point buffers of the state dict too. Whole-number buffers (counters) never are.
+        avg_fn: `(average, current, num_averaged) -> new average` of one tensor.
+        multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
+            updates weigh the same.
+
+    Raises:
+        ConfigurationError: a parameter is sharded: its pieces alone cannot be put into a checkpoint's model part.
+
+    Attributes:
+        num_averaged: how many updates there have been.
+        swapped: the task holds the average, and this object what the training goes on from.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        *,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        avg_fn: AverageFunction | None = None,
+        multi_avg_fn: MultiAverageFunction | None = None,
+    ) -> None:
+        self.num_averaged = 0
+        self.swapped = False
+        self._avg_fn = avg_fn
+        self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
+        self._places: dict[str, int] = {}  # tied weights share a place
+        self._owners: list[tuple[torch.nn.Module, str]] = []
+        self._find(task, use_buffers)
+        with torch.no_grad():
+            self._own = [value.detach().to(device, copy=True) for value in self._live]
+        self._alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, value in enumerate(self._own):
+            self._alike.setdefault((value.device, value.dtype), []).append(place)
+
+    def _find(self, task: TaskModule, use_buffers: bool) -> None:
+        saved = task.state_dict().keys()
+        known: dict[int, int] = {}
+        for prefix, module in task.named_modules(remove_duplicate=False):
+            found = dict(module.named_parameters(recurse=False))
+            if use_buffers:
+                found |= module.named_buffers(recurse=False)
+            for key, value in found.items():
+                name = f"{prefix}.{key}" if prefix else key
+                if name in saved and _can_be_averaged(name, value):
+                    if id(value) not in known:
+                        known[id(value)] = len(self._owners)
+                        self._owners.append((module, key))
+                    self._places[_plain(name)] = known[id(value)]
+
+    @property
+    def _live(self) -> list[torch.Tensor]:
+        # Looked up anew each time: a task may put another tensor into the place of a buffer.
+        return [getattr(module, key) for module, key in self._owners]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the task's present weights into the average."""
+        live = self._live
+        for places in self._alike.values():
+            averages = [self._own[place] for place in places]
+            current = [live[place].detach().to(self._own[place].device) for place in places]
+            if self.num_averaged == 0:
+                for average, value in zip(averages, current, strict=True):
+                    average.copy_(value)
+            elif self._avg_fn is not None:
+                for average, value in zip(averages, current, strict=True):
+                    average.copy_(self._avg_fn(average, value, self.num_averaged))
+            else:
+                self._multi_avg_fn(averages, current, self.num_averaged)
+        self.num_averaged += 1
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the task's weights and the average, bit for bit; a second call undoes it. Nothing if there is none.
+
+        Works in inference mode too. The parameters stay the same objects: optimizers and wrappers notice nothing.
+        """
+        if self.num_averaged == 0:
+            return
+        for live, own in zip(self._live, self._own, strict=True):
+            held = own.clone()
+            own.copy_(live)
+            live.copy_(held)
+        self.swapped = not self.swapped
+
+    def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the task with the average in place of what is averaged; references, not copies."""
+        if self.num_averaged == 0:
+            return dict(state)
+        average = self._named(self._live if self.swapped else self._own)
+        return {name: average.get(_plain(name), value) for name, value in state.items()}
+
+    def average(self) -> dict[str, torch.Tensor]:
+        """Return the average by name (tied weights under each); empty while there is none; references, not copies."""
+        return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
+
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return what training goes on from, as `average` does."""
+        return self._named(self._own if self.swapped else self._live) if self.num_averaged else {}
+
+    @torch.no_grad()
+    def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
+        """Go on from saved values, which are copied; those that are not given stay as they are.
+
+        Raises:
+            CheckpointError: they do not belong to this task.
+        """
+        for values, held in ((average, self._own), (current, self._live)):
+            if values is None:
+                continue
+            strange = sorted(set(values) ^ set(self._places))
+            if strange:
+                raise CheckpointError(
+                    f"the checkpoint's averaged weights and this task's differ in {', '.join(strange[:5])}. Give the "
+                    "callback the same use_buffers as before, and the Trainer the same model."
+                )
+            for name, value in values.items():
+                target = held[self._places[name]]
+                if value.shape != target.shape:
+                    raise CheckpointError(
+                        f"the checkpoint's averaged {name} is of shape {tuple(value.shape)}, this task's of "
+                        f"{tuple(target.shape)}."
+                    )
+                target.copy_(value)
+        self.num_averaged = num_averaged
+        self.swapped = False
+
+    def _named(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: values[place].detach() for name, place in self._places.items()}
+
+
+def _can_be_averaged(name: str, value: torch.Tensor) -> bool:
+    if hasattr(value, "full_tensor"):
+        raise ConfigurationError(
+            f"{name} is sharded over processes, and weight averaging does not work on pieces. Use a strategy that "
+            "keeps the model whole on every process, or take the callback away."
+        )
+    return value.is_floating_point() or value.is_complex()
+
+
+def _plain(name: str) -> str:
+    """Return the name without what `torch.compile` puts into it: compiled and plain tasks share checkpoints."""
+    return name.replace("_orig_mod.", "")

@@ -1,0 +1,213 @@
+"""Stochastic weight averaging: the mean of the weights over the last epochs, at a learning rate of its own."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, Literal
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import SWALR
+
+from trainwright.callbacks.averaged_weights import AveragedWeights, AverageFunction
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import Run, Stage
+from trainwright.core.task import TaskModule
+
+
+class StochasticWeightAveraging(Callback):
+    """Average the weights from an epoch on, anneal the learning rate meanwhile, and end with the average.
+
+    From `swa_epoch_start` on the weights are taken into the mean as each epoch starts, the task's own schedule rests,
+    and from epoch to epoch the learning rate moves on towards `swa_lrs`. Training and validation use the current
+    weights throughout, and so do checkpoints; the mean stands in this callback's state, so that a resume is exact.
+    When the fit has run to its end the mean is put into the task's parameters, and batch normalization's statistics,
+    if there are any, are counted anew in one pass over the training data, without gradients, and averaged over ranks.
+    (Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.)
+
+    Args:
+        swa_lrs: the learning rate to anneal to, or one for each parameter group.
+        swa_epoch_start: the first epoch of the average, counted from 1; a float is a share of `max_epochs`.
+        annealing_epochs: over how many epochs the learning rate changes.
+        annealing_strategy: `"cos"` or `"linear"`.
+        avg_fn: `(average, current, num_averaged) -> new average`; equal weights by default.
+        device: where the mean is kept; None: beside the weights.
+
+    Raises:
+        ConfigurationError: a value out of its range; in a run, several optimizers or schedules, a share without
+            `max_epochs`, or a model that is sharded.
+    """
+
+    order = Order.FIRST
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: AverageFunction | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        lrs = swa_lrs if isinstance(swa_lrs, list) else [swa_lrs]
+        if not lrs or not all(isinstance(lr, (int, float)) and not isinstance(lr, bool) and lr > 0 for lr in lrs):
+            raise ConfigurationError(f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): write numbers above 0.")
+        whole = isinstance(swa_epoch_start, int)
+        if swa_epoch_start < 1 if whole else not 0 <= swa_epoch_start <= 1:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write a whole number from 1 on, or a "
+                "share of max_epochs as a float from 0.0 to 1.0."
+            )
+        if annealing_epochs < 0 or annealing_strategy not in ("cos", "linear"):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}, annealing_strategy="
+                f"{annealing_strategy!r}): write 0 or more epochs, and 'cos' or 'linear'."
+            )
+        self._swa_lrs = swa_lrs
+        self._swa_epoch_start = swa_epoch_start
+        self._annealing_epochs = annealing_epochs
+        self._annealing_strategy = annealing_strategy
+        self._avg_fn = avg_fn
+        self._device = device
+        self._first_epoch = 0
+        self._weights: AveragedWeights | None = None
+        self._schedule: SWALR | None = None
+        self._latest_update_epoch = -1
+        self._loaded: dict[str, Any] | None = None
+
+    @property
+    def swa_start(self) -> int:
+        """The 0-based epoch in which averaging begins; known once a fit has started."""
+        return self._first_epoch
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit":
+            self._weights, self._schedule, self._loaded, self._latest_update_epoch = None, None, None, -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither the task nor functions of torch go along into another process or a copy: the numbers do.
+        return {**vars(self), "_weights": None, "_loaded": self.state_dict(), "_schedule": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._loaded is not None:
+            return self._loaded
+        weights = self._weights
+        current = weights.current() if weights is not None and weights.swapped else {}
+        return {
+            "num_averaged": 0 if weights is None else weights.num_averaged,
+            "latest_update_epoch": self._latest_update_epoch,
+            "scheduler_state": None if self._schedule is None else self._schedule.state_dict(),
+            "average_model_state": {} if weights is None else weights.average(),
+            "current_model_state": current,
+        }
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        if len(trainer.optimizers) != 1 or len(trainer.lr_scheduler_configs) > 1:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging needs one optimizer and at most one schedule; {type(task).__name__}."
+                f"configure_optimizers returned {len(trainer.optimizers)} and {len(trainer.lr_scheduler_configs)}."
+            )
+        if not task.automatic_optimization and _norms(task):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging cannot measure batch normalization anew in {type(task).__name__}, whose "
+                "training_step also steps its optimizers (automatic_optimization=False). Use WeightAveraging."
+            )
+        self._first_epoch = self._begin_at(trainer)
+        loaded, self._loaded = self._loaded, None
+        if loaded is None:
+            return
+        self._latest_update_epoch = loaded["latest_update_epoch"]
+        if loaded["scheduler_state"] is not None:
+            self._start(trainer, task, loaded["scheduler_state"])
+            assert self._weights is not None  # made by `_start`
+            current = loaded["current_model_state"] or None
+            self._weights.restore(loaded["num_averaged"], average=loaded["average_model_state"], current=current)
+
+    def _begin_at(self, run: Run) -> int:
+        start = self._swa_epoch_start
+        if isinstance(start, float):
+            if run.max_epochs is None:
+                raise ConfigurationError(
+                    f"StochasticWeightAveraging(swa_epoch_start={start}) is a share of max_epochs, which the Trainer "
+                    "was not given. Give it, or write a whole number."
+                )
+            start = int(run.max_epochs * start)
+        return max(start - 1, 0)
+
+    def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
+        epoch = trainer.state.epoch
+        if epoch < self._first_epoch or epoch <= self._latest_update_epoch:  # an epoch may be resumed in its middle
+            return
+        if self._schedule is None:
+            self._start(trainer, task, None)
+        else:
+            with warnings.catch_warnings():
+                # An epoch whose steps were all skipped makes torch believe that the order of calls is wrong.
+                warnings.simplefilter("ignore", UserWarning)
+                self._schedule.step()
+        assert self._weights is not None  # made when our schedule was
+        self._weights.update()
+        self._latest_update_epoch = epoch
+
+    def _start(self, run: Run, task: TaskModule, saved: dict[str, Any] | None) -> None:
+        """Put the task's schedule to rest and begin, or take up, ours and the average."""
+        optimizer = run.optimizers[0]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a schedule that is made after steps were done is no mistake
+            self._schedule = SWALR(
+                optimizer,
+                swa_lr=self._swa_lrs,  # type: ignore[arg-type]  # a list is documented, its annotation is behind
+                anneal_epochs=self._annealing_epochs,
+                anneal_strategy=self._annealing_strategy,
+            )
+        if saved is not None:
+            self._schedule.load_state_dict(copy.deepcopy(saved))
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate  # making a schedule sets it
+        for config in run.lr_scheduler_configs:
+            config.paused = True
+        self._weights = AveragedWeights(task, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._weights is None:
+            if trainer.is_global_zero:
+                warnings.warn(
+                    f"StochasticWeightAveraging has averaged nothing: the fit ended before epoch {self._first_epoch} "
+                    "(0-based). The task has the weights of its last step.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )
+            return
+        self._weights.swap()
+        if _norms(task):
+            _count_statistics_anew(trainer, task)
+
+
+def _norms(task: TaskModule) -> list[_BatchNorm]:
+    return [module for module in task.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+
+
+@torch.no_grad()
+def _count_statistics_anew(run: Run, task: TaskModule) -> None:
+    """Measure the statistics of batch normalization over the training data. Collective at its end."""
+    norms = _norms(task)
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain mean over all batches
+    try:
+        run.pass_training_data()
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    if run.world_size > 1:
+        for norm in norms:
+            for statistic in (norm.running_mean, norm.running_var):
+                if statistic is not None:
+                    statistic.copy_(run.all_gather(statistic).mean(dim=0))

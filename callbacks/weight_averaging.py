@@ -1,0 +1,238 @@
+"""Averages of the weights over a training: evaluate and keep those, train on with the others."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from trainwright.callbacks.averaged_weights import AveragedWeights
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.run import Run, Stage
+from trainwright.core.state import StepResult
+from trainwright.core.task import TaskModule
+
+_FUNCTIONS = ("avg_fn", "multi_avg_fn")
+
+
+class WeightAveraging(Callback):
+    """Average the weights after each step; validate with the average, and end with it in the task.
+
+    The average begins with the weights of the first update; before that everything is as without this callback.
+    Afterwards validation runs on the average, swapped in and back bit for bit. The model part of a checkpoint holds
+    the average, so that whoever loads it infers with that; the weights to train on with stand beside it in the state
+    of this callback (not in checkpoints with weights only), so that a resume is exact. When a fit has run to its end
+    the average is in the task. Every rank averages its own, equal weights: nothing is communicated.
+
+    Override `should_update` to choose when. The average has the dtype of the weights: in bfloat16, small changes of an
+    average over many steps are rounded away.
+
+    Args:
+        device: where the average is kept; beside the weights when None. Another device than theirs saves its memory
+            and costs a copy, and a wait for it, at each update.
+        use_buffers: average floating-point buffers too, such as the statistics of batch normalization; otherwise
+            they are the current ones.
+        kwargs: `avg_fn` or `multi_avg_fn` as for `torch.optim.swa_utils.AveragedModel`; the number of updates so far
+            comes as an int. By default all updates weigh the same.
+
+    Raises:
+        ConfigurationError: other keyword arguments, or both functions; in a run, a model that is sharded.
+    """
+
+    order = Order.FIRST  # the others see the average during the whole of a validation, and never half of an update
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in _FUNCTIONS:
+                raise ConfigurationError(
+                    f"{type(self).__name__}({name}=...): unknown argument.{nearest(name, _FUNCTIONS)} It takes device, "
+                    f"use_buffers, {', '.join(_FUNCTIONS)}."
+                )
+        if all(kwargs.get(name) is not None for name in _FUNCTIONS):
+            raise ConfigurationError(f"{type(self).__name__}: give avg_fn or multi_avg_fn, not both.")
+        self._device = torch.device(device) if isinstance(device, str) else device
+        self._use_buffers = use_buffers
+        self._kwargs = kwargs
+        self._weights: AveragedWeights | None = None
+        self._latest_update_step = 0
+        self._latest_update_epoch = -1
+        self._validating = False
+        self._loading = False  # a checkpoint has been read, and the average is not there yet
+        self._loaded: dict[str, Any] | None = None
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Tell whether to update the average now; after every step unless overridden.
+
+        Args:
+            step_idx: 0-based index of the optimizer step that is done; None at the end of an epoch.
+            epoch_idx: 0-based index of the epoch that is done; None after a step. An epoch that a bound such as
+                `max_steps` leaves in its middle is not done.
+        """
+        return step_idx is not None
+
+    def average_functions(self) -> dict[str, Any]:
+        """Return `avg_fn` or `multi_avg_fn`, or neither, by name; called when a fit starts."""
+        return self._kwargs
+
+    # Where the weights are
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage == "fit":
+            self._weights, self._loaded = None, None
+            self._validating = self._loading = False
+
+    def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        self._loading = trainer.stage == "fit"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Neither the task nor functions of torch go along into another process or a copy: the numbers do.
+        return {**vars(self), "_weights": None, "_loaded": self.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loaded = state_dict
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        # Not in `setup`: now the weights are where they stay, equal on all ranks, and those of a checkpoint are loaded.
+        weights = AveragedWeights(task, device=self._device, use_buffers=self._use_buffers, **self.average_functions())
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._latest_update_step = loaded["latest_update_step"]
+            self._latest_update_epoch = loaded["latest_update_epoch"]
+            if loaded["num_averaged"]:
+                weights.restore(loaded["num_averaged"], current=loaded["current_model_state"])
+        else:
+            self._latest_update_step = min(self._latest_update_step, trainer.state.step)
+            self._latest_update_epoch = min(self._latest_update_epoch, trainer.state.epoch - 1)
+            if self._loading and trainer.is_global_zero:
+                warnings.warn(
+                    f"the checkpoint was not written with {type(self).__name__}: the average starts from its weights.",
+                    TrainwrightWarning,
+                    stacklevel=2,
+                )
+        self._loading = False
+        self._weights = weights
+
+    # Updates
+
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
+        step = trainer.state.step
+        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+            self._update()
+            self._latest_update_step = step
+
+    def on_train_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        epoch = trainer.state.epoch
+        if trainer.epoch_closes and epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+            self._update()
+            self._latest_update_epoch = epoch
+
+    def _update(self) -> None:
+        assert self._weights is not None  # made when the fit started
+        self._weights.update()
+
+    # The average in the task
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        if self._weights is not None and trainer.stage == "fit":
+            self._validating = True
+            self._weights.swap()
+
+    def on_validation_end(self, trainer: Run, task: TaskModule) -> None:
+        self._swap_back()
+
+    def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        self._swap_back()
+
+    def _swap_back(self) -> None:
+        if self._validating and self._weights is not None:
+            self._validating = False
+            self._weights.swap()
+
+    def on_train_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._weights is None:
+            return
+        # Exchanged rather than copied over: a checkpoint that is saved from now on can still be resumed exactly.
+        self._weights.swap()
+        if self._weights.num_averaged == 0 and trainer.is_global_zero:
+            warnings.warn(
+                f"{type(self).__name__} has averaged nothing: should_update said no after each of the "
+                f"{trainer.state.step} steps. The task has the weights of its last step.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
+        if self._weights is not None:
+            checkpoint["state_dict"] = self._weights.put_average_into(checkpoint["state_dict"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts, and the weights to train on with; those of the average are in the model part."""
+        if self._loaded is not None:
+            return self._loaded
+        weights = self._weights
+        return {
+            "latest_update_step": self._latest_update_step,
+            "latest_update_epoch": self._latest_update_epoch,
+            "num_averaged": 0 if weights is None else weights.num_averaged,
+            "current_model_state": {} if weights is None else weights.current(),
+        }
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keep an exponential moving average of the weights: `average = decay × average + (1 - decay) × weights`.
+
+    Args:
+        device: see `WeightAveraging`.
+        use_buffers: see `WeightAveraging`.
+        decay: from 0 (the current weights) to 1 (the first ones).
+        update_every_n_steps: update after the steps whose 0-based index is a multiple of it; 0: after none.
+        update_starting_at_step: not after steps with a lower 0-based index.
+        update_starting_at_epoch: also at the end of every epoch from this 0-based one on.
+        kwargs: none; for the sake of one signature.
+
+    Raises:
+        ConfigurationError: a value out of its range, or other arguments.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ConfigurationError(
+                f"EMAWeightAveraging({', '.join(kwargs)}): its own average is the exponential one, and it takes no "
+                "further arguments. Use WeightAveraging for another average."
+            )
+        if not 0 <= decay <= 1:
+            raise ConfigurationError(f"EMAWeightAveraging(decay={decay}): write a number from 0 to 1, such as 0.999.")
+        if update_every_n_steps < 0:
+            raise ConfigurationError(
+                f"EMAWeightAveraging(update_every_n_steps={update_every_n_steps}): write 0 (never) or more."
+            )
+        super().__init__(device, use_buffers)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def average_functions(self) -> dict[str, Any]:
+        # Made here, since a closure does not pickle.
+        return {"multi_avg_fn": get_ema_multi_avg_fn(decay=self.decay)}  # type: ignore[no-untyped-call]  # torch's own
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None and self.update_every_n_steps:
+            first = self.update_starting_at_step
+            return (first is None or step_idx >= first) and step_idx % self.update_every_n_steps == 0
+        first = self.update_starting_at_epoch
+        return epoch_idx is not None and first is not None and epoch_idx >= first

@@ -1,0 +1,365 @@
+"""Averaged weights in real runs: what is averaged, where the average is used, and that a resume is exact."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from trainwright.callbacks.averaged_weights import AveragedWeights
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
+
+
+class Normed(RegressionTask):
+    """With batch normalization: floating-point statistics and a counter among the buffers."""
+
+    def __init__(self, momentum: float = 0.0, dropout: float = 0.0) -> None:
+        super().__init__(momentum=momentum, dropout=dropout)
+        self.net.insert(1, nn.BatchNorm1d(8))
+
+
+class Notes(Callback):
+    """Note the weights after each step, before the average is taken up, and those that validation runs on."""
+
+    order = Order.FIRST - 1
+
+    def __init__(self) -> None:
+        self.trained: list[dict[str, torch.Tensor]] = []
+        self.validated: list[dict[str, torch.Tensor]] = []
+        self.before_validation: dict[str, torch.Tensor] = {}
+        self.after_validation: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.trained.append(weights_of(task))
+
+    def on_validation_start(self, trainer: Any, task: Any) -> None:
+        self.before_validation = weights_of(task)
+
+    def on_validation_batch_end(
+        self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0 and not trainer.sanity_checking:
+            self.validated.append(weights_of(task))
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.after_validation.append((self.before_validation, weights_of(task)))
+
+
+def ema_of(history: list[dict[str, torch.Tensor]], decay: float) -> dict[str, torch.Tensor]:
+    """Return the moving average, by the formula; what does not float is the newest."""
+    average = dict(history[0])
+    for weights in history[1:]:
+        for name, value in weights.items():
+            average[name] = torch.lerp(average[name], value, 1 - decay) if value.is_floating_point() else value
+    return average
+
+
+def mean_of(history: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the plain mean of floating-point tensors, and the newest of the others."""
+    return {
+        name: torch.stack([weights[name] for weights in history]).mean(0) if newest.is_floating_point() else newest
+        for name, newest in history[-1].items()
+    }
+
+
+def fit(task: TaskModule, callbacks: list[Callback], *, ckpt_path: Any = None, **arguments: Any) -> Any:
+    torch.manual_seed(arguments.get("seed", 0))  # dropout draws from it
+    trainer = quiet_trainer(callbacks=callbacks, **arguments)
+    trainer.fit(task, regression_loader(16, 4, shuffle=True), regression_loader(8, 4), ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_the_exponential_average_is_what_the_formula_gives() -> None:
+    task, notes = Normed(), Notes()
+    fit(task, [EMAWeightAveraging(decay=0.7), notes], max_epochs=3, seed=1)
+    assert len(notes.trained) == 12
+    torch.testing.assert_close(weights_of(task), ema_of(notes.trained, 0.7))
+
+
+def test_without_a_function_all_updates_weigh_the_same() -> None:
+    task, notes = Normed(), Notes()
+    fit(task, [WeightAveraging(), notes], max_epochs=2, seed=1)
+    torch.testing.assert_close(weights_of(task), mean_of(notes.trained))
+
+
+def test_a_function_of_the_users_own_averages() -> None:
+    task, notes = RegressionTask(), Notes()
+    newest = WeightAveraging(avg_fn=lambda average, current, num_averaged: current * min(num_averaged, 1))
+    fit(task, [newest, notes], max_epochs=1)
+    assert_equal_weights(weights_of(task), notes.trained[-1])
+
+
+def test_without_use_buffers_buffers_are_the_current_ones() -> None:
+    task, notes = Normed(), Notes()
+    fit(task, [WeightAveraging(use_buffers=False), notes], max_epochs=1)
+    last, mean = notes.trained[-1], mean_of(notes.trained)
+    assert torch.equal(weights_of(task)["net.1.running_mean"], last["net.1.running_mean"])
+    torch.testing.assert_close(weights_of(task)["net.0.weight"], mean["net.0.weight"])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    every=st.integers(0, 5), first=st.none() | st.integers(0, 9), epoch=st.none() | st.integers(0, 3),
+    step=st.integers(0, 12),
+)  # fmt: skip
+def test_the_exponential_average_is_updated_when_lightning_would(
+    every: int, first: int | None, epoch: int | None, step: int
+) -> None:
+    averaging = EMAWeightAveraging(
+        update_every_n_steps=every, update_starting_at_step=first, update_starting_at_epoch=epoch
+    )
+    due = every > 0 and step % every == 0 and (first is None or step >= first)
+    assert averaging.should_update(step_idx=step) == due
+    assert averaging.should_update(epoch_idx=step) == (epoch is not None and step >= epoch)
+
+
+def test_should_update_is_asked_once_per_optimizer_step_and_once_per_epoch() -> None:
+    asked: list[tuple[int | None, int | None]] = []
+
+    class Asked(WeightAveraging):
+        def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+            asked.append((step_idx, epoch_idx))
+            return epoch_idx == 1
+
+    task, notes = RegressionTask(), Notes()
+    fit(task, [Asked(), notes], max_epochs=2, accumulate_grad_batches=2)
+    assert asked == [(0, None), (1, None), (None, 0), (2, None), (3, None), (None, 1)]
+    assert_equal_weights(weights_of(task), notes.trained[-1])
+
+
+def test_validation_runs_on_the_average_and_training_goes_on_from_exactly_where_it_was() -> None:
+    with_it, without = Notes(), Notes()
+    fit(Normed(momentum=0.9), [EMAWeightAveraging(decay=0.5), with_it], max_epochs=2, seed=1)
+    fit(Normed(momentum=0.9), [without], max_epochs=2, seed=1)
+    assert_equal_weights(with_it.trained[-1], without.trained[-1])
+    for number, seen in enumerate(with_it.validated, start=1):
+        torch.testing.assert_close(seen, ema_of(with_it.trained[: 4 * number], 0.5))
+    for before, after in with_it.after_validation:
+        assert_equal_weights(before, after)
+
+
+def test_the_weights_are_swapped_back_when_validation_fails() -> None:
+    notes = Notes()
+
+    class Fails(RegressionTask):
+        def validation_step(self, batch: Batch, batch_idx: int) -> None:
+            if not self.trainer.sanity_checking:
+                raise ValueError("no")
+
+    task = Fails()
+    with pytest.raises(ValueError, match="no"):
+        fit(task, [EMAWeightAveraging(decay=0.5), notes], max_epochs=2)
+    assert_equal_weights(weights_of(task), notes.trained[-1])
+
+
+def test_before_the_first_update_everything_is_as_without_it(tmp_path: Path) -> None:
+    task, notes, saver = RegressionTask(), Notes(), ModelCheckpoint(tmp_path, save_top_k=-1)
+    fit(task, [EMAWeightAveraging(update_starting_at_step=4), notes, saver], max_epochs=2)
+    assert_equal_weights(notes.validated[0], notes.trained[3])
+    first = read_checkpoint(tmp_path / "epoch=0-step=4")
+    assert first.model is not None
+    assert_equal_weights(first.model, notes.trained[3])
+
+
+def test_an_average_that_never_began_leaves_the_weights_and_says_so() -> None:
+    task, notes = RegressionTask(), Notes()
+    with pytest.warns(TrainwrightWarning, match="has averaged nothing"):
+        fit(task, [EMAWeightAveraging(update_starting_at_step=1000), notes], max_epochs=1)
+    assert_equal_weights(weights_of(task), notes.trained[-1])
+
+
+def test_a_checkpoint_holds_the_average_as_its_model_and_the_current_weights_beside(tmp_path: Path) -> None:
+    notes, saver = Notes(), ModelCheckpoint(tmp_path, filename="saved")
+    averaging = EMAWeightAveraging(decay=0.5)
+    fit(Normed(), [averaging, notes, saver], max_epochs=1)
+    saved = read_checkpoint(tmp_path / "saved")
+    assert saved.model is not None
+    torch.testing.assert_close(saved.model, ema_of(notes.trained, 0.5))
+    current = saved.trainer["callbacks"][averaging.state_key]["current_model_state"]
+    assert_equal_weights(current, {name: notes.trained[-1][name] for name in current})
+    assert set(notes.trained[-1]) - set(current) == {"net.1.num_batches_tracked"}
+    loaded = Normed.load_from_checkpoint(tmp_path / "saved")
+    assert_equal_weights(weights_of(loaded), saved.model)
+
+
+def test_a_checkpoint_of_weights_alone_holds_the_average_alone(tmp_path: Path) -> None:
+    notes, saver = Notes(), ModelCheckpoint(tmp_path, filename="saved", save_weights_only=True)
+    fit(RegressionTask(), [EMAWeightAveraging(decay=0.5), notes, saver], max_epochs=1)
+    saved = read_checkpoint(tmp_path / "saved", parts=("trainer", "model"))
+    assert saved.model is not None
+    torch.testing.assert_close(saved.model, ema_of(notes.trained, 0.5))
+    assert "callbacks" not in saved.trainer
+
+
+class PerEpoch(WeightAveraging):
+    """Averages the ends of epochs."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+MAKERS: dict[str, Callable[[], WeightAveraging]] = {
+    "mean": WeightAveraging,
+    "exponential": lambda: EMAWeightAveraging(decay=0.9, update_every_n_steps=2, update_starting_at_step=3),
+    "epochs": PerEpoch,
+    "on another device": lambda: WeightAveraging(device="cpu", use_buffers=False),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+@pytest.mark.parametrize("stop", [{"max_steps": 2}, {"max_steps": 6}, {"max_epochs": 2}], ids=str)
+def test_a_resumed_run_ends_with_the_same_average_bit_for_bit(
+    make: Callable[[], WeightAveraging], stop: dict[str, int], tmp_path: Path
+) -> None:
+    whole, resumed = Normed(0.9, 0.2), Normed(0.9, 0.2)
+    fit(whole, [make()], max_epochs=4, seed=1)
+    saver, later = (ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True) for _ in range(2))
+    first = {"max_epochs": 4, **stop}
+    nothing_yet = stop.get("max_steps") == 2 and isinstance(make(), (EMAWeightAveraging, PerEpoch))
+    with pytest.warns(TrainwrightWarning, match="averaged nothing") if nothing_yet else contextlib.nullcontext():
+        fit(Normed(0.9, 0.2), [make(), saver], seed=1, **first)
+    fit(resumed, [make(), later], max_epochs=4, seed=7, ckpt_path=saver.last_model_path)
+    assert_equal_weights(weights_of(resumed), weights_of(whole))
+
+
+def test_a_checkpoint_saved_after_the_fit_goes_on_exactly_too(tmp_path: Path) -> None:
+    whole, resumed = RegressionTask(momentum=0.9), RegressionTask(momentum=0.9)
+    fit(whole, [WeightAveraging()], max_epochs=3, seed=1)
+    trainer = fit(RegressionTask(momentum=0.9), [WeightAveraging()], max_epochs=2, seed=1)
+    trainer.save_checkpoint(tmp_path / "after")
+    fit(resumed, [WeightAveraging()], max_epochs=3, seed=1, ckpt_path=tmp_path / "after")
+    assert_equal_weights(weights_of(resumed), weights_of(whole))
+
+
+def test_a_checkpoint_that_was_written_without_it_starts_the_average_and_says_so(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="saved")
+    fit(RegressionTask(), [saver], max_epochs=1)
+    task, notes = RegressionTask(), Notes()
+    with pytest.warns(TrainwrightWarning, match="not written with WeightAveraging"):
+        fit(task, [WeightAveraging(), notes, ModelCheckpoint(tmp_path)], max_epochs=2, ckpt_path=tmp_path / "saved")
+    torch.testing.assert_close(weights_of(task), mean_of(notes.trained))
+
+
+def test_weights_that_do_not_belong_to_the_task_are_refused(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="saved")
+    fit(Normed(), [WeightAveraging(use_buffers=True), saver], max_epochs=1)
+    other = [WeightAveraging(use_buffers=False), ModelCheckpoint(tmp_path)]
+    with pytest.raises(CheckpointError, match="use_buffers"):
+        fit(Normed(), other, max_epochs=2, ckpt_path=tmp_path / "saved")
+
+
+def test_test_runs_on_the_average_that_a_checkpoint_holds(tmp_path: Path) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Seen(RegressionTask):
+        def test_step(self, batch: Batch, batch_idx: int) -> None:
+            seen.append(weights_of(self))
+
+    saver = ModelCheckpoint(tmp_path, filename="saved")
+    fit(Seen(), [EMAWeightAveraging(decay=0.5), saver], max_epochs=1)
+    tester = quiet_trainer(callbacks=[EMAWeightAveraging(decay=0.5)])
+    tester.test(Seen(), regression_loader(4, 4), ckpt_path=tmp_path / "saved", verbose=False)
+    model = read_checkpoint(tmp_path / "saved").model
+    assert model is not None
+    assert_equal_weights(seen[0], model)
+
+
+class Tied(RegressionTask):
+    """Two names of one weight, a buffer that the task replaces, one that is not saved, and one that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice = nn.Linear(4, 8)
+        self.twice.weight = self.net[0].weight
+        self.register_buffer("level", torch.zeros(()))
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.level: torch.Tensor
+        self.count: torch.Tensor
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self.level = self.level + 1.0
+        self.count += 1
+        return self.loss(batch) + self.twice(batch[0]).square().mean()
+
+
+def test_tied_weights_stay_tied_and_replaced_buffers_are_found() -> None:
+    task = Tied()
+    fit(task, [WeightAveraging()], max_epochs=1)
+    assert task.twice.weight is task.net[0].weight
+    assert task.level.item() == (1 + 2 + 3 + 4) / 4
+    assert task.count.item() == 4
+
+
+def test_a_second_swap_undoes_the_first_bit_for_bit_in_any_dtype() -> None:
+    task = Tied()
+    task.net[3].to(torch.bfloat16)
+    weights = AveragedWeights(task)
+    weights.update()
+    with torch.no_grad():
+        for parameter in task.parameters():
+            parameter.add_(0.125)
+    weights.update()
+    before, average = weights_of(task), {name: value.clone() for name, value in weights.average().items()}
+    with torch.inference_mode():
+        weights.swap()
+    assert_equal_weights({name: weights_of(task)[name] for name in average}, average)
+    weights.swap()
+    assert_equal_weights(weights_of(task), before)
+
+
+def _ranks(folder: Path) -> list[dict[str, list[float]]]:
+    found = []
+    for stops, ckpt in (([3], None), ([2], None), ([3], "saved")):
+        task = RegressionTask(momentum=0.9)
+        saver = ModelCheckpoint(folder, filename="saved", enable_version_counter=False)
+        callbacks: list[Any] = [EMAWeightAveraging(decay=0.5)]
+        callbacks += [saver] if stops == [2] or ckpt else []
+        trainer = quiet_trainer(devices="auto", strategy="ddp", max_epochs=stops[0], seed=1, callbacks=callbacks)
+        trainer.fit(task, regression_loader(16, 2, shuffle=True), ckpt_path=ckpt and folder / ckpt)
+        found.append({name: value.flatten().tolist() for name, value in weights_of(task).items()})
+    return found
+
+
+@pytest.mark.distributed
+def test_two_ranks_have_the_same_average_and_resume_it_exactly(tmp_path: Path) -> None:
+    first, second = run_distributed(_ranks, 2, tmp_path, init=False)
+    assert first == second
+    whole, shorter, resumed = first
+    assert whole == resumed != shorter
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: WeightAveraging(average=1), "unknown argument"),
+        (lambda: WeightAveraging(avg_fn=abs, multi_avg_fn=abs), "not both"),
+        (lambda: EMAWeightAveraging(decay=1.5), "from 0 to 1"),
+        (lambda: EMAWeightAveraging(update_every_n_steps=-1), "0 \\(never\\)"),
+        (lambda: EMAWeightAveraging(avg_fn=abs), "no further arguments"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        make()
+
+
+def test_sharded_weights_are_refused() -> None:
+    task = RegressionTask()
+    task.net[0].weight.full_tensor = lambda: None  # as a DTensor has
+    with pytest.raises(ConfigurationError, match="sharded"):
+        fit(task, [WeightAveraging()], max_epochs=1)
