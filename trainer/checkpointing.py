@@ -1,21 +1,28 @@
-"""Between a running Trainer and a checkpoint's parts: collect everything, put everything back, find the right one."""
+"""Between a running Trainer and a checkpoint's parts: collect everything, put everything back."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch.optim import Optimizer
 
-from trainwright.checkpoint import Snapshot, newest_valid, read_checkpoint
+from trainwright.checkpoint import Snapshot, read_checkpoint
+from trainwright.checkpoint.layout import PARTS
 from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
+from trainwright.core.state import TrainState
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.load_request import WEIGHTS, LoadRequest
+from trainwright.trainer.saved_entries import Entries
+
+T = TypeVar("T")
 
 _OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a checkpoint besides their own entries
 
@@ -79,89 +86,131 @@ def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict
     )
 
 
-def on_main_rank(run: RunFacts, work: Callable[[], None], what: str) -> None:
-    """Do on rank 0 what writes checkpoints, and have every rank hear of an error. Collective.
+def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:
+    """Do on rank 0 what reads or writes checkpoints for all, and have every rank hear what came of it. Collective.
 
     Args:
         run: the Trainer.
-        work: called on rank 0 alone.
+        work: called on rank 0 alone; what it returns must pickle.
         what: completes "rank 0 could not ..." on the other ranks.
 
+    Returns:
+        What `work` returned on rank 0.
+
     Raises:
-        OSError, CheckpointError: what `work` raised on rank 0; a CheckpointError that quotes it on the others.
+        OSError, CheckpointError, ConfigurationError: what `work` raised on rank 0; a CheckpointError that quotes it on
+            the others.
     """
     problem: Exception | None = None
+    result: T | None = None
     if run.is_global_zero:
         try:
-            work()
-        except (OSError, CheckpointError) as error:
+            result = work()
+        except (OSError, CheckpointError, ConfigurationError) as error:
             problem = error
-    told = run.strategy.processes.broadcast_object(None if problem is None else f"{type(problem).__name__}: {problem}")
+    mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+    told, result = run.strategy.processes.broadcast_object((mine, result))
     if problem is not None:
         raise problem
     if told is not None:
         raise CheckpointError(f"rank 0 could not {what}: {told}")
+    return cast(T, result)
 
 
-def restore(run: RunFacts, path: Path) -> None:
+def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     """Put a checkpoint's whole state into a prepared run. Every rank reads the same folder; nothing is communicated.
 
+    Args:
+        run: the Trainer.
+        path: what `choose` returned; its files are not hashed again.
+        request: what may be missing.
+
     Raises:
-        CheckpointError: a part is missing, damaged, or does not fit this task.
+        CheckpointError: a part is missing, or does not fit this task.
     """
-    snapshot = read_checkpoint(path, parts=_parts(path), copy_model=False)
-    restore_weights(run, snapshot)
-    if snapshot.kind == "weights":
-        raise CheckpointError(
-            f"{path} holds weights only, so that a run cannot be resumed from it. Start from its weights with "
-            "TaskModule.load_from_checkpoint, or resume from a full checkpoint."
-        )
-    saved = snapshot.trainer
+    snapshot = read_checkpoint(
+        path, verify=False, parts=PARTS["full"], allow_missing=request.parts_to_miss, copy_model=False
+    )
+    saved = Entries(snapshot.trainer, path, request.allow_missing)
+    restore_weights(run, snapshot, path, request)
     run.state.load_dict(snapshot.state)
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in run.task.named_parameters()}
-    if len(snapshot.optimizers) != len(run.optimizers):
-        raise CheckpointError(
-            f"{path} holds {len(snapshot.optimizers)} optimizer(s), but configure_optimizers returned "
-            f"{len(run.optimizers)}. Return as many, in the same order."
-        )
-    for optimizer, state in zip(run.optimizers, snapshot.optimizers, strict=True):
-        load_named_optimizer_state(optimizer, state, names)
-    if len(saved["schedulers"]) != len(run.lr_scheduler_configs):
-        raise CheckpointError(
-            f"{path} holds {len(saved['schedulers'])} learning-rate schedule(s), but configure_optimizers returned "
-            f"{len(run.lr_scheduler_configs)}. Return as many, in the same order."
-        )
-    run.schedules.load_state_dict(saved["schedulers"])
-    run.strategy.load_state_dict(saved["strategy"])
-    if saved["data"]:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
-        run.load_data_state(saved["data"], saved["seed"])
-    run.run_id = saved["run_id"]
-    _restore_callbacks(run, saved["callbacks"], path)
-    if run.logging is not None:
-        run.logging.load_state_dict(saved["loggers"])
-    if run.datamodule is not None:
-        run.datamodule.load_state_dict(saved["datamodule"])
+    fresh = _restore_optimizers(run, snapshot, path, request)
+    _restore_schedules(run, saved, fresh)
+    saved.restore_strategy(run)
+    data, seed = saved.take("data", {}), saved.take("seed", None)
+    if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
+        run.load_data_state(data, seed)
+    run.run_id = saved.take("run_id", "")
+    saved.restore_callbacks(run)
+    saved.restore_loggers(run)
+    saved.restore_datamodule(run)
     rank = run.global_rank
     if len(snapshot.rng) == run.world_size:
         run.restore_rng_later(lambda: set_rng_state(snapshot.rng[rank], run.strategy.device))
-    else:
+    elif "rng" not in snapshot.missing:
         moved = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
-            f"{' The order of the data goes on exactly.' if saved['data'] else ''}",
+            f"{' The order of the data goes on exactly.' if data else ''}",
             TrainwrightWarning,
             stacklevel=2,
         )
 
 
-def _parts(path: Path) -> tuple[str, ...] | None:
-    return ("trainer", "model") if read_manifest(path).kind == "weights" else None
+def _restore_optimizers(run: RunFacts, snapshot: Snapshot, path: Path, request: LoadRequest) -> list[Optimizer]:
+    """Give the optimizers their state back; return those that start anew, which only a user's word allows."""
+    saved, own = snapshot.optimizers, run.optimizers
+    if "optimizer" in snapshot.missing:
+        return own
+    allowed = "optimizer" in request.allow_missing
+    if len(saved) != len(own):
+        text = f"{path} holds {len(saved)} optimizer(s), but configure_optimizers returned {len(own)}."
+        if not allowed:
+            raise CheckpointError(
+                f"{text} Return as many, in the same order, or pass allow_missing=['optimizer'] to start them anew."
+            )
+        warnings.warn(f"{text} They start anew.", TrainwrightWarning, stacklevel=3)
+        return own
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in run.task.named_parameters()}
+    fresh = []
+    for optimizer, state in zip(own, saved, strict=True):
+        try:
+            load_named_optimizer_state(optimizer, state, names)
+        except CheckpointError as error:
+            if not allowed:
+                raise
+            fresh.append(optimizer)
+            text = f"{path}: {error} {type(optimizer).__name__} starts anew."
+            warnings.warn(text, TrainwrightWarning, stacklevel=3)
+    return fresh
 
 
-def restore_weights(run: RunFacts, snapshot: Snapshot) -> None:
+def _restore_schedules(run: RunFacts, saved: Entries, fresh: list[Optimizer]) -> None:
+    """Give the learning-rate schedules their state back, and let optimizers that start anew have their rates."""
+    states, configs = saved.take("schedulers", []), run.lr_scheduler_configs
+    if len(states) != len(configs):
+        saved.lacks(
+            "schedulers",
+            f"holds {len(states)} learning-rate schedule(s), but configure_optimizers returned {len(configs)}",
+            "return as many, in the same order",
+        )
+        return
+    run.schedules.load_state_dict(states)
+    for config in configs:
+        optimizer = next((each for each in fresh if each is getattr(config.scheduler, "optimizer", None)), None)
+        if optimizer is not None:
+            # Most schedules go on from the rate that stands in the optimizer, which is that of step 0 in a new one.
+            for group, rate in zip(optimizer.param_groups, config.scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+
+def restore_weights(run: RunFacts, snapshot: Snapshot, path: Path, request: LoadRequest) -> None:
     """Load a snapshot's weights, and let the task and the callbacks read back what they added."""
     if snapshot.model is None:
-        raise CheckpointError("the checkpoint holds no weights.")
+        raise CheckpointError(f"{path} holds no weights.")
     shown: dict[str, Any] = {
         **snapshot.trainer.get("task", {}),
         "epoch": snapshot.state.get("epoch", 0),
@@ -169,60 +218,27 @@ def restore_weights(run: RunFacts, snapshot: Snapshot) -> None:
         "state_dict": snapshot.model,
     }
     run.fire("on_load_checkpoint", shown)
-    load_plain_state(run.task, shown["state_dict"], strict=run.task.strict_loading)
+    strict = run.task.strict_loading if request.strict is None else request.strict
+    missing, left_over = load_plain_state(run.task, shown["state_dict"], strict=strict)
+    # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
+    if request.strict is False and (missing or left_over):
+        texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (
+            (f"{len(missing)} weights of the task are not in it", missing),
+            (f"{len(left_over)} of its weights are not in the task", left_over),
+        ) if names]  # fmt: skip
+        warnings.warn(f"{path} was loaded in part. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
 
 
-def load_weights(run: RunFacts, path: Path) -> None:
-    """Load a checkpoint's weights alone, for an evaluation."""
-    restore_weights(run, read_checkpoint(path, parts=("trainer", "model"), copy_model=False))
+def load_weights(run: RunFacts, path: Path, request: LoadRequest) -> None:
+    """Load the weights alone of what `choose` returned."""
+    restore_weights(run, read_checkpoint(path, verify=False, parts=WEIGHTS, copy_model=False), path, request)
 
 
-def _restore_callbacks(run: RunFacts, states: dict[str, Any], path: Path) -> None:
-    known = {callback.state_key: callback for callback in run.callbacks}
-    for key, state in states.items():
-        if key in known:
-            known[key].load_state_dict(state)
-        else:
-            warnings.warn(
-                f"{path} holds the state of a callback {key!r} that this run does not have. Add it, or ignore this.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
-
-
-def resolve(run: RunFacts, ckpt_path: str | Path | None, stage: str) -> Path | None:
-    """Turn a `ckpt_path=` argument into a checkpoint's folder; nothing is touched.
-
-    Args:
-        run: the Trainer.
-        ckpt_path: a path, `"last"` (the newest valid one of this run's folder), `"best"` (of this Trainer's
-            ModelCheckpoint), or None.
-        stage: what it is for, for messages.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ConfigurationError: `"best"` without a ModelCheckpoint that has one.
-    """
-    if ckpt_path is None:
-        return None
-    if ckpt_path == "last":
-        found = newest_valid(run.checkpoint_dir, kind="full" if stage == "fit" else None)
-        if found is None:
-            raise FileNotFoundError(
-                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass its path, or leave "
-                "ckpt_path out to start anew."
-            )
-        return found
-    if ckpt_path == "best":
-        best = getattr(run.checkpoint_callback, "best_model_path", "")
-        if not best:
-            raise ConfigurationError(
-                f"{stage}(ckpt_path='best'): no ModelCheckpoint of this Trainer has a best checkpoint yet. Pass a path."
-            )
-        return Path(best)
-    path = Path(ckpt_path)
-    read_manifest(path)  # raises, with what lies nearby
-    return path
+def begin_from_weights(run: RunFacts, path: Path, request: LoadRequest) -> None:
+    """Load the weights alone, and stand at the start of a new run."""
+    load_weights(run, path, request)
+    run.state.load_dict(TrainState().to_dict())
+    run.print(f"trainwright: a new run begins at step 0 from the weights of {path}")
 
 
 def check_fits(run: RunFacts, path: Path) -> None:

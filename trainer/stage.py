@@ -41,6 +41,7 @@ from trainwright.trainer import checkpointing
 from trainwright.trainer.assembly import with_task_callbacks
 from trainwright.trainer.checks import check_callbacks, check_datamodule, check_task, has_step
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.load_request import LoadRequest, check_early, choose
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
 from trainwright.trainer.safe_point import SafePoint
@@ -120,14 +121,14 @@ class StageRunner(RunFacts):
 
     # Starting a stage
 
-    def _start(self, stage: Stage, task: Any, sources: Sources, ckpt_path: str | Path | None, body: Body) -> Any:
+    def _start(self, stage: Stage, task: Any, sources: Sources, load: LoadRequest, body: Body) -> Any:
         """Check, start other processes if need be, run the stage; returns what the body returned on this process."""
-        self._check(stage, task, sources, ckpt_path)
+        self._check(stage, task, sources, load)
         self._task = task
         self._forget_stage()
         self._forget_metrics()
         self.interrupted = False
-        work = partial(self._run_stage, stage, sources, ckpt_path, body)
+        work = partial(self._run_stage, stage, sources, load, body)
         selection = self.settings.selection
         try:
             if selection.starts_processes and not started_by_trainer():
@@ -138,7 +139,7 @@ class StageRunner(RunFacts):
             self.interrupted = True
             return None
 
-    def _check(self, stage: Stage, task: Any, sources: Sources, ckpt_path: str | Path | None) -> None:
+    def _check(self, stage: Stage, task: Any, sources: Sources, load: LoadRequest) -> None:
         check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=self.clip is not None)
         kind = "train" if stage == "fit" else stage
         if not sources.has(kind, task):
@@ -146,10 +147,9 @@ class StageRunner(RunFacts):
         sources.check_lengths(stage)
         if sources.datamodule is not None:
             check_datamodule(sources.datamodule)
-        if ckpt_path not in (None, "last", "best"):
-            checkpointing.resolve(self, ckpt_path, stage)
+        check_early(load, stage)
 
-    def _run_stage(self, stage: Stage, sources: Sources, ckpt_path: str | Path | None, body: Body) -> Any:
+    def _run_stage(self, stage: Stage, sources: Sources, load: LoadRequest, body: Body) -> Any:
         """One stage on one process."""
         self.stage, self._sources = stage, sources
         self.datamodule = sources.datamodule
@@ -157,7 +157,7 @@ class StageRunner(RunFacts):
         try:
             with self._kernel_settings():
                 self._join()
-                self._set_up(stage, ckpt_path)
+                self._set_up(stage, load)
                 result = body(self)
             self.strategy.processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
@@ -202,7 +202,7 @@ class StageRunner(RunFacts):
 
     # Setting up, in the order that hooks are promised
 
-    def _set_up(self, stage: Stage, ckpt_path: str | Path | None) -> None:
+    def _set_up(self, stage: Stage, load: LoadRequest) -> None:
         task = self.task
         task._run = self
         self.callbacks = with_task_callbacks(self.callbacks, task)
@@ -220,7 +220,7 @@ class StageRunner(RunFacts):
         self.count_tokens |= "tokens" in units
         self._samples_decide = "samples" in units
         self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero)
-        self._load(stage, ckpt_path)
+        self._load(stage, load)
         self._start_loggers(stage)
         self.strategy.attach(self, self.hooks, self.metrics)
         task._sink = self.metrics
@@ -248,26 +248,25 @@ class StageRunner(RunFacts):
         )
         return optimizers
 
-    def _load(self, stage: Stage, ckpt_path: str | Path | None) -> None:
+    def _load(self, stage: Stage, load: LoadRequest) -> None:
         if stage == "fit" and self.is_global_zero and self.checkpoint_dir.is_dir():
             clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
-        if ckpt_path is None:
+        if load.ckpt_path is None:
             return
-        path = self.strategy.processes.broadcast_object(
-            checkpointing.resolve(self, ckpt_path, stage) if self.is_global_zero else None
-        )
+        path = checkpointing.on_main_rank(self, lambda: choose(self, load, stage), "find a checkpoint to load")
         if path is None:
             return
-        if stage == "fit":
-            checkpointing.check_fits(self, path)
-            checkpointing.restore(self, path)
-            self.safe_point.adopt(path)
-            self.resumed = True
-            if self.state.epoch_done:
-                self.state.begin_next_epoch()
-                self._position = None
-        else:
-            checkpointing.load_weights(self, path)
+        if not load.resumes(stage):
+            start = checkpointing.begin_from_weights if stage == "fit" else checkpointing.load_weights
+            start(self, path, load)
+            return
+        checkpointing.check_fits(self, path)
+        checkpointing.restore(self, path, load)
+        self.safe_point.adopt(path)
+        self.resumed = True
+        if self.state.epoch_done:
+            self.state.begin_next_epoch()
+            self._position = None
 
     def _begin_fit(self) -> None:
         """Align every interval with where the run stands."""

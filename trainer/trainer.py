@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
+from trainwright.checkpoint.reader import OnDamaged
 from trainwright.core.duration import Duration
 from trainwright.core.rng import isolate_rng
 from trainwright.core.state import Group, SkipRestOfEpoch
@@ -28,6 +29,7 @@ from trainwright.data import DataModule
 from trainwright.loggers.logger import Logger
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer import evaluation
+from trainwright.trainer.load_request import LoadRequest
 from trainwright.trainer.loaders import Sources
 from trainwright.trainer.settings import configure
 from trainwright.trainer.stage import StageRunner
@@ -144,6 +146,11 @@ class Trainer(StageRunner):
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        *,
+        weights_only: bool = False,
+        strict: bool | None = None,
+        allow_missing: Iterable[str] = (),
+        on_damaged: OnDamaged | None = None,
     ) -> None:
         """Train a task. Collective: every process of the run calls it.
 
@@ -153,6 +160,12 @@ class Trainer(StageRunner):
             val_dataloaders: one validation loader or several.
             datamodule: instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
+            weights_only: take its weights alone, and begin at step 0 with new optimizers.
+            strict: whether weights that are missing or left over are an error; the task's `strict_loading` unless told.
+            allow_missing: what the checkpoint may lack; it starts anew, with a warning: `"optimizer"`, `"rng"`,
+                `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
+            on_damaged: `"error"`, or `"fall_back"` to the newest valid one before it, with a warning. Unless told,
+                `"last"` falls back and everything else is an error.
 
         Ctrl-C ends it early: it returns, with `trainer.interrupted` set.
 
@@ -161,7 +174,10 @@ class Trainer(StageRunner):
             FileNotFoundError, CheckpointError: the checkpoint is not there, or does not fit.
         """
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
-        self._start("fit", task, sources, ckpt_path, partial(Trainer._fit))
+        load = LoadRequest.checked(
+            ckpt_path, weights_only=weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
+        )
+        self._start("fit", task, sources, load, partial(Trainer._fit))
 
     def validate(
         self,
@@ -202,7 +218,7 @@ class Trainer(StageRunner):
         task = task if task is not None else self.task
         sources = Sources.of("predict", datamodule, predict=dataloaders)
         found: list[Any] | None = self._start(
-            "predict", task, sources, ckpt_path, partial(Trainer._predict, keep=return_predictions)
+            "predict", task, sources, LoadRequest(ckpt_path), partial(Trainer._predict, keep=return_predictions)
         )
         return found
 
@@ -212,7 +228,7 @@ class Trainer(StageRunner):
         task = task if task is not None else self.task
         sources = Sources.of(kind, datamodule, **{kind: loaders})
         found = self._start(
-            kind, task, sources, ckpt_path, partial(Trainer._run_evaluation, kind=kind, verbose=verbose)
+            kind, task, sources, LoadRequest(ckpt_path), partial(Trainer._run_evaluation, kind=kind, verbose=verbose)
         )
         return found or []
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.checkpoint.layout import (
-    FORMAT_VERSION,
     FileEntry,
     Manifest,
     Part,
@@ -22,6 +21,7 @@ from trainwright.checkpoint.layout import (
     load_json,
     numbered,
 )
+from trainwright.checkpoint.upgrade import FORMAT_VERSION
 from trainwright.core.errors import CheckpointError
 
 _MANIFEST = Manifest(

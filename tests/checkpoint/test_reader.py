@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.resealing import remove_part, reseal, unlist
 from tests.checkpoint.snapshots import files_of, same, small_snapshot, write_small
 from trainwright.checkpoint import (
     clean_stale,
@@ -197,17 +198,6 @@ def test_a_part_that_the_manifest_says_is_not_required_may_be_gone(checkpoint: P
         assert read_checkpoint(checkpoint).missing == ("rng",)
 
 
-def remove_part(checkpoint: Path, part: str) -> None:
-    for file in read_manifest(checkpoint).parts[part].files:
-        (checkpoint / file).unlink()
-
-
-def unlist(checkpoint: Path, part: str) -> None:
-    manifest = read_manifest(checkpoint)
-    parts = {name: value for name, value in manifest.parts.items() if name != part}
-    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
-
-
 def test_only_the_parts_asked_for_are_read_and_verified(checkpoint: Path) -> None:
     (checkpoint / "rng" / "rank-00000.json").write_bytes(b"damage")
     back = read_checkpoint(checkpoint, parts=["model"])
@@ -283,15 +273,9 @@ def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Pa
 
 @pytest.mark.parametrize("file", _FILES)
 def test_p28_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
-    manifest = read_manifest(checkpoint)
     (checkpoint / file).write_bytes(pickle.dumps(_Bomb()))
     if file != "manifest.json":  # sealed as a forger would, so that only the format itself is in its way
-        entry = FileEntry((checkpoint / file).stat().st_size, hash_file(checkpoint / file))
-        parts = {
-            name: Part({path: entry if path == file else old for path, old in part.files.items()})
-            for name, part in manifest.parts.items()
-        }
-        (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+        reseal(checkpoint)
         assert verify(checkpoint) == []
     with pytest.raises(CheckpointError):
         read_checkpoint(checkpoint)

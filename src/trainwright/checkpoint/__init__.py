@@ -3,21 +3,24 @@
 from trainwright.checkpoint.async_writer import AsyncWriter
 from trainwright.checkpoint.codec import decode, encode
 from trainwright.checkpoint.durable import fault_point, set_fault_hook
-from trainwright.checkpoint.layout import FORMAT_VERSION, FileEntry, Manifest, Part
+from trainwright.checkpoint.layout import FileEntry, Manifest, Part
 from trainwright.checkpoint.load_task import load_task_from_checkpoint
 from trainwright.checkpoint.model import load_plain_state, plain_name, read_model, write_model
 from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.checkpoint.reader import (
     FoundCheckpoint,
+    check_checkpoint,
     find_checkpoints,
     newest_valid,
     read_checkpoint,
     read_manifest,
     verify,
+    whole_checkpoint,
 )
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.checkpoint.safetensors_io import read_safetensors, write_safetensors
 from trainwright.checkpoint.staging import clean_stale
+from trainwright.checkpoint.upgrade import FORMAT_VERSION, NewerFormatError
 from trainwright.checkpoint.writer import Snapshot, write_checkpoint
 
 __all__ = [
@@ -27,9 +30,11 @@ __all__ = [
     "FoundCheckpoint",
     "IndexEntry",
     "Manifest",
+    "NewerFormatError",
     "Part",
     "RunIndex",
     "Snapshot",
+    "check_checkpoint",
     "clean_stale",
     "decode",
     "encode",
@@ -47,6 +52,7 @@ __all__ = [
     "read_safetensors",
     "set_fault_hook",
     "verify",
+    "whole_checkpoint",
     "write_checkpoint",
     "write_model",
     "write_safetensors",

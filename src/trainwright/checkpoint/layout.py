@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import xxhash
 
+from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError
 
-FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 MODEL_FOLDER = "model"
 OPTIMIZER_FOLDER = "optimizer"
@@ -80,7 +80,7 @@ class Manifest:
         topology: the world sizes of the run that wrote it, `{"world_size": 4}`.
         versions: of trainwright, torch and python.
         metrics: the latest metrics when it was written; may hold NaN and infinities.
-        format_version: of this layout.
+        format_version: of the checkpoint as it lies on the disk; everything else here is of today's.
     """
 
     step: int
@@ -114,7 +114,7 @@ class Manifest:
         values = load_json(data, origin)
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
-        check_format_version(values.get("format_version"), origin)
+        version = check_format_version(values.get("format_version"), origin)
         seal = _SEAL.search(data)
         unsealed = data[: seal.start(1)] + _UNSEALED.encode() + data[seal.end(1) :] if seal else b""
         if seal is None or xxhash.xxh3_128_hexdigest(unsealed) != seal[1].decode():
@@ -123,12 +123,12 @@ class Manifest:
                 "Use another checkpoint; a manifest cannot be edited by hand."
             )
         try:
-            return cls._from_values(values)
+            return cls._from_values(upgraded({"manifest": values}, version)["manifest"], version)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{origin}: not a manifest of format {FORMAT_VERSION}: {error!r}.") from error
+            raise CheckpointError(f"{origin}: not a manifest of format {version}: {error!r}.") from error
 
     @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> Manifest:
+    def _from_values(cls, values: dict[str, Any], version: int) -> Manifest:
         parts = {}
         for name, part in values["parts"].items():
             files = {
@@ -148,18 +148,7 @@ class Manifest:
             topology={str(name): int(size) for name, size in values["topology"].items()},
             versions={str(name): str(version) for name, version in values["versions"].items()},
             metrics={str(name): float(value) for name, value in values["metrics"].items()},
-            format_version=int(values["format_version"]),
-        )
-
-
-def check_format_version(version: object, origin: str) -> None:
-    """Refuse a file of a format that this version of Trainwright does not know."""
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise CheckpointError(f"{origin}: format_version={version!r}, expected a whole number from 1 on.")
-    if version > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{origin}: format_version={version} is newer than {FORMAT_VERSION}, the newest that this Trainwright "
-            "reads. Upgrade it: pip install -U trainwright"
+            format_version=version,
         )
 
 

@@ -29,7 +29,9 @@ def plain_name(name: str) -> str:
     return _WRAPPER.sub("", name).removeprefix(".")
 
 
-def load_plain_state(module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_plain_state(
+    module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """Load a state dict of plain names into `module`, compiled or wrapped as it may be.
 
     Args:
@@ -37,16 +39,22 @@ def load_plain_state(module: torch.nn.Module, state: Mapping[str, Any], *, stric
         state: name → tensor; names with or without wrappers.
         strict: raise when names are missing or left over.
 
+    Returns:
+        The module's names that are not in `state`, and those of `state` that are not in the module, without wrappers.
+
     Raises:
         CheckpointError: shapes differ, or names do and `strict`.
     """
     own = {plain_name(name): name for name in module.state_dict()}
     renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
     try:
-        module.load_state_dict(renamed, strict=strict)
+        found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         hint = " Pass strict=False to load what fits by name." if strict else ""
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
+    if found is None:  # a module that overrides load_state_dict need not return what torch's does
+        return [], []
+    return [plain_name(name) for name in found.missing_keys], [plain_name(name) for name in found.unexpected_keys]
 
 
 def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:

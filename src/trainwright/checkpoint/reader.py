@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import xxhash
@@ -30,8 +30,12 @@ from trainwright.checkpoint.layout import (
 from trainwright.checkpoint.model import read_model
 from trainwright.checkpoint.staging import split_hidden, stepped_aside
 from trainwright.checkpoint.trees import read_tree
+from trainwright.checkpoint.upgrade import NewerFormatError, upgraded
 from trainwright.checkpoint.writer import PROGRESS, Snapshot
 from trainwright.core.errors import CheckpointError, TrainwrightWarning, nearest
+
+# What becomes of the wish for a checkpoint that turns out to be damaged: an error, or the newest one that is whole.
+OnDamaged = Literal["error", "fall_back"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,26 +185,16 @@ def read_checkpoint(
     """
     folder = _locate(Path(path))
     manifest = _manifest(folder)
-    wanted = tuple(PARTS[manifest.kind] if parts is None else parts)
-    for name in (*wanted, *allow_missing):
-        if name not in PARTS["full"]:
-            raise CheckpointError(f"no checkpoint has a part {name!r}. Parts are: {', '.join(PARTS['full'])}.")
-    missing = [name for name in wanted if _is_absent(folder, manifest, name)]
-    lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
-    if lost:
-        raise CheckpointError(_about_lost(folder, manifest, lost))
+    found = FoundCheckpoint(folder, manifest)
+    wanted = _wanted(found, parts, allow_missing)
+    missing, flaw = _examine(found, wanted, allow_missing, hashes=verify)
+    if flaw is not None:
+        raise CheckpointError(flaw)
     if missing:
         warnings.warn(
             f"{folder} has no {', '.join(missing)} part; going on without.",
             TrainwrightWarning,
             stacklevel=2,
-        )
-    present = [name for name in wanted if name not in missing]
-    problems = _problems(FoundCheckpoint(folder, manifest), hashes=verify, parts=present)
-    if problems:
-        raise CheckpointError(
-            f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint; newest_valid finds the "
-            "latest whole one."
         )
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
@@ -208,10 +202,55 @@ def read_checkpoint(
         kind=manifest.kind,
         missing=tuple(missing),
     )
-    _read_parts(folder, manifest, present, snapshot, copy=copy_model)
-    if "model" in present:
-        snapshot.model = read_model(folder / MODEL_FOLDER, device, copy=copy_model)
+    trees = _read_parts(found, [name for name in wanted if name not in missing], device, copy_model)
+    _fill(snapshot, upgraded(trees, manifest.format_version), folder)
     return snapshot
+
+
+def check_checkpoint(
+    path: Path | str, *, parts: Sequence[str] | None = None, allow_missing: Sequence[str] = ()
+) -> Manifest:
+    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and read no part.
+
+    Takes the same arguments and raises the same errors as `read_checkpoint`, which may read what passed with
+    `verify=False`. One process does this for all: it reads every byte of the parts.
+
+    Returns:
+        The manifest.
+    """
+    folder = _locate(Path(path))
+    found = FoundCheckpoint(folder, _manifest(folder))
+    _, flaw = _examine(found, _wanted(found, parts, allow_missing), allow_missing, hashes=True)
+    if flaw is not None:
+        raise CheckpointError(flaw)
+    return found.manifest
+
+
+def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts to read: `parts`, or all that the checkpoint's kind has."""
+    wanted = tuple(PARTS[found.manifest.kind] if parts is None else parts)
+    for name in (*wanted, *allow_missing):
+        if name not in PARTS["full"]:
+            raise CheckpointError(f"no checkpoint has a part {name!r}. Parts are: {', '.join(PARTS['full'])}.")
+    return wanted
+
+
+def _examine(
+    found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], *, hashes: bool
+) -> tuple[list[str], str | None]:
+    """Return which wanted parts are absent and may be, and what makes the checkpoint unusable; None: nothing does."""
+    folder, manifest = found.path, found.manifest
+    missing = [name for name in wanted if _is_absent(folder, manifest, name)]
+    lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
+    if lost:
+        return missing, _about_lost(folder, manifest, lost)
+    problems = _problems(found, hashes=hashes, parts=[name for name in wanted if name not in missing])
+    if problems:
+        return missing, (
+            f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint; newest_valid finds the "
+            "latest whole one."
+        )
+    return missing, None
 
 
 def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
@@ -241,22 +280,34 @@ def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
     )
 
 
-def _read_parts(folder: Path, manifest: Manifest, present: Sequence[str], snapshot: Snapshot, *, copy: bool) -> None:
+def _read_parts(
+    found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, copy: bool
+) -> dict[str, Any]:
+    """Return part → tree, as the format of the checkpoint has it."""
+    folder, parts = found.path, found.manifest.parts
+    trees: dict[str, Any] = {}
     if "trainer" in present:
-        tree = read_tree(folder, TRAINER_STEM)
+        trees["trainer"] = read_tree(folder, TRAINER_STEM)
+    if "optimizer" in present:
+        stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy) for stem in stems]
+    if "rng" in present:
+        trees["rng"] = [read_tree(folder, stem) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
+    if "model" in present:
+        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy)
+    return trees
+
+
+def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
+    if "trainer" in trees:
+        tree = trees["trainer"]
         if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
             raise CheckpointError(f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or not ours.")
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
-    if "optimizer" in present:
-        stems = numbered(manifest.parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
-        snapshot.optimizers = _trees(folder, stems, copy=copy)
-    if "rng" in present:
-        snapshot.rng = _trees(folder, numbered(manifest.parts["rng"].files, RNG_FOLDER, "rank"))
-
-
-def _trees(folder: Path, stems: list[str], *, copy: bool = True) -> list[Any]:
-    return [read_tree(folder, stem, copy=copy) for stem in stems]
+    snapshot.optimizers = trees.get("optimizer", [])
+    snapshot.rng = trees.get("rng", [])
+    snapshot.model = trees.get("model")
 
 
 def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
@@ -265,12 +316,12 @@ def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
     Only manifests are read; a folder without a readable one is left out. A checkpoint that a crash left hidden while
     it was being replaced counts. A folder that does not exist has none.
     """
-    found = [item for item in _scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
+    found = [item for _, item in _scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
-def _scan(folder: Path) -> Iterator[FoundCheckpoint | str]:
-    """Yield each checkpoint in `folder`, or what is wrong with what looks like one."""
+def _scan(folder: Path) -> Iterator[tuple[Path, FoundCheckpoint | Exception]]:
+    """Yield each checkpoint in `folder`, or what is wrong with what looks like one, with its path."""
     if not folder.is_dir():
         return
     for entry in sorted(folder.iterdir()):
@@ -282,12 +333,20 @@ def _scan(folder: Path) -> Iterator[FoundCheckpoint | str]:
         looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
         if looks_ours:
             try:
-                yield FoundCheckpoint(entry, _manifest(entry))
+                yield entry, FoundCheckpoint(entry, _manifest(entry))
             except (CheckpointError, OSError) as error:
-                yield str(error)
+                yield entry, error
 
 
-def newest_valid(folder: Path | str, *, kind: Kind | None = None) -> Path | None:
+def newest_valid(
+    folder: Path | str,
+    *,
+    kind: Kind | None = None,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    earlier_than: Path | None = None,
+    on_damaged: OnDamaged = "fall_back",
+) -> Path | None:
     """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
 
     It goes by the time of writing, not by the step: a run that was started anew in the folder of an older, longer one
@@ -297,24 +356,91 @@ def newest_valid(folder: Path | str, *, kind: Kind | None = None) -> Path | None
     Args:
         folder: where checkpoints lie; it need not exist.
         kind: `"full"` passes over checkpoints that cannot be resumed.
+        parts, allow_missing: as in `read_checkpoint`: what must be whole.
+        earlier_than: only those that were written before this checkpoint of the folder, which is not among them; all
+            others if its manifest cannot be read and does not tell its time.
+        on_damaged: `"error"` raises instead of passing over a damaged checkpoint.
 
     Warns:
         TrainwrightWarning: a damaged checkpoint was passed over; says what is wrong with it.
+
+    Raises:
+        NewerFormatError: a checkpoint of a newer format lies there, which may well be the newest.
+        CheckpointError: a damaged one was met and `on_damaged="error"`.
     """
     found: list[FoundCheckpoint] = []
-    for item in _scan(Path(folder)):
-        if isinstance(item, str):
-            warnings.warn(f"passing over a damaged checkpoint: {item}", TrainwrightWarning, stacklevel=2)
+    before: str | None = None
+    for path, item in _scan(Path(folder)):
+        if isinstance(item, NewerFormatError):
+            raise item
+        if earlier_than is not None and path.resolve() == earlier_than.resolve():
+            before = item.manifest.created if isinstance(item, FoundCheckpoint) else None
+        elif isinstance(item, Exception):
+            _pass_over(f"a damaged checkpoint: {item}", on_damaged)
         else:
             found.append(item)
+    if before is not None:
+        found = [item for item in found if item.manifest.created < before]
     order = sorted(found, key=lambda item: (item.manifest.created, item.manifest.step, item.path.name))
     for item in reversed(order):
-        if kind is not None and item.manifest.kind != kind:
+        if (kind is not None and item.manifest.kind != kind) or _is_listed_itself(item.path):
             continue
-        problems = _problems(item)
-        if not problems:
+        _, flaw = _examine(item, _wanted(item, parts, allow_missing), allow_missing, hashes=True)
+        if flaw is None:
             return item.path
-        warnings.warn(
-            f"passing over the damaged checkpoint {item.path}: {'; '.join(problems)}", TrainwrightWarning, stacklevel=2
-        )
+        _pass_over(f"the damaged checkpoint {item.path}: {flaw}", on_damaged)
     return None
+
+
+def _is_listed_itself(path: Path) -> bool:
+    """Tell whether `path` is a link to its neighbour, such as `last`: that one is a candidate, and hashed once."""
+    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
+
+
+def _pass_over(what: str, on_damaged: OnDamaged) -> None:
+    if on_damaged == "error":
+        raise CheckpointError(f"{what} To have it passed over, ask for on_damaged='fall_back'.")
+    warnings.warn(f"passing over {what}", TrainwrightWarning, stacklevel=3)
+
+
+def whole_checkpoint(
+    path: Path | str,
+    *,
+    kind: Kind | None = None,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    on_damaged: OnDamaged = "error",
+) -> Path:
+    """Return `path` once its files have been compared with its manifest, or what may be used in its place.
+
+    Args:
+        path: the checkpoint folder.
+        kind: `"full"` passes over replacements that cannot be resumed; `path` itself is not asked for its kind.
+        parts, allow_missing: as in `read_checkpoint`.
+        on_damaged: `"fall_back"`: if it is damaged, return the newest valid one of the same folder that was written
+            earlier; one whose manifest does not even tell its time gives way to the newest of all.
+
+    Warns:
+        TrainwrightWarning: another one than `path` is returned; names both and says what is wrong.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        NewerFormatError: it is of a newer format, which is no damage.
+        CheckpointError: it is damaged, and there is nothing to fall back to or no wish to.
+    """
+    path = Path(path)
+    try:
+        check_checkpoint(path, parts=parts, allow_missing=allow_missing)
+        return path
+    except NewerFormatError:
+        raise
+    except CheckpointError as error:
+        if on_damaged == "error" or not path.is_dir():
+            raise
+        flaw = error
+    true_path = path.resolve()  # the neighbours of a link's target are the run's checkpoints
+    found = newest_valid(true_path.parent, kind=kind, parts=parts, allow_missing=allow_missing, earlier_than=true_path)
+    if found is None:
+        raise CheckpointError(f"{flaw} No earlier one in {true_path.parent} is whole.") from flaw
+    warnings.warn(f"{flaw} Falling back to {found}.", TrainwrightWarning, stacklevel=2)
+    return found

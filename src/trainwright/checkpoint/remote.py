@@ -30,20 +30,19 @@ from trainwright.checkpoint.durable import (
     write_file,
 )
 from trainwright.checkpoint.layout import (
-    FORMAT_VERSION,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     PARTS,
     FileEntry,
     Kind,
     Manifest,
-    check_format_version,
     check_relative,
     dump_json,
     inside,
     load_json,
 )
 from trainwright.checkpoint.reader import read_manifest, verify
+from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
@@ -286,9 +285,10 @@ class RemoteIndex:
         values = load_json(data, origin)
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
-        check_format_version(values.get("format_version"), origin)
+        version = check_format_version(values.get("format_version"), origin)
         try:
-            return [_entry(item, origin) for item in values["checkpoints"]]
+            today = upgraded({"remote_index": values}, version)["remote_index"]
+            return [_entry(item, origin) for item in today["checkpoints"]]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{origin} is damaged: {error!r}. If you remove it, the checkpoints stay and are no longer managed."

@@ -10,11 +10,9 @@ from typing import Any, Literal
 
 from trainwright.checkpoint.durable import make_folder, replace_file
 from trainwright.checkpoint.layout import (
-    FORMAT_VERSION,
     PARTS,
     RUN_INDEX,
     Kind,
-    check_format_version,
     check_relative,
     dump_json,
     inside,
@@ -22,6 +20,7 @@ from trainwright.checkpoint.layout import (
 )
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.checkpoint.staging import remove_folder
+from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError
 
 
@@ -148,9 +147,10 @@ class RunIndex:
         values = load_json(self.path.read_bytes(), origin)
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
-        check_format_version(values.get("format_version"), origin)
+        version = check_format_version(values.get("format_version"), origin)
         try:
-            return [_entry(item, origin) for item in values["checkpoints"]]
+            today = upgraded({"index": values}, version)["index"]
+            return [_entry(item, origin) for item in today["checkpoints"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
                 f"{origin} is damaged: {error!r}. If you remove it, the checkpoints stay and are no longer managed."

@@ -1,0 +1,46 @@
+"""Checkpoints that are sealed and yet not what the writer writes: as other programs, or forgers, would make them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainwright.checkpoint import FileEntry, Part, read_manifest
+from trainwright.checkpoint.reader import hash_file
+
+
+def remove_part(checkpoint: Path, part: str) -> None:
+    """Delete all files of a part; the manifest goes on naming them."""
+    for file in read_manifest(checkpoint).parts[part].files:
+        (checkpoint / file).unlink()
+
+
+def unlist(checkpoint: Path, part: str) -> None:
+    """Take a part out of the manifest; its files stay."""
+    manifest = read_manifest(checkpoint)
+    parts = {name: value for name, value in manifest.parts.items() if name != part}
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+
+
+def reseal(checkpoint: Path) -> None:
+    """Write the present sizes and hashes of all listed files into the manifest."""
+    manifest = read_manifest(checkpoint)
+    parts = {
+        name: Part({
+            file: FileEntry((checkpoint / file).stat().st_size, hash_file(checkpoint / file)) for file in part.files
+        }, part.required)
+        for name, part in manifest.parts.items()
+    }  # fmt: skip
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+
+
+def edit_trainer(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the object of trainer.json in place, and seal the checkpoint again."""
+    file = checkpoint / "trainer.json"
+    entries = json.loads(file.read_text())
+    change(entries)
+    file.write_text(json.dumps(entries))
+    reseal(checkpoint)

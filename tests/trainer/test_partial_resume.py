@@ -1,0 +1,430 @@
+"""What a resume does with a checkpoint that is damaged, lacks a part, or is to give its weights alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.resealing import edit_trainer, remove_part
+from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import read_checkpoint, read_manifest, reader
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.data import DataModule
+from trainwright.loggers import CSVLogger
+
+FOUR_BATCHES = 8  # samples, by 2
+
+
+class DecayingTask(RegressionTask):
+    """SGD with momentum, and a rate that halves at every step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(momentum=0.9, **options)
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer and its schedule."""
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def loader() -> Any:
+    """Return four batches."""
+    return regression_loader(FOUR_BATCHES, 2)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run's folder, with a checkpoint of each of three epochs under `checkpoints`."""
+    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    quiet_trainer(max_epochs=3, callbacks=[saver], default_root_dir=tmp_path).fit(DecayingTask(), loader())
+    return tmp_path
+
+
+def flip(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def damage(checkpoint: Path) -> None:
+    """Flip a bit of a checkpoint's weights."""
+    flip(checkpoint / "model" / "model-00001-of-00001.safetensors")
+
+
+def resume(run: Path, ckpt_path: Any, task: RegressionTask | None = None, **arguments: Any) -> list[int]:
+    """Resume in a run's folder until the fourth epoch's end; returns the steps at the ends of batches."""
+    seen = RecordingCallback("on_train_batch_end", note=lambda event, trainer: trainer.global_step)
+    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    trainer = quiet_trainer(max_epochs=4, callbacks=[seen, saver], default_root_dir=run)
+    trainer.fit(task or DecayingTask(), loader(), ckpt_path=ckpt_path, **arguments)
+    return [note for _, note in seen.notes]
+
+
+# Damage
+
+
+def test_last_falls_back_to_the_newest_whole_checkpoint_and_says_so(run: Path) -> None:
+    damage(run / "checkpoints" / "2")
+    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint .*/2"):
+        assert resume(run, "last")[0] == 9
+
+
+def test_last_is_an_error_if_damage_shall_be_one(run: Path) -> None:
+    damage(run / "checkpoints" / "2")
+    with pytest.raises(CheckpointError, match=r"/2.*on_damaged='fall_back'"):
+        resume(run, "last", on_damaged="error")
+
+
+def test_an_explicit_path_that_is_damaged_is_an_error(run: Path) -> None:
+    damage(run / "checkpoints" / "1")
+    with pytest.raises(CheckpointError, match="/1 is damaged"):
+        resume(run, run / "checkpoints" / "1")
+
+
+def test_an_explicit_path_falls_back_to_the_newest_earlier_one_if_told_and_names_both(run: Path) -> None:
+    damage(run / "checkpoints" / "1")
+    with pytest.warns(TrainwrightWarning, match=r"/1 is damaged: .*Falling back to .*/0\."):
+        assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 5
+
+
+def test_a_checkpoint_without_a_readable_manifest_falls_back_to_the_newest_of_all(run: Path) -> None:
+    flip(run / "checkpoints" / "1" / "manifest.json")
+    with pytest.warns(TrainwrightWarning, match=r"/1/manifest\.json.*Falling back to .*/2\.") as caught:
+        assert resume(run, run / "checkpoints" / "1", on_damaged="fall_back")[0] == 13
+    assert len(caught) == 1
+
+
+def test_with_nothing_to_fall_back_to_the_damage_is_the_error(run: Path) -> None:
+    damage(run / "checkpoints" / "0")
+    with pytest.raises(CheckpointError, match=r"/0 is damaged: .*No earlier one in .*checkpoints is whole"):
+        resume(run, run / "checkpoints" / "0", on_damaged="fall_back")
+
+
+def test_a_path_that_is_not_there_is_no_damage(run: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+        resume(run, run / "checkpoints" / "7", on_damaged="fall_back")
+
+
+def test_a_newer_format_is_no_damage_to_fall_back_from(run: Path) -> None:
+    manifest = run / "checkpoints" / "2" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 1', '"format_version": 99'))
+    for ckpt_path in ("last", manifest.parent):
+        with pytest.raises(CheckpointError, match="format_version=99 is newer"):
+            resume(run, ckpt_path, on_damaged="fall_back")
+
+
+class Scored(DecayingTask):
+    """Logs given values of `score`, one an epoch."""
+
+    def __init__(self, values: list[float]) -> None:
+        super().__init__()
+        self.values = values
+
+    def on_train_epoch_end(self) -> None:
+        """Log the epoch's value."""
+        self.log("score", self.values[self.current_epoch])
+
+
+@pytest.fixture
+def scored(tmp_path: Path) -> Any:
+    """A Trainer that has fitted three epochs, of which the second is the best and the third the next best."""
+    saver = ModelCheckpoint(
+        filename="{epoch}", monitor="score", mode="max", save_top_k=-1, auto_insert_metric_name=False
+    )
+    trainer = quiet_trainer(max_epochs=3, callbacks=[saver], default_root_dir=tmp_path)
+    trainer.fit(Scored([1.0, 3.0, 2.0]), loader())
+    trainer.max_epochs = 4
+    return trainer
+
+
+def test_the_best_is_verified_before_it_is_used(scored: Any) -> None:
+    damage(scored.checkpoint_dir / "1")
+    with pytest.raises(CheckpointError, match="/1 is damaged"):
+        scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best")
+
+
+def test_the_best_falls_back_to_the_next_best_if_told(scored: Any) -> None:
+    damage(scored.checkpoint_dir / "1")
+    with pytest.warns(TrainwrightWarning, match=r"/1 is damaged.* Falling back to .*/2, the best that is whole"):
+        scored.fit(Scored([1.0] * 4), loader(), ckpt_path="best", on_damaged="fall_back")
+    assert scored.global_step == 16
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
+def test_every_file_is_hashed_once_however_the_checkpoint_is_named(
+    run: Path, ckpt_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "checkpoints" / "last").symlink_to("2")  # a link to the newest is no second candidate
+    hashed: list[Path] = []
+    hash_file = reader.hash_file
+    monkeypatch.setattr(reader, "hash_file", lambda path: hashed.append(path) or hash_file(path))
+    resume(run, ckpt_path if ckpt_path == "last" else run / ckpt_path)
+    expected = {file for part in read_manifest(run / "checkpoints" / "2").parts.values() for file in part.files}
+    assert sorted(path.relative_to(run / "checkpoints" / "2").as_posix() for path in hashed) == sorted(expected)
+
+
+# Parts
+
+
+def test_p10_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
+    remove_part(run / "checkpoints" / "2", "optimizer")
+    with pytest.raises(CheckpointError, match=r"the part 'optimizer' is missing.*allow_missing=\['optimizer'\]"):
+        resume(run, run / "checkpoints" / "2")
+
+
+@pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
+def test_p10_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedule(
+    run: Path, ckpt_path: str
+) -> None:
+    remove_part(run / "checkpoints" / "2", "optimizer")
+    recorder, task = StepRecorder(), DecayingTask()
+    trainer = quiet_trainer(max_epochs=4, callbacks=[recorder], default_root_dir=run)
+    path = ckpt_path if ckpt_path == "last" else run / ckpt_path
+    with pytest.warns(TrainwrightWarning) as caught:
+        trainer.fit(task, loader(), ckpt_path=path, allow_missing=["optimizer"])
+    assert any("has no optimizer part" in str(warning.message) for warning in caught)
+    assert trainer.global_step == 16
+    assert [lrs[0] for lrs in recorder.lrs] == [pytest.approx(0.05 * 0.5**step) for step in range(12, 16)]
+
+
+def test_what_may_be_missing_and_is_there_is_loaded(run: Path) -> None:
+    def losses(**arguments: Any) -> list[float]:
+        recorder = StepRecorder()
+        saver = ModelCheckpoint(run / "elsewhere")
+        trainer = quiet_trainer(max_epochs=4, callbacks=[recorder, saver], default_root_dir=run)
+        with pytest.warns(TrainwrightWarning, match="not found"):  # by ModelCheckpoint, in its new folder
+            trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "0", **arguments)
+        return recorder.losses
+
+    assert losses(allow_missing=["optimizer", "rng", "schedulers"]) == losses()
+
+
+class AdamTask(DecayingTask):
+    """Has another optimizer than the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam alone, without a schedule."""
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_an_optimizer_of_another_class_starts_anew_only_if_allowed(run: Path) -> None:
+    with pytest.raises(CheckpointError, match="the state of SGD, and this optimizer is Adam"):
+        resume(run, "last", AdamTask())
+    with pytest.warns(TrainwrightWarning) as caught:
+        assert resume(run, "last", AdamTask(), allow_missing=["optimizer", "schedulers"])[0] == 13
+    texts = " ".join(str(warning.message) for warning in caught)
+    assert "Adam starts anew" in texts
+    assert "holds 1 learning-rate schedule(s), but configure_optimizers returned 0" in texts
+
+
+def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
+    remove_part(run / "checkpoints" / "2", "rng")
+    with pytest.raises(CheckpointError, match="the part 'rng' is missing"):
+        resume(run, run / "checkpoints" / "2")
+    with pytest.warns(TrainwrightWarning, match="has no rng part") as caught:
+        assert resume(run, run / "checkpoints" / "2", allow_missing="rng")[0] == 13
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"allow_missing": ["optimiser"]}, "'optimiser' is unknown. Did you mean 'optimizer'"),
+        ({"allow_missing": ["model"]}, "weights_only=True"),
+        ({"on_damaged": "ignore"}, "Use 'error' or 'fall_back'"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_a_configuration_error(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        quiet_trainer().fit(RegressionTask(), loader(), **arguments)
+
+
+# Entries of the trainer part
+
+
+class Counting(Callback):
+    """A callback with a state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a number."""
+        return {"count": 1}
+
+
+def test_a_new_callback_starts_anew_with_a_warning(run: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=4, callbacks=[Counting(), ModelCheckpoint(filename="{epoch}", save_top_k=-1)], default_root_dir=run
+    )
+    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'Counting'") as caught:
+        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
+    assert len(caught) == 1
+
+
+def test_a_new_callback_that_was_allowed_is_not_warned_of(run: Path) -> None:
+    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=4, callbacks=[Counting(), saver], default_root_dir=run)
+    trainer.fit(DecayingTask(), loader(), ckpt_path="last", allow_missing=["callbacks"])  # warnings are errors here
+
+
+def test_a_new_logger_starts_a_log_of_its_own_with_a_warning(run: Path) -> None:
+    saver = ModelCheckpoint(filename="{epoch}", save_top_k=-1)
+    trainer = quiet_trainer(max_epochs=4, callbacks=[saver], default_root_dir=run, logger=[CSVLogger(run / "logs")])
+    with pytest.warns(TrainwrightWarning, match="holds no state of the CSVLogger"):
+        trainer.fit(DecayingTask(), loader(), ckpt_path="last")
+
+
+class Data(DataModule):
+    """A data module with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: dict[str, Any] | None = None
+
+    def train_dataloader(self) -> Any:
+        """Return four batches."""
+        return loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a place."""
+        return {"place": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what came."""
+        self.loaded = state_dict
+
+
+def _saved(folder: Path, **data: Any) -> Path:
+    """Write a checkpoint after one epoch of a run without callbacks."""
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(DecayingTask(), **(data or {"train_dataloaders": loader()}))
+    return trainer.save_checkpoint(folder / "saved")
+
+
+def test_p10_the_state_of_a_data_module_that_is_absent_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    saved, data = _saved(tmp_path), Data()
+    with pytest.raises(CheckpointError, match=r"no state of the data module, and Data has one.*\['datamodule'\]"):
+        quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved)
+    with pytest.warns(TrainwrightWarning, match="data module"):
+        quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved, allow_missing=["datamodule"])
+    assert data.loaded is None
+
+
+def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_path: Path) -> None:
+    saved, data = _saved(tmp_path, datamodule=Data()), Data()
+    quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved)
+    assert data.loaded == {"place": 3}
+    with pytest.warns(TrainwrightWarning, match="holds the state of a data module, and this run has none"):
+        quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entries: entries.pop("schedulers"), "no entry 'schedulers' in its trainer part"),
+        (lambda entries: entries["schedulers"].clear(), "holds 0 learning-rate schedule"),
+    ],
+    ids=["no entry", "no schedule"],
+)
+def test_p10_a_schedule_that_is_absent_is_an_error_unless_allowed(
+    run: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    edit_trainer(run / "checkpoints" / "2", change)
+    with pytest.raises(CheckpointError, match=rf"{message}.*allow_missing=\['schedulers'\]"):
+        resume(run, "last")
+    with pytest.warns(TrainwrightWarning, match="schedule"):
+        assert resume(run, "last", allow_missing=["schedulers"])[0] == 13
+
+
+@pytest.mark.parametrize("entry", ["strategy", "callbacks", "loggers", "datamodule", "data", "seed", "run_id"])
+def test_p10_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path, entry: str) -> None:
+    edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop(entry))
+    with pytest.raises(CheckpointError, match=f"no entry '{entry}'"):
+        resume(run, "last")
+
+
+def test_p10_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_warning(tmp_path: Path) -> None:
+    saved = _saved(tmp_path)
+
+    def resumed(**arguments: Any) -> None:
+        trainer = quiet_trainer(max_epochs=2, precision="16-mixed")
+        trainer.fit(DecayingTask(), loader(), ckpt_path=saved, **arguments)
+
+    with pytest.warns(TrainwrightWarning, match="no state of the scaler of precision='16-mixed'"):
+        resumed()
+    edit_trainer(saved, lambda entries: entries.update(precision="16-mixed"))
+    with pytest.raises(CheckpointError, match=r"lacks its scaler.*allow_missing=\['scaler'\]"):
+        resumed()
+    with pytest.warns(TrainwrightWarning, match="lacks its scaler; it starts anew"):
+        resumed(allow_missing=["scaler"])
+
+
+# Weights
+
+
+class WiderTask(DecayingTask):
+    """Has a weight that the checkpoint lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(2, 2)
+
+
+def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path) -> None:
+    task = WiderTask()
+    with pytest.raises(CheckpointError, match=r"extra\.weight"):
+        resume(run, "last", task)
+    with pytest.warns(TrainwrightWarning, match=r"2 weights of the task are not in it: extra\.weight, extra\.bias"):
+        resume(run, "last", task, strict=False, weights_only=True)
+
+
+def test_strict_true_wins_over_the_tasks_own_word(run: Path) -> None:
+    task = WiderTask()
+    task.strict_loading = False
+    with pytest.raises(CheckpointError, match=r"extra\.weight"):
+        resume(run, "last", task, strict=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "weights"])
+def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = quiet_trainer(max_epochs=2)
+    first.fit(DecayingTask(), loader())
+    saved = first.save_checkpoint(tmp_path / "saved", weights_only=kind == "weights")
+    recorder, begun = StepRecorder(), RecordingCallback("on_train_start", note=lambda _, t: weights_of(t.task))
+    trainer = quiet_trainer(max_epochs=1, callbacks=[recorder, begun])
+    trainer.fit(DecayingTask(seed=5), loader(), ckpt_path=saved, weights_only=True)
+    assert_equal_weights(begun.notes[0][1], read_checkpoint(saved).model or {})
+    assert trainer.global_step == 4
+    assert recorder.lrs[0] == [0.05]
+    assert "begins at step 0 from the weights of" in capsys.readouterr().out
+
+
+def test_weights_only_takes_a_trainer_that_has_trained_back_to_step_0(run: Path) -> None:
+    trainer = quiet_trainer(max_epochs=2)
+    trainer.fit(DecayingTask(), loader())
+    trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", weights_only=True)
+    assert trainer.global_step == 8
+
+
+def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: Path) -> None:
+    first = quiet_trainer(max_epochs=1)
+    first.fit(DecayingTask(), loader())
+    saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
+    with pytest.raises(CheckpointError, match=r"holds weights only.*weights_only=True"):
+        quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
+
+
+def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
+    for part in ("optimizer", "rng"):
+        remove_part(run / "checkpoints" / "2", part)
+    assert resume(run, "last", weights_only=True)[0] == 1

@@ -1,0 +1,179 @@
+"""Which checkpoint a stage starts from, and how much of it: what was asked for, and the folder that it comes to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from trainwright.checkpoint import check_checkpoint, newest_valid, read_manifest, whole_checkpoint
+from trainwright.checkpoint.layout import PARTS, Kind
+from trainwright.checkpoint.reader import OnDamaged
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.run import Stage
+from trainwright.trainer.facts import RunFacts
+
+WEIGHTS = ("trainer", "model")  # the parts that hold weights, and what tasks and callbacks saved beside them
+# What a resumed run may be told to go on without: parts of a checkpoint, and entries of its trainer part.
+PARTS_TO_MISS = ("optimizer", "rng")
+ENTRIES_TO_MISS = ("schedulers", "scaler", "callbacks", "loggers", "datamodule")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a user wants loaded; see the arguments of `Trainer.fit`.
+
+    Attributes:
+        ckpt_path: a path, `"last"`, `"best"` or None.
+        on_damaged: `"error"`, `"fall_back"`, or None: fall back for `"last"` only.
+        allow_missing: what a resume may go on without.
+        strict: whether weights that are missing or left over are an error; None: the task's `strict_loading`.
+        weights_only: begin a new run from the weights instead of resuming.
+    """
+
+    ckpt_path: str | Path | None = None
+    on_damaged: OnDamaged | None = None
+    allow_missing: tuple[str, ...] = ()
+    strict: bool | None = None
+    weights_only: bool = False
+
+    @classmethod
+    def checked(
+        cls,
+        ckpt_path: str | Path | None,
+        *,
+        on_damaged: OnDamaged | None,
+        allow_missing: Iterable[str],
+        strict: bool | None,
+        weights_only: bool,
+    ) -> LoadRequest:
+        """Return the request that these arguments of `fit` make.
+
+        Raises:
+            ConfigurationError: an unknown choice, or a part without which nothing can be resumed.
+        """
+        if on_damaged is not None and on_damaged not in get_args(OnDamaged):
+            raise ConfigurationError(f"on_damaged={on_damaged!r} is unknown. Use 'error' or 'fall_back'.")
+        names = (allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing)
+        known = (*PARTS_TO_MISS, *ENTRIES_TO_MISS)
+        for name in names:
+            if name in WEIGHTS:
+                raise ConfigurationError(
+                    f"allow_missing={list(names)!r}: nothing can be resumed without the part {name!r}. To begin a new "
+                    "run from a checkpoint's weights, pass weights_only=True."
+                )
+            if name not in known:
+                raise ConfigurationError(
+                    f"allow_missing={list(names)!r}: {name!r} is unknown.{nearest(name, known)} Known: "
+                    f"{', '.join(known)}."
+                )
+        return cls(ckpt_path, on_damaged, names, strict, weights_only)
+
+    def resumes(self, stage: Stage) -> bool:
+        """Tell whether the stage goes on with a run, for which weights alone are not enough."""
+        return stage == "fit" and not self.weights_only
+
+    def parts(self, stage: Stage) -> tuple[str, ...]:
+        """Return the parts that the stage reads."""
+        return PARTS["full"] if self.resumes(stage) else WEIGHTS
+
+    @property
+    def parts_to_miss(self) -> tuple[str, ...]:
+        """The parts among `allow_missing`."""
+        return tuple(name for name in self.allow_missing if name in PARTS_TO_MISS)
+
+
+def check_early(request: LoadRequest, stage: Stage) -> None:
+    """Find out what is wrong with an explicit path before a process or device is touched; reads its manifest only.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `choose`.
+    """
+    if request.ckpt_path in (None, "last", "best"):
+        return
+    path = Path(str(request.ckpt_path))
+    try:
+        read_manifest(path)
+    except CheckpointError:
+        if request.on_damaged != "fall_back" or not path.is_dir():
+            raise
+        return  # `choose` falls back, and says so once
+    _check_kind(request, stage, path)
+
+
+def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
+    """Return the checkpoint that a request comes to, its files verified. For one process; nothing is communicated.
+
+    It reads every byte of the parts that the stage needs, so that nobody has to hash them again.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigurationError: `"best"` without a ModelCheckpoint that has one.
+        CheckpointError: it is damaged, lacks a part, or holds weights only and is to be resumed.
+    """
+    if request.ckpt_path is None:
+        return None
+    kind: Kind | None = "full" if request.resumes(stage) else None
+    parts, allow_missing = request.parts(stage), request.parts_to_miss
+    if request.ckpt_path == "last":
+        found = newest_valid(
+            run.checkpoint_dir,
+            kind=kind,
+            parts=parts,
+            allow_missing=allow_missing,
+            on_damaged=request.on_damaged or "fall_back",
+        )
+        if found is None:
+            raise FileNotFoundError(
+                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass its path, or leave "
+                "ckpt_path out to start anew."
+            )
+        return found
+    if request.ckpt_path == "best":
+        return _best(run, request, stage)
+    path = whole_checkpoint(
+        request.ckpt_path,
+        kind=kind,
+        parts=parts,
+        allow_missing=allow_missing,
+        on_damaged=request.on_damaged or "error",
+    )
+    _check_kind(request, stage, path)
+    return path
+
+
+def _best(run: RunFacts, request: LoadRequest, stage: Stage) -> Path:
+    """Return the best checkpoint of this Trainer's ModelCheckpoint, or the best one that is whole if asked for."""
+    saver = run.checkpoint_callback
+    best = getattr(saver, "best_model_path", "")
+    if not best:
+        raise ConfigurationError(
+            f"{stage}(ckpt_path='best'): no ModelCheckpoint of this Trainer has a best checkpoint yet. Pass a path."
+        )
+    scores: dict[str, float] = getattr(saver, "best_k_models", {})
+    ranked = sorted(scores, key=scores.__getitem__, reverse=getattr(saver, "mode", "min") == "max")
+    flaws: list[str] = []
+    for name in dict.fromkeys([best, *ranked]):
+        try:
+            check_checkpoint(name, parts=request.parts(stage), allow_missing=request.parts_to_miss)
+            _check_kind(request, stage, Path(name))
+        except (CheckpointError, FileNotFoundError) as error:
+            if request.on_damaged != "fall_back":
+                raise
+            flaws.append(str(error))
+            continue
+        if flaws:
+            text = f"{' '.join(flaws)} Falling back to {name}, the best that is whole."
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
+        return Path(name)
+    raise CheckpointError(f"{stage}(ckpt_path='best'): none of the best checkpoints is whole. {' '.join(flaws)}")
+
+
+def _check_kind(request: LoadRequest, stage: Stage, path: Path) -> None:
+    if request.resumes(stage) and read_manifest(path).kind == "weights":
+        raise CheckpointError(
+            f"{path} holds weights only, so that a run cannot be resumed from it. Pass weights_only=True to begin a "
+            "new run from its weights, or resume from a full checkpoint."
+        )
