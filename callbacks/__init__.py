@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
     from trainwright.callbacks.model_summary import ModelSummary
     from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+    from trainwright.callbacks.prediction_writer import BasePredictionWriter
     from trainwright.callbacks.progress_bar import ProgressBar
     from trainwright.callbacks.registry import CALLBACKS
     from trainwright.callbacks.rich_progress_bar import RichProgressBar
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
+    "BasePredictionWriter": "prediction_writer",
     "CALLBACKS": "registry",
     "Callback": "callback",
     "DeviceStatsMonitor": "device_stats_monitor",
@@ -52,6 +54,7 @@ _HOMES = {
 
 __all__ = [
     "CALLBACKS",
+    "BasePredictionWriter",
     "Callback",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,11 @@ class RunFacts(ABC):
     def _num_batches(self, kind: str) -> list[int | float]:
         data = self._eval_data.get(kind)
         return [] if data is None else data.num_batches
+
+    def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
+        """Return the places in the data set of this rank's batches, in the evaluation that runs; see `Run`."""
+        data = self._eval_data.get(self.evaluating or "")
+        return None if data is None else data.loaders[dataloader_idx].indices()
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         TrainwrightWarning,
         WorkerError,
     )
+    from trainwright.core.memory import clear_device_cache, find_executable_batch_size, release_memory
     from trainwright.core.rng import seed_everything
     from trainwright.core.state import StepResult, TrainState
     from trainwright.core.task import TaskModule
@@ -46,6 +47,7 @@ _SUBMODULES = ("callbacks", "checkpoint", "cli", "core", "data", "loggers", "str
 _HOMES = {
     "Callback": "trainwright.callbacks",
     "CheckpointError": "trainwright.core.errors",
+    "clear_device_cache": "trainwright.core.memory",
     "CombinedLoader": "trainwright.data",
     "ConfigurationError": "trainwright.core.errors",
     "ConsoleLogger": "trainwright.loggers",
@@ -54,11 +56,13 @@ _HOMES = {
     "DDPStrategy": "trainwright.strategies",
     "Duration": "trainwright.core.duration",
     "EarlyStopping": "trainwright.callbacks",
+    "find_executable_batch_size": "trainwright.core.memory",
     "JSONLinesLogger": "trainwright.loggers",
     "LearningRateMonitor": "trainwright.callbacks",
     "Logger": "trainwright.loggers",
     "MissingPackageError": "trainwright.core.errors",
     "ModelCheckpoint": "trainwright.callbacks",
+    "release_memory": "trainwright.core.memory",
     "seed_everything": "trainwright.core.rng",
     "ShardedIterable": "trainwright.data",
     "SingleDeviceStrategy": "trainwright.strategies",
@@ -78,6 +82,7 @@ _HOMES = {
 __all__ = [  # noqa: RUF022 -- classes first, then the folders: the order in which a reader meets them
     "Callback",
     "CheckpointError",
+    "clear_device_cache",
     "CombinedLoader",
     "ConfigurationError",
     "ConsoleLogger",
@@ -86,11 +91,13 @@ __all__ = [  # noqa: RUF022 -- classes first, then the folders: the order in whi
     "DDPStrategy",
     "Duration",
     "EarlyStopping",
+    "find_executable_batch_size",
     "JSONLinesLogger",
     "LearningRateMonitor",
     "Logger",
     "MissingPackageError",
     "ModelCheckpoint",
+    "release_memory",
     "seed_everything",
     "ShardedIterable",
     "SingleDeviceStrategy",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -120,6 +120,12 @@ class Run(Protocol):
     @property
     def num_eval_batches(self) -> list[int | float]:
         """Batches of each loader of the evaluation that is running (validation, test or prediction)."""
+
+    def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
+        """Return the places in the data set of this rank's batches, of the evaluation that runs, from its start on.
+
+        Computed, not fetched; None where only the user's own sampler or data set knows them.
+        """
 
     @property
     def estimated_stepping_batches(self) -> int | float:

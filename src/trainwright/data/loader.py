@@ -137,6 +137,15 @@ class PreparedDataLoader(PreparedLoader):
         """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
         return self._dealer.samples_in_round(batch) if self._is_dealt and self.batch_size is not None else None
 
+    def indices(self) -> Iterator[list[int]] | None:
+        """Return the data set's indices of this rank's batches; None for a sampler of the user's own."""
+        if not isinstance(self._dealer, ShardedBatchSampler):
+            return None
+        twin = copy.copy(self._dealer)  # the dealer itself is read by the loader, and is ahead of it
+        twin.seed_batches = twin.single = False
+        twin.start(0)
+        return iter(twin)
+
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
         return self._dealer.position(batch) if self._is_dealt else {"batch": batch}

@@ -119,6 +119,13 @@ class PreparedLoader:
         """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
         return None
 
+    def indices(self) -> Iterator[list[int]] | None:
+        """Return the data set's indices of this rank's batches from the epoch's start on, by arithmetic.
+
+        None where arithmetic does not give them.
+        """
+        return None
+
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds of the present epoch, JSON-able, for `set_epoch`.
 

@@ -1,0 +1,116 @@
+"""Write predictions where they belong, as they come or once all of them are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.run import Run, Stage
+from trainwright.core.task import TaskModule
+
+_INTERVALS = ("batch", "epoch", "batch_and_epoch")
+
+
+class BasePredictionWriter(Callback):
+    """Base of callbacks that write what `predict` computes: sub-class it and say how.
+
+    Every rank writes its own predictions. Use it with `trainer.predict(..., return_predictions=False)`; with the
+    interval `"batch"` nothing is kept, however long the data is.
+
+    Args:
+        write_interval: `"batch"`: `write_on_batch_end` is called; `"epoch"`: `write_on_epoch_end`, for which this
+            rank's predictions are kept until then; `"batch_and_epoch"`: both.
+
+    Raises:
+        ConfigurationError: an unknown interval; in a run, the method that it needs is not overridden.
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in _INTERVALS:
+            raise ConfigurationError(
+                f"write_interval={write_interval!r} is unknown.{nearest(str(write_interval), _INTERVALS)} Known: "
+                f"{', '.join(map(repr, _INTERVALS))}."
+            )
+        self.interval = write_interval
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[Any]] = []
+        self._drawing: Iterator[list[int]] | None = None
+
+    def write_on_batch_end(
+        self,
+        trainer: Run,
+        task: TaskModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write one batch; override it.
+
+        Args:
+            trainer: the run.
+            task: the task.
+            prediction: what `predict_step` returned, on its device.
+            batch_indices: the batch's places in the data set; None where only the user's own sampler knows them.
+            batch: the batch, on the device.
+            batch_idx: its index among this rank's batches.
+            dataloader_idx: its loader's index.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_batch_end. Define it."
+        )
+
+    def write_on_epoch_end(
+        self, trainer: Run, task: TaskModule, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write all of this rank's predictions; override it.
+
+        Args:
+            trainer: the run.
+            task: the task.
+            predictions: what `predict_step` returned for each batch; for several loaders a list of such lists.
+            batch_indices: for each loader a list with the places of each batch (see `write_on_batch_end`).
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_epoch_end. Define it."
+        )
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self._forget()
+        for interval in ("batch", "epoch"):
+            method = f"write_on_{interval}_end"
+            if interval in self.interval and getattr(type(self), method) is getattr(BasePredictionWriter, method):
+                raise ConfigurationError(
+                    f"{type(self).__name__}(write_interval={self.interval!r}) needs {method}. Define it."
+                )
+
+    def on_predict_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        if batch_idx == 0:
+            self._drawing = trainer.batch_indices(dataloader_idx)
+        indices = None if self._drawing is None else next(self._drawing)
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, task, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            while len(self._predictions) <= dataloader_idx:
+                self._predictions.append([])
+                self._indices.append([])
+            self._predictions[dataloader_idx].append(outputs)
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Run, task: TaskModule) -> None:
+        if self.interval != "batch":
+            several = len(trainer.num_eval_batches) > 1
+            found: list[Any] = self._predictions if several else [p for part in self._predictions for p in part]
+            self.write_on_epoch_end(trainer, task, found, self._indices)
+        self._forget()
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        self._predictions, self._indices, self._drawing = [], [], None

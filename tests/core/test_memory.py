@@ -1,0 +1,185 @@
+"""Out-of-memory errors are told from others, and a function is tried again with less until it fits."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from trainwright.core.errors import TrainwrightError
+from trainwright.core.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
+
+HOST = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "400000000000000 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def _out_of_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _out_of_memory(),
+        HOST,
+        MemoryError(),
+        RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a ..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=lambda error: f"{type(error).__name__} {error!s:.20}",
+)
+def test_memory_that_ran_out_is_recognised(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_torchs_own_allocator_of_the_host_is_recognised() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+
+
+def test_the_cause_of_an_error_counts_too() -> None:
+    error = RuntimeError("the compiled step failed")
+    error.__cause__ = _out_of_memory()
+    assert is_out_of_memory(error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes"), ValueError("out of memory"), KeyError("x")])
+def test_another_error_is_none(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_a_function_is_tried_with_half_until_it_fits() -> None:
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int, factor: int, *, more: int = 0) -> int:
+        """Train."""
+        tried.append(batch_size)
+        if batch_size > 20:
+            raise _out_of_memory()
+        return batch_size * factor + more
+
+    assert train(2, more=1) == 25
+    assert tried == [100, 50, 25, 12]
+    assert train.__doc__ == "Train."
+
+
+def test_a_function_without_arguments_starts_at_128() -> None:
+    assert find_executable_batch_size(lambda batch_size: batch_size)() == 128
+
+
+def test_a_second_call_begins_with_the_size_that_worked() -> None:
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        if batch_size > 4:
+            raise HOST
+
+    train()
+    train()
+    assert tried == [8, 4, 4]
+
+
+def test_the_next_size_may_be_chosen() -> None:
+    sizes = iter([90, 70])
+    train = find_executable_batch_size(
+        lambda batch_size: batch_size if batch_size < 80 else _raise(_out_of_memory()),
+        starting_batch_size=100,
+        reduce_batch_size_fn=lambda: next(sizes),
+    )
+    assert train() == 70
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def test_nothing_fits() -> None:
+    train = find_executable_batch_size(lambda batch_size: _raise(_out_of_memory()), starting_batch_size=4)
+    with pytest.raises(TrainwrightError, match=r"no batch size fits: <lambda> .* starting from 4") as caught:
+        train()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_another_error_passes_through_at_once() -> None:
+    tried: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        train()
+    assert tried == [8]
+
+
+@pytest.mark.parametrize(("args", "options"), [((8, 1.0), {}), ((), {"batch_size": 8})])
+def test_a_batch_size_that_is_handed_over_is_refused(args: Any, options: Any) -> None:
+    @find_executable_batch_size
+    def train(batch_size: int, lr: float = 0.1) -> None:
+        pytest.fail("must not run")
+
+    with pytest.raises(TypeError, match=r"hands it already. Call it without: train\(lr=\.\.\.\)"):
+        train(*args, **options)
+
+
+def test_a_function_without_room_for_a_batch_size_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes no batch size"):
+        find_executable_batch_size(lambda: None)()
+
+
+def test_what_a_failed_try_made_is_gone_before_the_next() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> bool:
+        assert all(reference() is None for reference in made)
+        activations = torch.ones(batch_size)
+        made.append(weakref.ref(activations))
+        cycle: list[Any] = [activations]
+        cycle.append(cycle)
+        if batch_size > 1:
+            raise _out_of_memory()
+        return True
+
+    assert train()
+    assert len(made) == 3
+
+
+def test_released_objects_are_none_and_gone() -> None:
+    a, b = torch.ones(3), torch.ones(4)
+    references = [weakref.ref(a), weakref.ref(b)]
+    a, b = release_memory(a, b)
+    assert a is None
+    assert b is None
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_cycles_are_collected_only_when_asked() -> None:
+    class Node:
+        pass
+
+    def make() -> weakref.ref[Node]:
+        node = Node()
+        node.me = node  # type: ignore[attr-defined]
+        return weakref.ref(node)
+
+    gc.disable()
+    try:
+        reference = make()
+        clear_device_cache()
+        assert reference() is not None
+        clear_device_cache(garbage_collection=True)
+        assert reference() is None
+    finally:
+        gc.enable()
