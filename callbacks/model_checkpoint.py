@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import datetime
-import math
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.checkpoint_moment import NO_MOMENT, Moment
 from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
+from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
-
-
-@dataclass(frozen=True, slots=True)
-class _Moment:
-    """What rank 0 knows when a checkpoint is due; all ranks decide by it, so that they decide alike."""
-
-    epoch: int
-    step: int
-    metrics: dict[str, float]
-    present: frozenset[str]
-    index_holds: bool = True
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The metrics with `epoch` and `step`; those that the user logged under these names win, as whole numbers."""
-        counters = {"epoch": self.epoch, "step": self.step}
-        logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
-        return {**self.metrics, **counters, **logged}
 
 
 class ModelCheckpoint(Callback):
@@ -68,6 +50,9 @@ class ModelCheckpoint(Callback):
         train_time_interval: save whenever so much time has passed since the last such save, instead of per epoch.
         every_n_epochs: save at the validations (or ends) of every n-th epoch; 0 switches them off.
         save_on_train_epoch_end: True: at the end of the training epoch, False: at validations; None: see above.
+        keep_every: besides those, never delete one checkpoint per such stretch of training, the first that is due after
+            it: a length (`"1000 steps"`, `"1 epoch"`, `"1 h"`), or a number of steps. With `monitor` that one is
+            written even if its score is not among the best. When checkpoints are due is for the intervals to say.
         enable_version_counter: append `-v1`, `-v2`, … when a name is taken; otherwise the old one is replaced.
 
     Raises:
@@ -96,6 +81,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        *,
+        keep_every: Length | None = None,
     ) -> None:
         self.mode = check_mode(mode, "ModelCheckpoint")
         self.filename = filename
@@ -112,10 +99,12 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs if every_n_epochs is not None else int(by_epoch)
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.enable_version_counter = enable_version_counter
+        self.keep_every = keep_every
         self.current_score: float | None = None
         self._given_dirpath = Path(dirpath).expanduser().absolute() if dirpath is not None else None
         self._folder: Path | None = self._given_dirpath
         self._top = TopK(save_top_k, self.mode)
+        self._kept = KeepEvery(keep_every)
         self._latest: str | None = None  # without a monitor: the newest, kept in place of a best one
         self._last: str | None = None
         self._beside: str | None = None  # with save_last="link": the link's target when it is not among the best
@@ -225,6 +214,7 @@ class ModelCheckpoint(Callback):
             "beside": self._beside,
             "last_saved_step": self._last_saved_step,
             "replaced": [*self._left_over, *self._replaced],
+            "kept": self._kept.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,6 +225,8 @@ class ModelCheckpoint(Callback):
         self._beside = state_dict["beside"]
         self._last_saved_step = state_dict["last_saved_step"]
         self._left_over = list(state_dict.get("replaced", []))
+        if "kept" in state_dict:
+            self._kept.load_state_dict(state_dict["kept"])
         self._recorded_folder = Path(state_dict["dirpath"]) if state_dict["dirpath"] is not None else None
 
     # When to save
@@ -250,6 +242,7 @@ class ModelCheckpoint(Callback):
         self._validated = self._epoch_ended = self._waiting_for_validation = False
         self._last_saved_step = min(self._last_saved_step, trainer.state.step)  # a new run may pass that step again
         self._saved_at_s = time.monotonic()
+        self._kept.begin(trainer)
         self._clock.start(trainer)
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
@@ -316,27 +309,29 @@ class ModelCheckpoint(Callback):
         """Ask for the checkpoints of this moment. Collective with several processes."""
         if self._last_saved_step == step:
             return
-        moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else _NO_MOMENT)
+        moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else NO_MOMENT)
         if self._recorded_folder is not None:
             self._check_index(run, moment)
         self._waiting_for_validation = False
         self._check_name_fields(run, moment)
         request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
+        if moment.stretch_end is not None and not self._waiting_for_validation:
+            request = self._kept_request(run, moment, moment.stretch_end, request)
         if self.save_last:
             self._add_last(run, moment, request)
         elif request is not None:
             self._request(run, request, moment)
 
-    def _moment(self, run: Run, epoch: int, step: int) -> _Moment:
+    def _moment(self, run: Run, epoch: int, step: int) -> Moment:
         folder = self._folder
         present = frozenset(path.name for path in folder.iterdir()) if folder and folder.is_dir() else frozenset[str]()
         recorded = self._recorded_folder
         # A folder that is gone was moved, and its index with it. One that still stands beside another dirpath was
         # left for good: names that happen to be equal there belong to somebody else and must never be deleted.
         index_holds = recorded is None or recorded == folder or not recorded.exists()
-        return _Moment(epoch, step, dict(run.callback_metrics), present, index_holds)
+        return Moment(epoch, step, dict(run.callback_metrics), present, index_holds, self._kept.look(run))
 
-    def _newest(self, run: Run, moment: _Moment) -> SaveRequest | None:
+    def _newest(self, run: Run, moment: Moment) -> SaveRequest | None:
         if self.save_top_k == 0:
             return None
         previous = self._latest
@@ -344,7 +339,7 @@ class ModelCheckpoint(Callback):
         gone = previous if self.save_top_k == 1 else None
         return self._new_request(self._latest, moment, gone)
 
-    def _ranked(self, run: Run, moment: _Moment) -> SaveRequest | None:
+    def _ranked(self, run: Run, moment: Moment) -> SaveRequest | None:
         if self.save_top_k == 0 or self.monitor is None:
             return None
         score = moment.values.get(self.monitor)
@@ -362,11 +357,18 @@ class ModelCheckpoint(Callback):
         name = self._free_name(run, moment, self.filename, reuse=self._top.displaced())
         return self._new_request(name, moment, self._top.add(name, self.current_score))
 
-    def _new_request(self, name: str, moment: _Moment, gone: str | None) -> SaveRequest:
-        remove = [gone] if gone is not None and gone != name else []
+    def _kept_request(self, run: Run, moment: Moment, at: float, request: SaveRequest | None) -> SaveRequest:
+        """Return the checkpoint of this moment, asked for already or not, as one that stays for good."""
+        if request is None:
+            request = self._new_request(self._free_name(run, moment, self.filename, reuse=None), moment, None)
+        self._kept.keep(request.name, at)
+        return request
+
+    def _new_request(self, name: str, moment: Moment, gone: str | None) -> SaveRequest:
+        remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []
         return SaveRequest(name, self._folder, self.save_weights_only, dict(moment.metrics), remove)
 
-    def _add_last(self, run: Run, moment: _Moment, request: SaveRequest | None) -> None:
+    def _add_last(self, run: Run, moment: Moment, request: SaveRequest | None) -> None:
         """Ask for `request`, if any, and for what is to be called `last`."""
         previous, self._last = self._last, self._free_name(run, moment, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
@@ -379,14 +381,14 @@ class ModelCheckpoint(Callback):
             # Not among the best: it is written all the same, and kept only for as long as it is the last.
             self._beside = self._free_name(run, moment, self.filename, reuse=beside)
             request = self._new_request(self._beside, moment, None)
-        if beside is not None and beside != request.name:
+        if beside is not None and beside != request.name and beside not in self._kept.names:
             request.remove.append(beside)
         if previous is not None and previous != self._last:
             request.remove.append(previous)
         request.link = self._last
         self._request(run, request, moment)
 
-    def _request(self, run: Run, request: SaveRequest, moment: _Moment) -> None:
+    def _request(self, run: Run, request: SaveRequest, moment: Moment) -> None:
         if self._last_saved_step != moment.step:
             self._replaced = []
         self._last_saved_step = moment.step
@@ -399,14 +401,13 @@ class ModelCheckpoint(Callback):
             score = f", {self.monitor}={moment.values.get(self.monitor)}" if self.monitor is not None else ""
             run.print(f"Epoch {moment.epoch}, step {moment.step}{score}: saving {request.name!r}.")
 
-    def _free_name(self, run: Run, moment: _Moment, template: str | None, *, reuse: str | None) -> str:
+    def _free_name(self, run: Run, moment: Moment, template: str | None, *, reuse: str | None) -> str:
         """Return a name that nothing in the folder has, `reuse` excepted, which the new checkpoint may replace."""
         name = self.format_checkpoint_name(moment.values, template)
-        if not self.enable_version_counter:
-            return name
+        kept = set(self._kept.names)  # those stay, whatever is called like them
         # What others asked for at this very moment may not be in the folder yet.
-        taken = {*moment.present, *self._names_in_use(run)}
-        taken.discard(reuse or "")
+        taken = {*moment.present, *self._names_in_use(run)} if self.enable_version_counter else kept
+        taken -= {reuse or ""} - kept
         version = self.STARTING_VERSION
         while name in taken:
             name = self.format_checkpoint_name(moment.values, template, ver=version)
@@ -419,9 +420,13 @@ class ModelCheckpoint(Callback):
         return set[str]().union(*(mate._held_names() for mate in mates))
 
     def _held_names(self) -> set[str]:
-        return {*self._top.scores, *(name for name in (self._latest, self._last, self._beside) if name is not None)}
+        return {
+            *self._top.scores,
+            *self._kept.names,
+            *(name for name in (self._latest, self._last, self._beside) if name is not None),
+        }
 
-    def _check_index(self, run: Run, moment: _Moment) -> None:
+    def _check_index(self, run: Run, moment: Moment) -> None:
         """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""
         recorded, self._recorded_folder = self._recorded_folder, None
         present = moment.present if moment.index_holds else frozenset[str]()
@@ -440,11 +445,12 @@ class ModelCheckpoint(Callback):
 
     def _forget(self, names: set[str]) -> None:
         self._top.scores = {name: score for name, score in self._top.scores.items() if name not in names}
+        self._kept.forget(names)
         self._latest, self._last, self._beside = (
             None if name in names else name for name in (self._latest, self._last, self._beside)
         )
 
-    def _complain_or_wait(self, run: Run, moment: _Moment) -> None:
+    def _complain_or_wait(self, run: Run, moment: Moment) -> None:
         """Treat a monitored metric that is not there: an error once it should be."""
         message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics)
         if self._validated or (self._epoch_ended and not run.has_validation):
@@ -456,13 +462,10 @@ class ModelCheckpoint(Callback):
         if run.is_global_zero and run.has_validation:
             warnings.warn(f"{message} Nothing is ranked until validation has run.", TrainwrightWarning, stacklevel=2)
 
-    def _check_name_fields(self, run: Run, moment: _Moment) -> None:
+    def _check_name_fields(self, run: Run, moment: Moment) -> None:
         if not self._epoch_ended or (run.has_validation and not self._validated):
             return  # the metric may still come; until then its value is unknown, and is written as nan
         for name in template_fields(self.filename or ""):
             if name not in moment.values:
                 owner = f"ModelCheckpoint(filename={self.filename!r})"
                 raise ConfigurationError(missing_metric(owner, name, moment.values))
-
-
-_NO_MOMENT = _Moment(0, 0, {}, frozenset())

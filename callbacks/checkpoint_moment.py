@@ -1,0 +1,37 @@
+"""What rank 0 knows when a checkpoint is due: all ranks decide by it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One moment at which checkpoints may be asked for, broadcast from rank 0 so that all ranks decide alike.
+
+    Attributes:
+        epoch: 0-based, for names.
+        step: completed optimizer steps.
+        metrics: the latest values of all metrics.
+        present: names of what lies in the folder.
+        index_holds: names of an index that was loaded mean what lies in the folder.
+        stretch_end: how far the run is, in the unit of `keep_every`, when a stretch of it has passed; else None.
+    """
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
+    present: frozenset[str]
+    index_holds: bool = True
+    stretch_end: float | None = None
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The metrics with `epoch` and `step`; those that the user logged under these names win, as whole numbers."""
+        counters = {"epoch": self.epoch, "step": self.step}
+        logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
+        return {**self.metrics, **counters, **logged}
+
+
+NO_MOMENT = Moment(0, 0, {}, frozenset())

@@ -1,0 +1,89 @@
+"""One checkpoint per stretch of training that stays for good."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.run import Run
+
+Length = int | str | Duration | datetime.timedelta
+
+
+class KeepEvery:
+    """Knows when a stretch has passed, and which checkpoints were kept for one.
+
+    Args:
+        every: the stretch, an int in steps; None: nothing is kept.
+
+    Raises:
+        ConfigurationError: it is no length, or none above 0.
+
+    Attributes:
+        names: of the checkpoints that were kept.
+    """
+
+    def __init__(self, every: Length | None) -> None:
+        self.names: list[str] = []
+        self._every = None if every is None else _parse(every)
+        self._at: float | None = None  # how far the run was at the last one, in the stretch's unit
+
+    def begin(self, run: Run) -> None:
+        """Count from where the run stands, unless a loaded state says since when."""
+        if self._every is None:
+            return
+        now = self._progress(run)
+        self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same stretches again
+
+    def look(self, run: Run) -> float | None:
+        """Return how far the run is if a stretch has ended since the last checkpoint that was kept, else None."""
+        if self._every is None:
+            return None
+        now, at = self._progress(run), self._at or 0.0
+        return now if self._stretch(now) > self._stretch(at) else None
+
+    def keep(self, name: str, at: float) -> None:
+        """Keep a checkpoint for the stretch that has ended at `at`."""
+        self.names.append(name)
+        self._at = at
+
+    def forget(self, names: set[str]) -> None:
+        """Forget checkpoints that are not there."""
+        self.names = [name for name in self.names if name not in names]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the names and the count; JSON."""
+        return {"names": self.names, "unit": None if self._every is None else self._every.unit, "at": self._at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned; a stretch in another unit is counted from the present."""
+        self.names = list(state["names"])
+        same = self._every is not None and state["unit"] == self._every.unit
+        self._at = state["at"] if same else None
+
+    def _stretch(self, progress: float) -> int:
+        assert self._every is not None  # `look` asks for it
+        return math.floor(progress / self._every.value + 1e-9)  # 0.3 / 0.1 is a little less than 3
+
+    def _progress(self, run: Run) -> float:
+        if self._every is None:
+            return 0.0
+        if self._every.unit != "epochs":
+            return self._every.elapsed(run.state)
+        state, total = run.state, run.num_training_batches
+        # At an epoch's end the clock has not moved on yet, but all of its batches are behind.
+        return state.epoch + (state.batch_in_epoch / total if 0 < total < math.inf else float(state.epoch_done))
+
+
+def _parse(every: Length) -> Duration:
+    if isinstance(every, bool):
+        raise ConfigurationError(f"ModelCheckpoint(keep_every={every}): write a length, such as '1000 steps'.")
+    length = Duration(every, "steps") if isinstance(every, int) else Duration(every)
+    if length.value <= 0:
+        raise ConfigurationError(
+            f"ModelCheckpoint(keep_every={every!r}): write a length above 0, such as '1000 steps', or None."
+        )
+    return length

@@ -1,0 +1,191 @@
+"""ModelCheckpoint(keep_every=...): one checkpoint per stretch stays, whatever else comes and goes."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.callbacks.fake_run import FakeRun, Peers
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.keep_every import KeepEvery
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+
+
+def steps_of(run: FakeRun) -> list[int]:
+    return sorted(int(name.rpartition("step=")[2]) for name in run.saved_names() if "step=" in name)
+
+
+def train(callback: ModelCheckpoint, root: Path, *, epochs: int = 2, scores: Any = None) -> FakeRun:
+    """Run epochs of 10 steps; `scores` gives `loss` of each step."""
+    run = FakeRun([callback], root)
+
+    def log(run: FakeRun) -> None:
+        run.state.seconds += 60.0
+        run.callback_metrics["loss"] = 0.0 if scores is None else scores(run.state.step)
+
+    run.fit(epochs=epochs, batches=10, on_step=log)
+    return run
+
+
+@pytest.mark.parametrize(
+    "length", [6, "6 steps", Duration(6, "steps"), "0.6 epoch", "6 min", datetime.timedelta(minutes=6)]
+)
+def test_the_first_checkpoint_after_each_stretch_stays_beside_the_latest(length: Any, tmp_path: Path) -> None:
+    run = train(ModelCheckpoint(every_n_train_steps=2, keep_every=length), tmp_path)
+    assert steps_of(run) == [6, 12, 18, 20]
+
+
+def test_a_stretch_that_is_no_multiple_of_the_interval_keeps_the_next_one(tmp_path: Path) -> None:
+    run = train(ModelCheckpoint(every_n_train_steps=4, keep_every=5), tmp_path)
+    assert steps_of(run) == [8, 12, 16, 20]
+
+
+def test_one_per_epoch_stays(tmp_path: Path) -> None:
+    run = train(ModelCheckpoint(every_n_train_steps=5, keep_every="1 epoch"), tmp_path, epochs=3)
+    assert steps_of(run) == [10, 20, 30]
+
+
+def test_with_a_monitor_it_stays_when_it_leaves_the_best_and_is_written_when_it_is_not_among_them(
+    tmp_path: Path,
+) -> None:
+    callback = ModelCheckpoint(monitor="loss", save_top_k=2, every_n_train_steps=1, keep_every=8)
+    run = train(callback, tmp_path, scores=lambda step: abs(step - 11))
+    assert steps_of(run) == [8, 10, 11, 16]
+    assert sorted(Path(path).name for path in callback.best_k_models) == ["epoch=0-step=10", "epoch=1-step=11"]
+
+
+def test_with_save_top_k_0_only_they_are_written(tmp_path: Path) -> None:
+    run = train(ModelCheckpoint(save_top_k=0, every_n_train_steps=2, keep_every=8), tmp_path)
+    assert [step for step, _ in run.written] == [8, 16]
+
+
+@pytest.mark.parametrize("save_last", [True, "link"])
+def test_the_last_one_moves_on_and_they_stay(save_last: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(
+        monitor="loss", mode="max", save_top_k=1, save_last=save_last, every_n_train_steps=2, keep_every=6
+    )
+    run = train(callback, tmp_path, scores=lambda step: -step)
+    wanted = [2, 6, 12, 18] if save_last is True else [2, 6, 12, 18, 20]
+    assert steps_of(run) == wanted
+    assert "last" in run.saved_names()
+
+
+def test_a_name_that_is_kept_is_never_replaced(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(filename="same", enable_version_counter=False, every_n_train_steps=5, keep_every=10)
+    run = train(callback, tmp_path)
+    assert run.saved_names() == ["same", "same-v1"]
+    assert [(step, request.name) for step, request in run.written] == [
+        (5, "same"), (10, "same"), (15, "same-v1"), (20, "same-v1")
+    ]  # fmt: skip
+
+
+def test_it_waits_for_the_first_score(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=5, keep_every=5)
+    run = FakeRun([callback], tmp_path)
+    run.has_validation = True
+    with pytest.warns(UserWarning, match="Nothing is ranked"):
+        run.fit(epochs=1, batches=10, on_validation=lambda run: run.callback_metrics.update(val_loss=1.0))
+    assert steps_of(run) == [10]
+
+
+def test_it_goes_on_after_a_resume_where_it_was(tmp_path: Path) -> None:
+    whole = train(ModelCheckpoint(every_n_train_steps=2, keep_every=6), tmp_path / "whole", epochs=4)
+    first = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
+    earlier = train(first, tmp_path / "parts", epochs=2)
+    second = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    run = FakeRun([second], tmp_path / "parts")
+    run.state = earlier.state
+    run.fit(epochs=4, batches=10)
+    assert run.saved_names() == whole.saved_names()
+    assert steps_of(run) == [6, 12, 18, 24, 30, 36, 40]
+
+
+def test_a_new_run_in_the_same_object_counts_anew(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
+    train(callback, tmp_path / "first")
+    assert steps_of(train(callback, tmp_path / "second")) == [6, 12, 18, 20]
+
+
+def test_another_unit_counts_from_the_resume(tmp_path: Path) -> None:
+    first = ModelCheckpoint(every_n_train_steps=2, keep_every=6)
+    earlier = train(first, tmp_path, epochs=2)
+    second = ModelCheckpoint(every_n_train_steps=5, keep_every="1 epoch")
+    second.load_state_dict(first.state_dict())
+    run = FakeRun([second], tmp_path)
+    run.state = earlier.state
+    run.fit(epochs=3, batches=10)
+    assert [step for step, _ in run.written] == [25, 30]
+    assert steps_of(run) == [6, 12, 18, 30]
+
+
+def test_all_ranks_keep_the_same_although_their_clocks_differ(tmp_path: Path) -> None:
+    peers = Peers()
+    written = []
+    for rank in range(2):
+        run = FakeRun([ModelCheckpoint(every_n_train_steps=2, keep_every="5 s")], tmp_path, rank=rank, world_size=2,
+                      peers=peers)  # fmt: skip
+
+        def tick(run: FakeRun) -> None:
+            run.state.seconds += 1.0 if run.is_global_zero else 100.0
+
+        run.fit(epochs=1, batches=10, on_step=tick)
+        written.append([(step, request.name, request.remove) for step, request in run.written])
+    assert written[0] == written[1]
+    assert steps_of(run) == [6, 10]
+
+
+@settings(max_examples=200, deadline=None)
+@given(span=st.integers(1, 30), saves=st.lists(st.integers(1, 200), min_size=1, unique=True), stop=st.integers(0, 20))
+def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
+    span: int, saves: list[int], stop: int
+) -> None:
+    class Clock:
+        state: Any = None
+
+    saves.sort()
+    run: Any = Clock()
+    run.state = type("State", (), {"step": 0})()
+    keeping = KeepEvery(span)
+    keeping.begin(run)
+    for number, step in enumerate(saves):
+        if number == stop:  # a resume from the last checkpoint
+            state, keeping = keeping.state_dict(), KeepEvery(span)
+            keeping.load_state_dict(json.loads(json.dumps(state)))
+            keeping.begin(run)
+        run.state.step = step
+        at = keeping.look(run)
+        if at is not None:
+            keeping.keep(str(step), at)
+    first_of: dict[int, int] = {}
+    for step in saves:
+        first_of.setdefault(math.floor(step / span), step)
+    assert keeping.names == [str(step) for stretch, step in first_of.items() if stretch > 0]
+
+
+@pytest.mark.parametrize("length", [0, -1, True, "soon", "0 steps"])
+def test_what_is_no_length_is_refused(length: Any) -> None:
+    with pytest.raises(ConfigurationError):
+        ModelCheckpoint(keep_every=length)
+
+
+def test_under_a_real_trainer_they_are_on_the_disk_also_after_a_resume(tmp_path: Path) -> None:
+    def fit(max_epochs: int, ckpt_path: Any = None) -> list[str]:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, keep_every="1 epoch")
+        trainer = quiet_trainer(max_epochs=max_epochs, callbacks=saver)
+        trainer.fit(RegressionTask(), regression_loader(4), ckpt_path=ckpt_path)
+        return sorted(path.name for path in tmp_path.glob("step=*"))
+
+    assert fit(2) == ["step=4", "step=8"]
+    assert fit(3, "last") == ["step=12", "step=4", "step=8"]
+    assert fit(4, "last") == ["step=12", "step=16", "step=4", "step=8"]
