@@ -35,6 +35,7 @@ from trainwright.strategies.gradients import (
     stack_counts,
     without_loss,
 )
+from trainwright.strategies.non_finite import FiniteCheck
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
 from trainwright.strategies.step_module import StepModule
@@ -43,7 +44,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(StepByHand):
+class Strategy(StepByHand, FiniteCheck):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →
@@ -311,10 +312,6 @@ class Strategy(StepByHand):
         dtype = torch.float64 if self.precision.param_dtype is torch.float64 else torch.float32
         return (counts * self.dp_size / total.clamp(min=1)).to(dtype).unbind()
 
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a 0-dim device tensor over data-parallel ranks, without reading it."""
-        return value
-
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of one micro-batch's forward and backward; gradients cross ranks in the last one only."""
         return _NOTHING
@@ -388,12 +385,6 @@ class Strategy(StepByHand):
                 self._own_zero(epoch, idx, optimizer)
             else:
                 optimizer.zero_grad()
-        self._zeroed = True
-
-    def discard_gradients(self) -> None:
-        """Forget the gradients of a group that will not be stepped."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
         self._zeroed = True
 
     # Evaluation

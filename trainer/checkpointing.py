@@ -69,6 +69,7 @@ def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict
             "data": run.data_state(),
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            "left_out": run.rollback_state(),
             "seed": run.seed,
             "run_id": run.run_id,
             "precision": strategy.precision.name,
@@ -140,6 +141,7 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     data, seed = saved.take("data", {}), saved.take("seed", None)
     if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
         run.load_data_state(data, seed)
+    run.load_rollback_state(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
     run.run_id = saved.take("run_id", "")
     saved.restore_callbacks(run)
     saved.restore_loggers(run)

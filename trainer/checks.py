@@ -20,7 +20,7 @@ _KNOWN_DATA_NAMES = tuple(name for name in vars(DataModule) if not name.startswi
 _KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
 
 
-def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool) -> None:
+def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool, on_nonfinite: str | None = None) -> None:
     """Check that a task can run a stage.
 
     Raises:
@@ -53,6 +53,12 @@ def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool) -> None
             raise ConfigurationError(
                 f"gradient_clip_val is set, but {name} optimizes by hand (automatic_optimization is False). Call "
                 "self.clip_gradients(optimizer, …) in training_step instead."
+            )
+        if not task.automatic_optimization and on_nonfinite is not None:
+            raise ConfigurationError(
+                f"on_nonfinite={on_nonfinite!r}, but {name} optimizes by hand (automatic_optimization is False): its "
+                "optimizers step inside training_step, before anything could look. Check the loss there (every rank "
+                "alike) and leave on_nonfinite=None."
             )
     elif stage in ("validate", "test"):
         wanted = "validation_step" if stage == "validate" else "test_step"

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.errors import TaskError
+from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.run import SchedulerConfig, Stage
-from trainwright.core.state import StepResult, TrainState
+from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.data import DataModule
@@ -26,6 +27,8 @@ from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.loaders import EvaluationData, TrainData
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
+
+Policy = Literal["raise", "skip", "rollback"]
 
 
 class RunFacts(ABC):
@@ -56,6 +59,8 @@ class RunFacts(ABC):
         num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
         run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
         seed: of the order of the data.
+        skipped_batches: training data that was consumed and changed no weight, in the order of its coming.
+        on_nonfinite: what becomes of a step whose loss or gradient is not finite; None: nothing is looked at.
         count_tokens: something wants `state.tokens` counted.
     """
 
@@ -83,6 +88,9 @@ class RunFacts(ABC):
     evaluating: str | None
     run_id: str
     seed: int | None
+    skipped_batches: list[SkippedData]
+    on_nonfinite: Policy | None
+    _warned_of_loss: bool
     count_tokens: bool
     default_root_dir: Path
     accumulate_grad_batches: int
@@ -106,6 +114,14 @@ class RunFacts(ABC):
     @abstractmethod
     def data_state(self) -> dict[str, Any]:
         """Return the place in the training data, for a checkpoint."""
+
+    @abstractmethod
+    def rollback_state(self) -> dict[str, Any]:
+        """Return what a resumed run must know of what was left out, JSON-able; for a checkpoint."""
+
+    @abstractmethod
+    def load_rollback_state(self, saved: dict[str, Any]) -> None:
+        """Add what `rollback_state` returned to what is known."""
 
     @abstractmethod
     def load_data_state(self, saved: dict[str, Any], seed: int | None) -> None:
@@ -305,9 +321,27 @@ class RunFacts(ABC):
         """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
         if self.sanity_checking:
             return
+        if kind == "train" and self.on_nonfinite is None:
+            self._warn_of_loss(flushed)
         self.show_metrics(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged)
+
+    def _warn_of_loss(self, flushed: Flushed) -> None:
+        """Say once that a training loss is not finite, though nobody asked for a look at each step."""
+        bad = [name for name, value in flushed.callback.items() if "loss" in name.lower() and not math.isfinite(value)]
+        if bad and self.is_global_zero and not self._warned_of_loss:
+            self._warned_of_loss = True
+            how = (
+                "Trainer(on_nonfinite='raise'), 'skip' or 'rollback' looks before each optimizer step"
+                if self.task.automatic_optimization
+                else "a task that optimizes by hand has to look before its optimizers step"
+            )
+            warnings.warn(
+                f"{bad[0]} is {flushed.callback[bad[0]]} at step {self.state.step}; the weights may be spoilt: {how}.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""

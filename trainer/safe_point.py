@@ -52,6 +52,10 @@ class SafePoint:
         """Keep a request for a checkpoint for the safe point."""
         self._saves.append(request)
 
+    def forget(self) -> None:
+        """Drop everything that was asked for."""
+        self._actions, self._saves = [], []
+
     def settle(self) -> None:
         """Do everything that was asked for: actions first, since they may still ask for checkpoints. Collective."""
         if self._actions and self._writer is not None:

@@ -18,6 +18,7 @@ from trainwright.trainer.assembly import default_callbacks, given_callbacks, wit
 from trainwright.trainer.checks import check_callbacks
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
 # Arguments of other trainers, and where their meaning went.
 _ELSEWHERE = {
     "gpus": "devices=…, accelerator='gpu'",
@@ -32,7 +33,7 @@ _ELSEWHERE = {
     "profiler": "a callback around torch.profiler",
     "track_grad_norm": "trainer.last_step.grad_norm",
     "auto_lr_find": "your own search",
-    "terminate_on_nan": "detect_anomaly=True, or EarlyStopping(check_finite=True)",
+    "terminate_on_nan": "on_nonfinite='raise'",
 }
 
 
@@ -146,7 +147,7 @@ def check_plain_arguments(arguments: dict[str, Any]) -> None:
     """
     for name in ("accumulate_grad_batches", "log_every_n_steps", "num_nodes"):
         _whole(name, arguments[name], 1)
-    for name in ("reload_dataloaders_every_n_epochs",):
+    for name in ("reload_dataloaders_every_n_epochs", "max_rollbacks"):
         _whole(name, arguments[name], 0)
     _whole("num_sanity_val_steps", arguments["num_sanity_val_steps"], -1, "-1 for all batches")
     _whole("check_val_every_n_epoch", arguments["check_val_every_n_epoch"], 1, "None to count batches over epochs")
@@ -161,6 +162,12 @@ def check_plain_arguments(arguments: dict[str, Any]) -> None:
         )
     if arguments["barebones"]:
         _check_barebones(arguments)
+    policy = arguments["on_nonfinite"]
+    if policy not in (None, *_POLICIES):
+        raise ConfigurationError(
+            f"on_nonfinite={policy!r} is unknown.{nearest(str(policy), _POLICIES)} Write 'raise', 'skip' or "
+            "'rollback', or None to look at nothing."
+        )
     if arguments["uneven_batches"] not in ("pad", "stop", "error"):
         raise ConfigurationError(
             f"uneven_batches={arguments['uneven_batches']!r} is unknown."

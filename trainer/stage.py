@@ -40,10 +40,10 @@ from trainwright.strategies.launcher import run_in_processes, set_variable
 from trainwright.trainer import checkpointing
 from trainwright.trainer.assembly import with_task_callbacks
 from trainwright.trainer.checks import check_callbacks, check_datamodule, check_task, has_step
-from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.load_request import LoadRequest, check_early, choose
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
+from trainwright.trainer.rollback import Rollbacks
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
 from trainwright.trainer.settings import Settings
@@ -52,7 +52,7 @@ from trainwright.trainer.training_pass import pass_training_data
 Body = Callable[..., Any]
 
 
-class StageRunner(RunFacts):
+class StageRunner(Rollbacks):
     """Owns what a Trainer holds between and during stages (see `RunFacts`); `Trainer` adds the loop."""
 
     def __init__(self, settings: Settings) -> None:
@@ -75,6 +75,8 @@ class StageRunner(RunFacts):
         self.run_id = secrets.token_hex(8)
         self.seed: int | None = arguments["seed"]
         self.interrupted = False
+        self.on_nonfinite = arguments["on_nonfinite"]
+        self._forget_rollbacks(arguments["max_rollbacks"])
         self._task: TaskModule | None = None
         self._forget_metrics()
         self._forget_stage()
@@ -109,6 +111,8 @@ class StageRunner(RunFacts):
         self._eval_data: dict[str, EvaluationData] = {}
         self._position: dict[str, Any] | None = None
         self._rng_to_restore: Callable[[], None] | None = None
+        self._origin: Path | None = None
+        self._warned_of_loss = False
         self._stop_agreed = False
         self._validated_at = -1
         self._clock = time.perf_counter()
@@ -140,7 +144,8 @@ class StageRunner(RunFacts):
             return None
 
     def _check(self, stage: Stage, task: Any, sources: Sources, load: LoadRequest) -> None:
-        check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=self.clip is not None)
+        clips, policy = self.clip is not None, self.on_nonfinite
+        check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=clips, on_nonfinite=policy)
         kind = "train" if stage == "fit" else stage
         if not sources.has(kind, task):
             sources.make(kind, task)  # raises, saying what to pass
@@ -261,12 +266,10 @@ class StageRunner(RunFacts):
             start(self, path, load)
             return
         checkpointing.check_fits(self, path)
-        checkpointing.restore(self, path, load)
+        self.enter_checkpoint(path, load)
         self.safe_point.adopt(path)
         self.resumed = True
-        if self.state.epoch_done:
-            self.state.begin_next_epoch()
-            self._position = None
+        self._origin = path
 
     def _begin_fit(self) -> None:
         """Align every interval with where the run stands."""

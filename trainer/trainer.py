@@ -3,8 +3,8 @@
 Read `_fit`, `_train_epoch` and `_end_step` for what happens in a run and in which order. What they are made of lies
 beside this file: `settings` (arguments), `checks` (of the task), `stage` (setting up and tearing down), `loaders` (the
 data), `schedule` (when to validate and to end), `optimization` (optimizers and learning rates), `evaluation`,
-`checkpointing`, `safe_point` (what callbacks ask for), `facts` (what they may know). How a step is computed is the
-strategy's.
+`checkpointing`, `non_finite` (losses that are no numbers), `rollback`, `safe_point` (what callbacks ask for), `facts`
+(what they may know). How a step is computed is the strategy's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from trainwright.strategies.strategy import Strategy
 from trainwright.trainer import evaluation
 from trainwright.trainer.load_request import LoadRequest
 from trainwright.trainer.loaders import Sources
+from trainwright.trainer.non_finite import step_function
 from trainwright.trainer.settings import configure
 from trainwright.trainer.stage import StageRunner
 
@@ -76,6 +77,10 @@ class Trainer(StageRunner):
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
         launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables say which rank this is.
         uneven_batches: what happens when ranks have different numbers of batches: `"pad"`, `"stop"` or `"error"`.
+        on_nonfinite: what to do when a loss or gradient is NaN or infinite on any rank, before weights change:
+            `"raise"`, `"skip"` the group, or `"rollback"` to the newest checkpoint and leave it out. None: nothing is
+            looked at; the others read one flag from the device in each step.
+        max_rollbacks: how often a run may go back to a checkpoint.
         seed: of the order of the data; torch's initial seed unless told.
         async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
             the cost of one copy of the state in memory; False: training waits until they are on the disk.
@@ -129,6 +134,8 @@ class Trainer(StageRunner):
         compile: bool | str | dict[str, Any] = False,
         launcher: str = "auto",
         uneven_batches: Literal["pad", "stop", "error"] = "pad",
+        on_nonfinite: Literal["raise", "skip", "rollback"] | None = None,
+        max_rollbacks: int = 3,
         seed: int | None = None,
         async_save: bool = True,
         **unknown: Any,
@@ -244,9 +251,10 @@ class Trainer(StageRunner):
         if self.state.batch_in_epoch == 0:
             self._restore_rng()
         while not self._is_over():
-            self._train_epoch()
+            self.with_rollbacks(self._train_epoch)
         self.fire("on_train_end")
-        self._flush_step()  # what has been logged since the last interval
+        if self.log_every.left(self.state) < self.log_every_n_steps:
+            self._flush_step()  # what steps have logged since the last interval; a skipped group is none
         self._settle()
         self.safe_point.finish()  # every checkpoint is on the disk, or this raises
         self.fire("on_fit_end")
@@ -255,13 +263,14 @@ class Trainer(StageRunner):
         """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
         state, hooks, strategy, task = self.state, self.hooks, self.strategy, self.task
         groups = self._begin_epoch()
+        forward_backward = step_function(self)  # the strategy's own, unless something is to be checked or left out
         closed = True
         try:
             for group in groups:
                 self.at_step_boundary = False
                 for hook in hooks.on_train_step_start:
                     hook(self, task, group)
-                loss = strategy.forward_backward(group)  # move, autocast, weigh, accumulate, sync
+                loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
                 for hook in hooks.on_before_optimizer_step:
                     for optimizer in self._optimizers_of(loss):
                         hook(self, task, optimizer)

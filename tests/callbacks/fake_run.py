@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
-from trainwright.core.state import Group, StepResult, TrainState
+from trainwright.core.state import Group, SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 
 
@@ -61,6 +61,7 @@ class FakeRun:
         self.sanity_checking = False
         self.should_stop = False
         self.interrupted = False
+        self.skipped_batches: list[SkippedData] = []
         self.epoch_closes = True
         self.last_step: StepResult | None = None
         self.callbacks: list[Any] = list(callbacks)
@@ -94,6 +95,7 @@ class FakeRun:
         self.written: list[tuple[int, SaveRequest]] = []
         self.emergencies: list[SaveRequest] = []
         self.stops: list[tuple[int, str]] = []
+        self.rollbacks: list[tuple[int, int, str]] = []  # (at step, before step, reason)
         self.passes = 0
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.printed: list[str] = []
@@ -116,6 +118,9 @@ class FakeRun:
     @property
     def global_step(self) -> int:
         return self.state.step
+
+    def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
+        return None
 
     def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
         self.callback_metrics[name] = float(value)
@@ -152,6 +157,9 @@ class FakeRun:
     def request_stop(self, reason: str) -> None:
         self.stops.append((self.state.epoch, reason))
         self.should_stop = True
+
+    def request_rollback(self, reason: str, *, before_step: int) -> None:
+        self.rollbacks.append((self.state.step, before_step, reason))
 
     def print(self, *values: Any) -> None:
         self.printed.append(" ".join(map(str, values)))

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer, weights_of
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 # name → dtype of the parameters, dtype that a matrix product gives in a training step
 _PRECISIONS = {
@@ -158,7 +158,8 @@ def test_a_nan_is_not_hidden_without_it_either() -> None:
             return loss
 
     trainer = quiet_trainer(max_epochs=1)
-    trainer.fit(Task(), regression_loader(2))
+    with pytest.warns(TrainwrightWarning, match="loss is nan at step 2"):
+        trainer.fit(Task(), regression_loader(2))
     assert math.isnan(trainer.callback_metrics["loss"])
 
 

@@ -28,6 +28,30 @@ class CheckpointError(TrainwrightError, RuntimeError):
     """A checkpoint is missing, damaged, incomplete or does not fit the run that asked for it."""
 
 
+class NonFiniteError(TrainwrightError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite, and the run was told to end then; no weight has been changed by it.
+
+    Attributes:
+        step: completed optimizer steps; the present one is not among them.
+        epoch: 0-based.
+        ranks: those on which it was found.
+        source: `"loss"`, or `"gradient"` where every loss is finite.
+        parameters: names of the parameters whose gradients are not finite.
+        sample_ids: for each rank the indices in the data set of what it consumed; None where the data has none.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    ranks: tuple[int, ...] = ()
+    source: str = "loss"
+    parameters: tuple[str, ...] = ()
+    sample_ids: list[list[int | str]] | None = None
+
+
+class RollbackError(TrainwrightError, RuntimeError):
+    """A run was to go back to a checkpoint once more than `max_rollbacks` allows."""
+
+
 class WorkerError(TrainwrightError, RuntimeError):
     """A process that the Trainer started has failed; the message holds that process's own traceback and rank."""
 

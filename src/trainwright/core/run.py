@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.optim import Optimizer
 
-from trainwright.core.state import StepResult, TrainState
+from trainwright.core.state import SkippedData, StepResult, TrainState
 
 Stage = Literal["fit", "validate", "test", "predict"]
 
@@ -74,6 +74,7 @@ class Run(Protocol):
     should_stop: bool
     interrupted: bool
     epoch_closes: bool  # in `on_train_epoch_end`: False when a bound was reached within an epoch that can be resumed
+    skipped_batches: list[SkippedData]  # training data that was consumed and changed no weight
 
     # What it is made of
     callbacks: list[Any]
@@ -208,6 +209,18 @@ class Run(Protocol):
 
     def request_stop(self, reason: str) -> None:
         """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
+
+    def request_rollback(self, reason: str, *, before_step: int) -> None:
+        """Go back, at the end of the present step, to this run's newest checkpoint of `before_step` steps or fewer.
+
+        The run continues from it as after a resume, in this process, and leaves out what it has consumed since: see
+        `skipped_batches`. Callbacks are given their saved states, and `on_train_start` runs again. What has been asked
+        for and not been done yet is dropped. Without such a checkpoint training goes on, with a warning. Every rank
+        must ask alike.
+
+        Raises:
+            RollbackError: at that point, when the run has gone back `max_rollbacks` times already.
+        """
 
     def print(self, *values: Any) -> None:
         """Print on the main process only, without breaking the progress bar."""

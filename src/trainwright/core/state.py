@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,6 +93,43 @@ class Group:
     weights: list[float] | None = None
     last_output: Any = field(default=None, init=False, repr=False)
     last_batch: Any = field(default=None, init=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedData:
+    """Training data that was consumed and changed no weight.
+
+    Attributes:
+        reason: why, in words.
+        epoch: 0-based.
+        step: completed optimizer steps when it was left out.
+        first_batch: index in its epoch of the first micro-batch (the `batch_idx` that hooks see).
+        num_batches: micro-batches of one rank; None: all that were left of the epoch.
+        unit: what `start` and `stop` count from the epoch's start, over all ranks: `"samples"`, `"micro_batches"`, or
+            `"batch"` (of one rank) where the loader knows no better.
+        start, stop: the place in the epoch's order, `stop` not included; None: the epoch's end.
+        sample_ids: for each rank the indices in the data set, in order; None: not known one by one.
+    """
+
+    reason: str
+    epoch: int
+    step: int
+    first_batch: int
+    num_batches: int | None
+    unit: str
+    start: int
+    stop: int | None
+    sample_ids: list[list[int | str]] | None = None
+
+    def overlaps(self, epoch: int, before: Mapping[str, int], after: Mapping[str, int]) -> bool:
+        """Tell whether it shares data with what lies between two places in an epoch (see `PreparedLoader.position`)."""
+        if self.epoch != epoch or self.unit not in before or self.unit not in after:
+            return False
+        return after[self.unit] > self.start and (self.stop is None or before[self.unit] < self.stop)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON-able dict."""
+        return dataclasses.asdict(self)
 
 
 class SkipRestOfEpoch(Exception):

@@ -150,6 +150,10 @@ class PreparedDataLoader(PreparedLoader):
         """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
         return self._dealer.position(batch) if self._is_dealt else {"batch": batch}
 
+    def indices_in(self, batch: int) -> list[int | str] | None:
+        """Return the data set's indices in this rank's batch of that round; see `PreparedLoader.indices_in`."""
+        return self._dealer.indices_in(batch) if self.has_batch(batch) else []
+
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
@@ -190,6 +194,10 @@ class PreparedSequence(PreparedLoader):
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
         return self._dealer.position(batch) if self._is_dealt else {"batch": batch}
+
+    def indices_in(self, batch: int) -> list[int | str] | None:
+        """Return the data set's indices in this rank's batch of that round; see `PreparedLoader.indices_in`."""
+        return self._dealer.indices_in(batch) if self.has_batch(batch) else []
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})

@@ -134,6 +134,14 @@ class PreparedLoader:
         """
         return {"batch": batch}
 
+    def indices_in(self, batch: int) -> list[int | str] | None:
+        """Return the data set's indices in this rank's batch of that round of the present epoch, in order.
+
+        Empty where the batch is padding; None where the data has no indices. Of a list of batches, the batch's own.
+        Found by arithmetic, or by drawing anew from a sampler of the user's; no data is touched.
+        """
+        return None
+
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Turn to an epoch (0-based) before iterating over it.
 

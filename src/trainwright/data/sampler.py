@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
@@ -138,6 +139,20 @@ class Dealer(Sampler[Any]):
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds of this epoch, JSON-able, for `set_epoch(resume=...)`."""
         raise NotImplementedError
+
+    def indices_in(self, round_index: int) -> list[int | str] | None:
+        """Return the indices in this rank's batch of a round, or None where they cannot be drawn once more.
+
+        The iteration that is going on does not notice.
+        """
+        alone = self._twin()
+        alone.seed_batches = False
+        alone.start(round_index)
+        batch = next(iter(alone), ())
+        return [_plain_index(index) for index in (batch if isinstance(batch, (list, tuple)) else [batch])]
+
+    def _twin(self) -> Dealer:
+        return copy.copy(self)
 
     def first(self) -> Any:
         """Return the indices of the epoch's first batch, whoever's it is; there must be one."""
@@ -323,6 +338,26 @@ class BatchShard(Dealer):
                 part.set_epoch(epoch)
         self._anchor_micro_batch = self._consumed_micro_batches(resume) if resume else 0
 
+    def indices_in(self, round_index: int) -> list[int | str] | None:
+        """Return the indices in this rank's batch of a round, drawn anew; None from an iterator, which draws once."""
+        if isinstance(self.batch_sampler, Iterator):
+            return None
+        before = [generator.get_state() for generator, _ in self._generators]
+        try:
+            return super().indices_in(round_index)
+        finally:
+            for (generator, _), state in zip(self._generators, before, strict=True):
+                generator.set_state(state)
+
+    def _twin(self) -> BatchShard:
+        """Return a copy with a copy of the user's sampler, which may keep its place in itself."""
+        twin = copy.copy(self)
+        twin.batch_sampler = copy.copy(self.batch_sampler)
+        own = getattr(twin.batch_sampler, "__dict__", {})
+        if "sampler" in own:
+            own["sampler"] = copy.copy(own["sampler"])
+        return twin
+
     def _rewind(self) -> None:
         self._anchor_micro_batch = 0
 
@@ -369,6 +404,11 @@ class BatchShard(Dealer):
         if self.batch_size is not None and "samples" in resume:
             return -(-int(resume["samples"]) // self.batch_size)
         return int(resume["batch"]) * self.world
+
+
+def _plain_index(index: Any) -> int | str:
+    """Return an index in a form that JSON can hold."""
+    return operator.index(index) if hasattr(index, "__index__") else str(index)
 
 
 def mix_seeds(a: int, b: int) -> int:

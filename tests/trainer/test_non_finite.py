@@ -1,0 +1,512 @@
+"""What becomes of a step whose loss or gradient is NaN or infinite, under each `on_nonfinite`."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SubsetRandomSampler
+
+from tests.helpers.runs import assert_equal_weights, weights_of
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
+from tests.trainer.runs import quiet_trainer
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError, NonFiniteError, TrainwrightWarning
+from trainwright.trainer.trainer import Trainer
+
+NAN = float("nan")
+
+
+class Bad(RegressionTask):
+    """The loss of some (epoch, batch) is multiplied with a NaN, every time or only the first time it comes.
+
+    Args:
+        bad: (epoch, batch_idx) pairs.
+        factor: what the loss is multiplied with there.
+        options: of RegressionTask.
+    """
+
+    def __init__(self, *bad: tuple[int, int], factor: float = NAN, **options: Any) -> None:
+        super().__init__(**{"momentum": 0.9, **options})
+        self.bad = bad
+        self.factor = factor
+        self.seen: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Spoil the loss where told, and log it as it is."""
+        loss = self.loss(batch)
+        here = self.current_epoch, batch_idx
+        self.seen.append(here)
+        if here in self.bad:
+            loss = loss * self.factor
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD with a schedule by steps."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+
+
+def batches(num: int, *without: int) -> list[Batch]:
+    """Return a list of batches of two samples, some of them left out."""
+    return [batch for i, batch in enumerate(regression_loader(2 * num, 2)) if i not in without]
+
+
+def skip(task: RegressionTask, loader: Any, **arguments: Any) -> Trainer:
+    trainer = quiet_trainer(**{"max_epochs": 1, "on_nonfinite": "skip", **arguments})
+    with pytest.warns(TrainwrightWarning, match="it is skipped"):
+        trainer.fit(task, loader)
+    return trainer
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("policy", ["skp", True, ""])
+def test_an_unknown_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigurationError, match="'raise', 'skip' or 'rollback'"):
+        quiet_trainer(on_nonfinite=policy)
+
+
+def test_a_task_that_optimizes_by_hand_is_refused_since_it_steps_before_anything_could_look() -> None:
+    task = RegressionTask()
+    task.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+        quiet_trainer(on_nonfinite="skip").fit(task, regression_loader(4))
+
+
+# Raise
+
+
+@pytest.mark.parametrize("factor", [NAN, float("inf")])
+def test_raise_says_where_and_what_and_leaves_the_weights_as_they_were(factor: float) -> None:
+    task, trainer = Bad((0, 3), factor=factor), quiet_trainer(max_epochs=1, seed=3, on_nonfinite="raise")
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.fit(task, regression_loader(12, 2, shuffle=True))
+    error = caught.value
+    assert (error.step, error.epoch, error.ranks, error.source) == (3, 0, (0,), "loss")
+    assert error.parameters[0] == "net.0.weight"
+    text = str(error)
+    assert error.sample_ids is not None
+    for part in ("step 3", "epoch 0", "batch 3", "rank 0", "net.0.weight", ", ".join(map(str, error.sample_ids[0]))):
+        assert part in text
+    until_then = Bad()
+    quiet_trainer(max_epochs=1, seed=3, max_steps=3).fit(until_then, regression_loader(12, 2, shuffle=True))
+    assert_equal_weights(weights_of(task), weights_of(until_then))
+
+
+def test_the_sample_ids_are_those_that_the_step_was_given() -> None:
+    class Numbered(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.net(batch.float()[:, None].expand(-1, 4)).sum()
+            if batch_idx == 3:
+                self.given = batch.tolist()
+                loss = loss * NAN
+            return loss
+
+    task = Numbered()
+    with pytest.raises(NonFiniteError) as caught:
+        quiet_trainer(on_nonfinite="raise").fit(task, DataLoader(range(20), batch_size=3, shuffle=True))  # type: ignore[arg-type]
+    assert caught.value.sample_ids == [task.given]
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_found() -> None:
+    class Root(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
+
+    with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
+        quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
+    assert (caught.value.source, caught.value.parameters) == ("gradient", ("net.3.bias",))
+
+
+def test_finite_gradients_whose_squares_overflow_are_no_concern() -> None:
+    class Steep(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * 1e25
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-26)
+
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise")
+    trainer.fit(Steep(), regression_loader(4))
+    assert trainer.global_step == 4
+
+
+def test_the_last_loss_is_logged_as_it_was_and_at_a_step_of_its_own(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=1, on_nonfinite="raise", logger="csv", log_every_n_steps=1, default_root_dir=tmp_path
+    )
+    with pytest.raises(NonFiniteError):
+        trainer.fit(Bad((0, 3)), batches(6))
+    steps, losses = _logged(trainer)
+    assert steps == [0, 1, 2, 3]
+    assert [math.isnan(loss) for loss in losses] == [False, False, False, True]
+
+
+def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
+    assert trainer.log_dir is not None
+    with open(trainer.log_dir / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["train_loss"]]
+    return [int(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows]
+
+
+# Skip
+
+
+def test_with_no_bad_batch_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
+    plain, guarded = Bad(dropout=0.3), Bad(dropout=0.3)
+    for task, policy in ((plain, None), (guarded, "skip")):
+        torch.manual_seed(0)
+        quiet_trainer(max_epochs=2, on_nonfinite=policy, gradient_clip_val=0.5).fit(task, regression_loader(12, 2))
+    assert_equal_weights(weights_of(guarded), weights_of(plain))
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["", "somebody listens to zero_grad"])
+def test_a_skipped_group_changes_neither_weights_nor_optimizer_nor_schedule(listens: bool) -> None:
+    task, without = Bad((0, 1), (0, 4), (0, 5)), Bad()
+    callbacks = [RecordingCallback("on_before_zero_grad")] if listens else []
+    trainer = skip(task, batches(6), callbacks=callbacks)
+    expected = quiet_trainer(max_epochs=1)
+    expected.fit(without, batches(6, 1, 4, 5))
+    assert_equal_weights(weights_of(task), weights_of(without))
+    torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
+    assert trainer.schedules.state_dict() == expected.schedules.state_dict()
+    assert (trainer.global_step, trainer.state.batches, trainer.state.samples) == (3, 6, 12)
+
+
+def test_what_was_skipped_can_be_read_afterwards() -> None:
+    trainer = skip(Bad((1, 1), (1, 2)), regression_loader(8, 2), max_epochs=2)
+    assert [(s.epoch, s.step, s.first_batch, s.num_batches, s.sample_ids) for s in trainer.skipped_batches] == [
+        (1, 5, 1, 1, [[2, 3]]),
+        (1, 5, 2, 1, [[4, 5]]),
+    ]
+    assert trainer.skipped_batches[0].reason == "the loss is nan on rank 0"
+
+
+def test_one_bad_micro_batch_leaves_out_its_whole_group() -> None:
+    task, without = Bad((0, 2)), Bad()
+    trainer = skip(task, batches(7), accumulate_grad_batches=2)
+    quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(without, batches(7, 2, 3))
+    assert_equal_weights(weights_of(task), weights_of(without))
+    (skipped,) = trainer.skipped_batches
+    assert (skipped.first_batch, skipped.num_batches, trainer.global_step) == (2, 2, 3)
+
+
+def test_of_several_optimizers_none_steps() -> None:
+    class Two(Bad):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.Adam(self.net[0].parameters()), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
+
+    task, without = Two((0, 1)), Two()
+    skip(task, batches(4))
+    quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
+    assert_equal_weights(weights_of(task), weights_of(without))
+
+
+def test_an_optimizer_with_a_closure_is_not_called() -> None:
+    class ByClosure(Bad):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    task, without = ByClosure((0, 1)), ByClosure()
+    skip(task, batches(4))
+    quiet_trainer(max_epochs=1).fit(without, batches(4, 1))
+    assert_equal_weights(weights_of(task), weights_of(without))
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    class Sparse(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(4, 1, sparse=True)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            rows = self.table(torch.tensor([0, 1, 1]))
+            return rows.square().sum() + ((0 * rows).sum().sqrt() if batch_idx == 1 else 0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SparseAdam(self.table.parameters())
+
+    trainer = skip(Sparse(), batches(3))
+    assert trainer.global_step == 2
+
+
+def test_running_statistics_of_a_bad_forward_are_undone() -> None:
+    class Normed(Bad):
+        def __init__(self, *bad: tuple[int, int]) -> None:
+            super().__init__(*bad)
+            self.net.insert(1, nn.BatchNorm1d(8))
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            bad = (self.current_epoch, batch_idx) in self.bad
+            return self.loss([batch[0] * NAN, batch[1]] if bad else batch)
+
+    task, without = Normed((0, 1), (0, 3)), Normed()
+    skip(task, batches(5))
+    quiet_trainer(max_epochs=1).fit(without, batches(5, 1, 3))
+    assert_equal_weights(weights_of(task), weights_of(without))
+
+
+@pytest.mark.parametrize(("num", "warned"), [(5, 5), (20, 7)])
+def test_warnings_become_rarer(num: int, warned: int, recwarn: pytest.WarningsRecorder) -> None:
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="skip")
+    trainer.fit(Bad(*((0, i) for i in range(num))), batches(num))
+    assert len([w for w in recwarn if "it is skipped" in str(w.message)]) == warned  # 1 to 5, 8, 16
+    assert len(trainer.skipped_batches) == num
+    recwarn.clear()
+
+
+def test_a_loader_without_indices_is_told_by_the_batch_position() -> None:
+    class Stream(IterableDataset[Batch]):
+        def __iter__(self) -> Iterator[Batch]:
+            return iter([list(pair) for pair in regression_data(8)])
+
+    trainer = skip(Bad((0, 2)), DataLoader(Stream(), batch_size=2))
+    (skipped,) = trainer.skipped_batches
+    assert (skipped.unit, skipped.start, skipped.stop, skipped.sample_ids) == ("batch", 2, 3, None)
+
+
+@pytest.mark.parametrize("kind", ["replacement", "subset"])
+def test_looking_up_the_ids_of_a_sampler_of_ones_own_does_not_change_the_order(kind: str) -> None:
+    class Sees(Bad):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            self.inputs = [*getattr(self, "inputs", []), batch[0].sum().item()]
+            return super().training_step(batch, batch_idx)
+
+    def loader() -> DataLoader[Any]:
+        data, generator = regression_data(90), torch.Generator().manual_seed(1)
+        sampler: Any = (
+            RandomSampler(data, replacement=True, generator=generator)
+            if kind == "replacement"
+            else SubsetRandomSampler(range(80), generator=generator)
+        )
+        return DataLoader(data, batch_size=1, sampler=sampler)
+
+    task, undisturbed = Sees((0, 30)), Sees()
+    trainer = skip(task, loader(), seed=1)
+    quiet_trainer(max_epochs=1, seed=1).fit(undisturbed, loader())
+    assert task.inputs == undisturbed.inputs  # type: ignore[attr-defined]
+    (skipped,) = trainer.skipped_batches
+    assert skipped.sample_ids is not None
+    (index,) = skipped.sample_ids[0]
+    assert regression_data(90)[int(index)][0].sum().item() == task.inputs[30]  # type: ignore[attr-defined]
+
+
+def test_the_list_is_in_the_checkpoint(tmp_path: Path) -> None:
+    trainer = skip(Bad((0, 1)), batches(4), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "here")
+    resumed = quiet_trainer(max_epochs=1, on_nonfinite="skip")
+    resumed.fit(Bad(), batches(4), ckpt_path=tmp_path / "here")
+    assert resumed.skipped_batches == trainer.skipped_batches
+
+
+def test_the_skipped_loss_is_shown_as_it_was_and_no_step_is_logged_twice(tmp_path: Path) -> None:
+    trainer = skip(Bad((0, 5)), batches(6), logger="csv", log_every_n_steps=1, default_root_dir=tmp_path)
+    assert math.isnan(trainer.callback_metrics["train_loss"])
+    steps, _ = _logged(trainer)
+    assert steps == [0, 1, 2, 3, 4]
+
+
+# Scaled losses
+
+
+class _NoSchedule(Bad):
+    """The scaler leaves steps out that a schedule would be warned about."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+
+
+class _Overflows(_NoSchedule):
+    """A gradient that is finite but overflows once it is scaled, in one batch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return a loss of zero with a steep slope there."""
+        loss = super().training_step(batch, batch_idx)
+        steep = 1e37 * self.net[3].bias.sum()
+        return loss + (steep - steep.detach()) if batch_idx == 1 else loss
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip", "rollback"])
+def test_a_gradient_that_overflows_under_scaling_is_the_scalers_business(policy: str) -> None:
+    guarded, plain = _Overflows(), _Overflows()
+    trainers = [quiet_trainer(max_epochs=1, precision="16-mixed", on_nonfinite=p) for p in (policy, None)]
+    for trainer, task in zip(trainers, (guarded, plain), strict=True):
+        trainer.fit(task, batches(4))
+    assert trainers[0].skipped_batches == []
+    assert trainers[0].strategy.state_dict() == trainers[1].strategy.state_dict()
+    assert trainers[0].strategy.state_dict()["scaler"]["scale"] < 2.0**16  # so one has overflowed
+    assert_equal_weights(weights_of(guarded), weights_of(plain))
+
+
+def test_a_loss_that_is_no_number_is_ours_also_under_scaling_and_the_scale_stays() -> None:
+    task, without = _NoSchedule((0, 1)), _NoSchedule()
+    trainer = skip(task, batches(4), precision="16-mixed")
+    expected = quiet_trainer(max_epochs=1, precision="16-mixed")
+    expected.fit(without, batches(4, 1))
+    assert trainer.strategy.state_dict() == expected.strategy.state_dict()
+    assert_equal_weights(weights_of(task), weights_of(without))
+
+
+# None
+
+
+def test_without_a_policy_a_bad_loss_is_warned_of_once_where_it_is_read_anyway() -> None:
+    task = Bad((0, 1))
+    with pytest.warns(TrainwrightWarning, match="on_nonfinite='raise'") as warned:
+        quiet_trainer(max_epochs=2, log_every_n_steps=1).fit(task, batches(4))
+    assert len(warned) == 1
+    assert "train_loss is nan at step 2" in str(warned[0].message)
+
+
+# Rollback
+
+
+def saves(every: int) -> ModelCheckpoint:
+    """Return what saves after every so many steps and keeps all."""
+    return ModelCheckpoint(every_n_train_steps=every, save_top_k=-1)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_rollback_goes_on_as_if_the_group_had_not_been_there(epoch: int, async_save: bool, tmp_path: Path) -> None:
+    here = epoch, 4
+    task, without = Bad(here), Bad(here)
+    trainer = quiet_trainer(
+        max_epochs=epoch + 1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path / "run",
+        async_save=async_save,
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="Went back from step") as warned:
+        trainer.fit(task, regression_loader(12, 2))
+    assert len(warned) == 1
+    assert task.seen.count(here) == 1
+    assert task.seen.count((epoch, 3)) == 2
+    assert (trainer.global_step, trainer.state.batches) == (6 * epoch + 5, 6 * epoch + 6)
+    expected = quiet_trainer(max_epochs=epoch + 1, on_nonfinite="skip")
+    with pytest.warns(TrainwrightWarning, match="it is skipped"):
+        expected.fit(without, regression_loader(12, 2))
+    assert_equal_weights(weights_of(task), weights_of(without))
+    torch.testing.assert_close(trainer.optimizers[0].state_dict(), expected.optimizers[0].state_dict())
+    assert [s.first_batch for s in trainer.skipped_batches] == [4]
+
+
+def test_a_rollback_restores_the_generators(tmp_path: Path) -> None:
+    """The steps between the checkpoint and the bad group draw the same dropout again."""
+
+    class Notes(Callback):
+        def __init__(self) -> None:
+            self.losses: list[tuple[int, float]] = []
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            if result.loss is not None:
+                self.losses.append((trainer.state.batch_in_epoch, float(result.loss)))
+
+    notes = Notes()
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=[saves(2), notes], on_nonfinite="rollback", default_root_dir=tmp_path
+    )
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(Bad((0, 3), dropout=0.5), regression_loader(12, 2, shuffle=True))
+    assert [batch for batch, _ in notes.losses] == [1, 2, 3, 3, 5, 6]
+    assert notes.losses[2] == notes.losses[3]
+
+
+def test_a_checkpoint_of_an_epochs_end_is_gone_back_to(tmp_path: Path) -> None:
+    task, without = Bad((1, 1), (1, 2)), Bad()
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=ModelCheckpoint(), on_nonfinite="rollback", default_root_dir=tmp_path
+    )
+    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+        trainer.fit(task, regression_loader(8, 2, shuffle=True))
+    assert len(warned) == 2
+    expected = quiet_trainer(max_epochs=2, on_nonfinite="skip", seed=trainer.seed)
+    without.bad = ((1, 1), (1, 2))
+    with pytest.warns(TrainwrightWarning, match="it is skipped"):
+        expected.fit(without, regression_loader(8, 2, shuffle=True))
+    assert_equal_weights(weights_of(task), weights_of(without))
+    assert task.seen.count((1, 0)) == 3
+    assert task.seen.count((1, 1)) == 1
+
+
+def test_without_a_checkpoint_it_skips_and_says_so(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="no checkpoint of this run to go back to yet: the group is skipped"):
+        trainer.fit(Bad((0, 1)), batches(6))
+    assert (trainer.global_step, len(trainer.skipped_batches), trainer.num_rollbacks) == (5, 1, 0)
+
+
+def test_checkpoints_of_another_run_in_the_same_folder_are_not_gone_back_to(tmp_path: Path) -> None:
+    quiet_trainer(max_epochs=1, callbacks=saves(1), default_root_dir=tmp_path).fit(Bad(), batches(3))
+    trainer = quiet_trainer(max_epochs=1, callbacks=saves(5), on_nonfinite="rollback", default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="no checkpoint of this run"):
+        trainer.fit(Bad((0, 3)), batches(6))
+
+
+def test_the_checkpoint_that_a_run_was_resumed_from_can_be_gone_back_to(tmp_path: Path) -> None:
+    first = quiet_trainer(max_steps=2)
+    first.fit(Bad(), batches(6))
+    first.save_checkpoint(tmp_path / "elsewhere" / "start")
+    task = Bad((0, 4))
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="rollback", default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="Went back from step 4 to step 2"):
+        trainer.fit(task, batches(6), ckpt_path=tmp_path / "elsewhere" / "start")
+    assert task.seen == [(0, 2), (0, 3), (0, 4), (0, 2), (0, 3), (0, 5)]
+
+
+def test_it_goes_back_no_more_than_so_many_times(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=saves(1), on_nonfinite="rollback", max_rollbacks=2, default_root_dir=tmp_path
+    )
+    task = Bad(*((0, i) for i in range(1, 6)))
+    with (
+        pytest.warns(TrainwrightWarning, match="Went back"),
+        pytest.raises(NonFiniteError, match="gone back to a checkpoint 2 time"),
+    ):
+        trainer.fit(task, batches(6))
+    assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=2, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, logger="csv",
+        log_every_n_steps=1,
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(Bad((0, 5), (1, 1)), batches(8))
+    steps, losses = _logged(trainer)
+    assert steps == list(range(14))
+    assert all(a < b for a, b in itertools.pairwise(steps))
+    assert all(map(math.isfinite, losses))
+
+
+def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
+    task = Bad((0, 4))
+    trainer = quiet_trainer(max_steps=5, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(task, batches(8))
+    trainer.save_checkpoint(tmp_path / "later")
+    resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
+    resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
+    assert (resumed.skipped_batches, resumed.num_rollbacks) == (trainer.skipped_batches, 1)
+
+
+@pytest.mark.slow
+def test_loader_workers_are_started_anew_at_the_place_that_was_restored(tmp_path: Path) -> None:
+    task = Bad((0, 4))
+    trainer = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
+    loader = DataLoader(regression_data(12), batch_size=2, num_workers=2, persistent_workers=True)
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(task, loader)
+    assert task.seen == [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (0, 3), (0, 5)]
