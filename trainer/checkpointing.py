@@ -28,13 +28,13 @@ _OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a check
 
 
 def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
-    """Collect everything a resume needs. Collective: every rank's generators are gathered.
+    """Collect everything a resume needs. Collective: the generators and loaders of all ranks are gathered.
 
     Returns:
         The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
     """
-    everyones_rng = [] if weights_only else run.strategy.processes.gather_object(rng_state(run.strategy.device))
-    return _collect(run, everyones_rng, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
+    of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
+    return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
 
 
 def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
@@ -44,11 +44,17 @@ def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
         CheckpointError: there are other ranks, whose generators a resume would need: weights only.
     """
     alone = run.world_size == 1
-    rng = [rng_state(run.strategy.device)] if alone else []
-    return _collect(run, rng, weights_only=not alone, metrics=metrics)
+    return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
 
 
-def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict[str, float]) -> Snapshot:
+def _own_state(run: RunFacts) -> dict[str, Any]:
+    """What a resume needs of each rank."""
+    return {"rng": rng_state(run.strategy.device), "loader": run.loader_state()}
+
+
+def _collect(
+    run: RunFacts, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
+) -> Snapshot:
     task, strategy = run.task, run.strategy
     shown: dict[str, Any] = {
         "epoch": run.state.epoch,
@@ -66,7 +72,7 @@ def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict
             "callbacks": {c.state_key: state for c in run.callbacks if (state := c.state_dict())},
             "schedulers": run.schedules.state_dict(),
             "strategy": strategy.state_dict(),
-            "data": run.data_state(),
+            "data": _place_in_data(run, of_ranks),
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "left_out": run.rollback_state(),
@@ -80,11 +86,16 @@ def _collect(run: RunFacts, rng: list[Any], *, weights_only: bool, metrics: dict
         model=model,
         optimizers=[] if weights_only else [named_optimizer_state(o, names) for o in run.optimizers],
         trainer=trainer,
-        rng=rng,
+        rng=[of_rank["rng"] for of_rank in of_ranks],
         metrics=metrics,
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
     )
+
+
+def _place_in_data(run: RunFacts, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    place, loaders = run.data_state(), [of_rank["loader"] for of_rank in of_ranks]
+    return place if None in loaders else {**place, "loaders": loaders}
 
 
 def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:

@@ -113,7 +113,11 @@ class RunFacts(ABC):
 
     @abstractmethod
     def data_state(self) -> dict[str, Any]:
-        """Return the place in the training data, for a checkpoint."""
+        """Return the place in the training data, for a checkpoint; the same on every rank."""
+
+    @abstractmethod
+    def loader_state(self) -> dict[str, Any] | None:
+        """Return the state of this rank's training loader; None when it keeps none of its own."""
 
     @abstractmethod
     def rollback_state(self) -> dict[str, Any]:

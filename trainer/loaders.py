@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from trainwright.callbacks.hook_table import overrides
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
@@ -111,6 +112,7 @@ class Ranks:
     uneven: Any
     agree: Callable[[list[int]], list[list[int]]] | None
     lockstep_evaluation: bool = False
+    per_sample_rng: bool = False
 
     def prepare(self, loader: Any, stage: Any, shuffle: bool | None = None) -> PreparedLoader:
         """Prepare one loader for this rank."""
@@ -125,6 +127,7 @@ class Ranks:
             agree=self.agree if self.dp_size > 1 else None,
             lockstep=None if stage == "train" else self.lockstep_evaluation,
             shuffle=shuffle,
+            per_sample_rng=self.per_sample_rng,
         )
 
 
@@ -157,11 +160,54 @@ class TrainData:
         )
 
     def state_dict(self, state: TrainState) -> dict[str, Any]:
-        """Return the place in the data, JSON-able."""
-        saved: dict[str, Any] = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
-        if self.loader.stateful:
-            saved["loader"] = self.loader.state_dict()
-        return saved
+        """Return the place in the data, JSON-able, the same on every rank."""
+        return {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
+
+    def close(self, *, keep_state: bool) -> None:
+        """End the loader's workers; with `keep_state`, `loader.state_dict` still says where it stood."""
+        if keep_state:
+            self.loader.freeze_state()
+        self.loader.close()
+
+    def check_resume(self, place: Mapping[str, Any], num_ranks: int) -> None:
+        """Check that training can go on from a checkpoint's place in the data, before anything is fetched.
+
+        Args:
+            place: see `load_place`.
+            num_ranks: of this run.
+
+        Raises:
+            ConfigurationError: it cannot; says what to do.
+        """
+        name, states = self.loader.settings.name, place.get("loaders") or []
+        in_epoch = place["position"] is not None
+        if not self.loader.stateful or not states or len(states) == num_ranks:
+            self.loader.check_resume(place["position"]["batch"] if in_epoch else 0, has_state=bool(states))
+        elif in_epoch:
+            raise ConfigurationError(
+                f"{name} keeps its own place, so that the checkpoint holds the place of each of {len(states)} rank(s), "
+                f"which cannot be divided among {num_ranks}. Resume with {len(states)} rank(s), or from a checkpoint "
+                "at an epoch's end, or read a map-style data set: its place is counted in samples, for any number."
+            )
+        else:
+            warnings.warn(
+                f"{name} keeps its own state, which {len(states)} rank(s) have left and {num_ranks} cannot take over. "
+                "The next epoch begins with fresh loaders.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+
+    def load_place(self, place: Mapping[str, Any], rank: int, num_ranks: int) -> None:
+        """Give a loader that keeps its own place back what this rank's had; call it after `check_resume`.
+
+        Args:
+            place: what `state_dict` returned, with `loaders`, the states of all ranks' loaders, if they keep any; its
+                `position` is None at the start of an epoch.
+            rank, num_ranks: global.
+        """
+        states = place.get("loaders") or []
+        if self.loader.stateful and len(states) == num_ranks:
+            self.loader.load_state_dict(states[rank], at_epoch_start=place["position"] is None)
 
 
 class EvaluationData:
@@ -185,6 +231,11 @@ class EvaluationData:
         for loader in self.loaders:
             loader.set_epoch(0)
             self.limits.append(resolve_limit(limit, loader.num_batches, _LIMITS[kind]))
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        for loader in self.loaders:
+            loader.close()
 
     @property
     def num_batches(self) -> list[int | float]:

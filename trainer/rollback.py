@@ -94,7 +94,8 @@ class Rollbacks(RunFacts):
         checkpointing.restore(self, path, load)
         if self.state.epoch_done:
             self.state.begin_next_epoch()
-            self._position = None
+            if self._position is not None:
+                self._position["position"] = None
 
     @abstractmethod
     def _restore_rng(self) -> None: ...
@@ -174,7 +175,7 @@ class Rollbacks(RunFacts):
     def _leave_out_since(self, left: dict[str, Any], stop: dict[str, int], reason: str) -> None:
         """Record what lies between the place that was just restored and the one that was left."""
         state = self.state
-        place = {"batch": 0, "samples": 0, "micro_batches": 0} if self._position is None else self._position["position"]
+        place = (self._position or {}).get("position") or {"batch": 0, "samples": 0, "micro_batches": 0}
         unit = unit_of(stop)
         for epoch in range(state.epoch, left["epoch"] + 1):
             first = int(place["batch"]) if epoch == state.epoch else 0

@@ -332,10 +332,18 @@ class StageRunner(Rollbacks):
                 task.teardown(stage)
             if self.logging is not None:
                 self.logging.finish(status)
+            self._close_loaders(keep_state=status != "failed")
         finally:
             task._sink = None
             self.stage = None
             self.strategy.teardown()
+
+    def _close_loaders(self, *, keep_state: bool) -> None:
+        """End loader workers: a Trainer that is kept would keep them too."""
+        if self._train_data is not None:
+            self._train_data.close(keep_state=keep_state)
+        for data in self._eval_data.values():
+            data.close()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
@@ -362,6 +370,7 @@ class StageRunner(Rollbacks):
             uneven=arguments["uneven_batches"],
             agree=strategy.processes.gather_integers,
             lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
+            per_sample_rng=arguments["per_sample_rng"],
         )
 
     def train_data(self) -> TrainData:
@@ -374,7 +383,10 @@ class StageRunner(Rollbacks):
                 limit=self.settings.limit_batches["train"],
                 overfit=arguments["overfit_batches"],
             )
-            self._train_data.begin_epoch(self.state.epoch)
+            place = self._position
+            if place is not None:
+                self._train_data.check_resume(place, self.world_size)
+            self._train_data.begin_epoch(self.state.epoch, place and place["position"])
         return self._train_data
 
     def _evaluation_data(self, kind: str) -> EvaluationData:
@@ -403,24 +415,30 @@ class StageRunner(Rollbacks):
             self._eval_data.clear()
 
     def _take_position(self) -> Mapping[str, int] | None:
-        position, self._position = self._position, None
-        if position is None:
+        place, data = self._position, self.train_data()
+        self._position = None
+        if place is None:
             return None
-        if "loader" in position:
-            self.train_data().loader.load_state_dict(position["loader"])
-        found: Mapping[str, int] = position["position"]
-        self.state.batch_in_epoch = found["batch"]
+        data.load_place(place, self.global_rank, self.world_size)
+        found: Mapping[str, int] | None = place["position"]
+        if found is not None:
+            self.state.batch_in_epoch = found["batch"]
         return found
 
     def data_state(self) -> dict[str, Any]:
-        """Return the place in the training data, for a checkpoint."""
+        """Return the place in the training data, for a checkpoint; the same on every rank."""
         return {} if self._train_data is None else self._train_data.state_dict(self.state)
+
+    def loader_state(self) -> dict[str, Any] | None:
+        """Return the state of this rank's training loader; None when it keeps none of its own."""
+        data = self._train_data
+        return None if data is None or not data.loader.stateful else data.loader.state_dict()
 
     def load_data_state(self, saved: dict[str, Any], seed: int | None) -> None:
         """Take back what `data_state` returned; used by the next epoch."""
         self.seed = seed
         self._train_data = None  # made anew with the run's own seed
-        self._position = saved or None
+        self._position = dict(saved) or None
 
     def pass_training_data(self) -> None:
         """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""

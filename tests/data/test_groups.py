@@ -86,7 +86,9 @@ def test_a_loader_without_length_gives_the_groups_of_one_with(
     sized = prepared(list(range(n)))
     unsized = prepared(Resumable(n))
     if start:
-        unsized.load_state_dict({"place": start})
+        earlier = prepared(Resumable(n))
+        list(itertools.islice(earlier.iterate(), start))
+        unsized.load_state_dict(earlier.state_dict())
     kwargs: dict[str, Any] = {"accumulate": accumulate, "limit": limit, "start_batch": start}
     assert list(map(shape, iterate_groups(unsized, **kwargs))) == list(map(shape, iterate_groups(sized, **kwargs)))
 
@@ -318,3 +320,33 @@ def test_a_fraction_of_an_unknown_length_is_refused_by_name() -> None:
 def test_the_whole_epoch_is_in_the_groups() -> None:
     loader = prepared(DataLoader(Numbers(10), 3, shuffle=True))
     assert flat(b for g in iterate_groups(loader, accumulate=2) for b in g.batches) == flat(loader.iterate())
+
+
+@given(counts=st.lists(st.integers(1, 7), min_size=2, max_size=3), accumulate=ACCUMULATE, steps=st.integers(0, 5))
+@settings(deadline=None, max_examples=40)
+def test_p05_ranks_of_uneven_streams_go_on_where_each_of_them_stood(
+    counts: list[int], accumulate: int, steps: int
+) -> None:
+    def work(rank: int, agree: Any) -> tuple[list[Any], list[Any]]:
+        def loader() -> Any:
+            settings = {"rank": rank, "world": len(counts), "use_distributed_sampler": False, "agree": agree}
+            return prepared(Resumable(counts[rank]), **settings)
+
+        def real(groups: Any) -> list[Any]:
+            weighed = ((g.batches, g.weights or [1.0] * len(g.batches)) for g in groups)
+            return [[b for b, weight in zip(*pair, strict=True) if weight] for pair in weighed]
+
+        begun = loader()
+        groups = iterate_groups(begun, accumulate=accumulate)
+        before = real(itertools.islice(groups, steps))
+        state = begun.state_dict()
+        whole = before + real(groups)
+        if len(before) == len(whole):
+            return whole, whole
+        resumed = loader()
+        resumed.load_state_dict(state)
+        start = len(before) * accumulate
+        return whole, before + real(iterate_groups(resumed, accumulate=accumulate, start_batch=start))
+
+    for whole, resumed in on_ranks(len(counts), work):
+        assert resumed == whole

@@ -88,18 +88,13 @@ class PreparedCombined(PreparedLoader):
         """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
         if self.raw.mode in ("max_size_cycle", "sequential"):
             # Ranks reach a member's end in different rounds, so the place has no meaning for another number of ranks.
-            return {"batch": batch, "world": self.settings.world}
+            return super().position(batch)
         place = {"batch": batch}
         for index, member in enumerate(self._members):
             place.update({f"{index}.{key}": value for key, value in member.position(batch).items()})
         return place
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        if resume and resume.get("world", self.settings.world) != self.settings.world:
-            raise ConfigurationError(
-                f"{self.settings.name}: mode={self.raw.mode!r} was left by {resume['world']} ranks in the middle of an "
-                f"epoch and cannot go on with {self.settings.world}. Use as many ranks, or resume at an epoch's start."
-            )
         for index, member in enumerate(self._members):
             own = {key.partition(".")[2]: n for key, n in (resume or {}).items() if key.startswith(f"{index}.")}
             member.set_epoch(epoch, own or None)
@@ -109,6 +104,11 @@ class PreparedCombined(PreparedLoader):
         for member in self._members:
             member.count_batches()
         super().count_batches()
+
+    def close(self) -> None:
+        """End the workers of all members."""
+        for member in self._members:
+            member.close()
 
     def _count(self) -> list[int] | None:
         by_member = [member.counts for member in self._members]

@@ -122,7 +122,11 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
                 yield Group([draw()], first, False, samples)
                 first += 1
             while first <= last:
-                yield _group(loader, [draw()], first, first + 1, is_last=first == last)
+                ending = _group(loader, [draw()], first, first + 1, is_last=first == last)
+                if ending.is_last:
+                    _finish(loader, batches, rounds)
+                yield ending
+                del ending
                 first += 1
         except StopIteration:
             _ended_early(loader, first, rounds)
@@ -133,11 +137,19 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
         if group is None:
             return
         ended = group.is_last
+        if ended:
+            _finish(loader, batches, rounds)
         yield group
         if ended:
             return
         first = stop
         del group
+
+
+def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None:
+    """Let a loader that keeps its own place reach the end of its data, at which many begin anew."""
+    if loader.stateful and rounds == loader.num_batches:
+        next(batches, None)
 
 
 def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int, rounds: int) -> Group | None:
@@ -181,18 +193,19 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
-    ahead = list(itertools.islice(batches, 1))
+    ahead, _ = loader.take_ahead(batches)
     first = start_batch
     while ahead:
         size = accumulate if limit is None else min(accumulate, limit - first)
         group = Group([ahead.pop(), *itertools.islice(batches, size - 1)], first)
         first += len(group.batches)
-        if first == limit:
-            group.is_last = True
-        else:
+        loader.release_state()
+        if first != limit:
             loader.hold_state()
             ahead.extend(itertools.islice(batches, 1))
-            group.is_last = not ahead
+        group.is_last = not ahead
+        if group.is_last:
+            loader.release_state()
         yield group
         del group
 
@@ -234,17 +247,26 @@ def _agreeing(
         return
     name = loader.settings.name
     batches = loader.iterate(start_batch)
-    ahead = list(itertools.islice(batches, 1))
-    spare: list[Any] = []  # the last real batch, kept only once this rank has run out
+    loader.hold_state()
+    begun_at = loader.held_state
+    # The spare is some real batch to pad with, kept only once this rank has run out.
+    ahead, spare = loader.take_ahead(batches)
+    if spare:
+        loader.keep_run_out(begun_at)
     first = start_batch
     while True:
         size = accumulate if limit is None else min(accumulate, limit - first)
         mine = [*ahead, *itertools.islice(batches, size - len(ahead))] if ahead else []
         ahead.clear()
         have = len(mine)
+        before = loader.held_state
+        if have:
+            loader.release_state()
         if have == size and first + have != limit:
             loader.hold_state()
             ahead.extend(itertools.islice(batches, 1))
+        if have and not ahead:
+            loader.keep_run_out(before)
         if mine and not ahead:
             spare = mine[-1:]
         rounds, total_real, more = agreement.reach(
@@ -253,6 +275,8 @@ def _agreeing(
         if rounds == 0:
             return
         group = Group([*mine[:rounds], *(spare * (rounds - have))], first, not more)
+        if not more:
+            loader.release_state()
         group.weights = _weights([i < have for i in range(rounds)], total_real, agreement.world)
         del mine
         first += rounds

@@ -12,12 +12,15 @@ Without lock step a rank simply ends when it has run out.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.data.sampler import Dealer
 
 Stage = Literal["train", "validate", "test", "predict"]
@@ -41,6 +44,7 @@ class LoaderSettings:
     lockstep: bool = False
     agree: Agree | None = None
     shuffle: bool | None = None
+    per_sample_rng: bool = False
     name: str = "train_dataloader"
 
     def __post_init__(self) -> None:
@@ -52,7 +56,7 @@ class LoaderSettings:
             raise ConfigurationError(f"rank={self.rank} is not in [0, world={self.world}).")
 
 
-class PreparedLoader:
+class PreparedLoader(ABC):
     """A loader of one rank. Made by `prepare_loader`; sub-classes say how batches are come by.
 
     Attributes:
@@ -72,7 +76,9 @@ class PreparedLoader:
         self._ended_at: int | None = None
         self._state_source: Any = None
         self._restored = False
-        self._held_state: Mapping[str, Any] | None = None
+        self._held_state: dict[str, Any] | None = None
+        self._rng_ahead: dict[str, Any] | None = None
+        self._has_run_out = False
 
     # What the loop asks
 
@@ -97,6 +103,11 @@ class PreparedLoader:
     def stateful(self) -> bool:
         """Whether the place in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
         return self._state_source is not None
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether an epoch can begin at any batch by arithmetic alone, without a state."""
+        return False
 
     @property
     def counts(self) -> list[int] | None:
@@ -130,9 +141,10 @@ class PreparedLoader:
         """Return the place in the data after `batch` rounds of the present epoch, JSON-able, for `set_epoch`.
 
         It holds `batch` and, where arithmetic gives it, what all ranks have consumed (`samples` or `micro_batches`), so
-        that another number of ranks goes on where these have stopped. The same on every rank.
+        that another number of ranks goes on where these have stopped; otherwise `world`, as many as are needed again.
+        The same on every rank.
         """
-        return {"batch": batch}
+        return {"batch": batch, "world": self.settings.world}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
         """Return the data set's indices in this rank's batch of that round of the present epoch, in order.
@@ -153,8 +165,17 @@ class PreparedLoader:
         Every rank must call it: it communicates when each rank has a loader of its own making and `agree` was given.
 
         Raises:
-            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error".
+            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error"; or the place has no
+                meaning for another number of ranks.
         """
+        settings = self.settings
+        if resume and resume.get("world", settings.world) != settings.world:
+            raise ConfigurationError(
+                f"{settings.name} was left in the middle of an epoch by {resume['world']} ranks, whose places in it do "
+                f"not tell {settings.world} ranks what is left. Resume with {resume['world']} ranks, or from a "
+                "checkpoint at an epoch's end. Map-style data in a DataLoader without a distributed sampler of your "
+                "own goes on with any number of ranks."
+            )
         self.epoch = epoch
         self._turn_to(epoch, resume)
         self.count_batches()
@@ -168,7 +189,7 @@ class PreparedLoader:
         Raises:
             ConfigurationError: the loader can neither seek nor was given its state back; or it turns out to be empty.
         """
-        self._held_state = None
+        self.release_state()
         self._ended_at = None
         settings = self.settings
         if self._counts is None:
@@ -205,29 +226,119 @@ class PreparedLoader:
 
     # A loader that keeps its own place
 
+    def check_resume(self, batch: int, *, has_state: bool) -> None:
+        """Check that an epoch can go on at round `batch`, before anything is fetched.
+
+        Args:
+            batch: rounds that have been done.
+            has_state: the loader will be given its own state back.
+
+        Raises:
+            ConfigurationError: it can neither seek nor keeps its own place; says what to implement.
+        """
+        if not batch or self.can_seek or (self.stateful and has_state):
+            return
+        why = "its state is not in the checkpoint" if self.stateful else "has no state_dict and load_state_dict"
+        raise ConfigurationError(
+            f"{self.settings.name} cannot begin at batch {batch}: {type(self.raw).__name__} can neither seek nor be "
+            f"given its place back ({why}), and replaying would fetch again what was consumed. Resume from a "
+            "checkpoint at an epoch's end, or give it map-style data, a list, or state_dict and load_state_dict: on "
+            "the iterable itself, or on the data set inside torchdata's StatefulDataLoader."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the loader's own state as of the last batch that the loop has been given (see `stateful`).
 
+        It is this rank's own. Communicates nothing.
+
         Raises:
             ConfigurationError: the loader keeps no state.
         """
         self._need_state()
-        return dict(self._held_state if self._held_state is not None else self._state_source.state_dict())
+        return self._held_state if self._held_state is not None else self._state_now()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, at_epoch_start: bool = False) -> None:
         """Give the loader its state back; the next `iterate(start_batch)` continues there.
 
+        Args:
+            state: what `state_dict` returned, on the same rank.
+            at_epoch_start: the epoch in which it was taken has ended: the loader is brought to where it stood, and the
+                next `iterate(0)` begins anew from there, as the uninterrupted run did.
+
         Raises:
-            ConfigurationError: the loader keeps no state.
+            ConfigurationError: the loader keeps no state, or not one of this kind.
         """
         self._need_state()
-        self._state_source.load_state_dict(dict(state))
+        self._load_own(state["loader"], at_epoch_start=at_epoch_start)
+        if at_epoch_start:
+            return
+        self._rng_ahead = state.get("rng")
+        self._has_run_out = state.get("has_run_out", False)
         self._restored = True
 
     def hold_state(self) -> None:
-        """Keep the present state for `state_dict`, because the next batch is fetched before the loop asks for it."""
-        if self._state_source is not None:
-            self._held_state = dict(self._state_source.state_dict())
+        """Keep the present state for `state_dict`, because the next batch is fetched before the loop asks for it.
+
+        The generators' state is kept too: what the batch draws, in this process, it must draw again after a resume.
+        """
+        if self.stateful:
+            self._held_state = {**self._state_now(), "rng": rng_state()}
+
+    def release_state(self) -> None:
+        """Let `state_dict` return the present state again: nothing is fetched ahead."""
+        self._held_state = None
+
+    def freeze_state(self) -> None:
+        """Keep the present state for `state_dict` from now on, because `close` will let go of what gives it."""
+        if self.stateful and self._held_state is None:
+            self._held_state = self._state_now()
+
+    def close(self) -> None:  # noqa: B027  # most have nothing to let go of
+        """Let go of the last pass and its workers, if it was left in its middle or they outlive it. Does not wait."""
+
+    def keep_run_out(self, state: dict[str, Any] | None) -> None:
+        """Note that this rank has no batch left while others go on.
+
+        Args:
+            state: one that was held before the last batches. A resumed run fetches one of them again, to pad with.
+        """
+        if self.stateful and state is not None:
+            self._held_state = {**state, "has_run_out": True}
+
+    @property
+    def held_state(self) -> dict[str, Any] | None:
+        """What `hold_state` keeps."""
+        return self._held_state
+
+    def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
+        """Fetch the first batch of an epoch, or of what is left of it, ahead of the loop.
+
+        Returns:
+            At most one batch that comes next, and at most one that is only there to pad with.
+        """
+        state, self._rng_ahead = self._rng_ahead, None
+        if state is None:
+            return list(itertools.islice(batches, 1)), []
+        # It had been fetched before the checkpoint's generators were saved.
+        with isolate_rng():
+            set_rng_state(state)
+            ahead = list(itertools.islice(batches, 1))
+            if not self._has_run_out:
+                return ahead, []
+            for _ in batches:  # to its end, where the loader stood
+                pass
+        self._has_run_out = False
+        return [], ahead
+
+    def _state_now(self) -> dict[str, Any]:
+        # Its own copy: what a loader returns may go on changing with it.
+        return {"loader": copy.deepcopy(self._own_state())}
+
+    def _own_state(self) -> Any:
+        return self._state_source.state_dict()
+
+    def _load_own(self, state: Any, *, at_epoch_start: bool) -> None:
+        self._state_source.load_state_dict(state)
 
     def count_batches(self) -> None:
         """Find out how many batches every rank has in the present epoch; see `set_epoch` for when it communicates."""
@@ -249,16 +360,17 @@ class PreparedLoader:
 
     # What sub-classes say
 
+    @abstractmethod
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         """Tell whatever depends on the epoch."""
 
+    @abstractmethod
     def _count(self) -> list[int] | int | None:
         """Return the batches of every rank, where arithmetic gives them; or this rank's own number; or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:
         """Return the iterator over this rank's real batches from `start_batch` on."""
-        raise NotImplementedError
 
     def filler(self) -> Any:
         """Return some batch for a rank that has none of its own to replay."""
@@ -332,19 +444,13 @@ class PreparedLoader:
             del batch
             yield last
 
-    def _begin(self, start_batch: int, *, seekable: bool) -> None:
+    def _begin(self, start_batch: int) -> None:
         """Check that the epoch can begin at `start_batch`, and use up a state that was given back."""
         restored, self._restored = self._restored, False
-        if start_batch and not seekable and not restored:
-            raise ConfigurationError(
-                f"{self.settings.name} cannot begin at batch {start_batch}: {type(self.raw).__name__} can neither seek "
-                "nor was its state given back, and replaying would fetch again what was consumed. Use a map-style data "
-                "set, a list, or a loader with state_dict and load_state_dict (such as torchdata's "
-                "StatefulDataLoader); or resume at an epoch's start."
-            )
+        self.check_resume(start_batch, has_state=restored)
 
     def _need_state(self) -> None:
-        if self._state_source is None:
+        if not self.stateful:
             raise ConfigurationError(f"{self.settings.name} keeps no state of its own; its place is `position(batch)`.")
 
 

@@ -13,71 +13,47 @@ from __future__ import annotations
 import copy
 import itertools
 import operator
-import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, Sampler
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng
 from trainwright.data.order import Order, SequentialOrder, ShuffledOrder, derive_key, epoch_key
+from trainwright.data.seeding import batch_key, sample_key, seed_each_sample, seed_global_generators, seeded
 
 _END: Any = object()
 # Indices computed at once by a running sampler: enough to amortise numpy, few enough that a resume starts at once.
 _CHUNK = 8192
 
-
-class SeededIndices(list[int]):
-    """The indices of one batch, with the seed that a loader worker takes on when it begins to fetch them.
-
-    A worker's random augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on
-    how many batches that worker fetched before, and not on a resume in between. Iterating over it inside a worker
-    process seeds `random`, numpy's global generator and torch's CPU generator; elsewhere it is a plain list.
-    """
-
-    def __init__(self, indices: Iterable[int], seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
-
-    def __iter__(self) -> Iterator[int]:
-        if get_worker_info() is not None:
-            seed_global_generators(self.seed)
-        return super().__iter__()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # list's own way to pickle iterates over the object; a slice copies without.
-        return SeededIndices, (self[:], self.seed)
+# What the indices bring along: no seed; one for a worker's whole batch; one for each sample, fetched in a worker or in
+# this process.
+Seeding = Literal["none", "batch", "sample in worker", "sample here"]
 
 
-def seed_global_generators(seed: int) -> None:
-    """Seed `random`, numpy's global generator and torch's CPU generator of this process with a 64-bit `seed`."""
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
-
-
-class Dealer(Sampler[Any]):
+class Dealer(Sampler[Any], ABC):
     """What the two samplers share: dealing micro-batches to ranks, and the arithmetic of rounds.
 
     Args:
         rank: this rank on the data axis.
         world: number of data-parallel ranks.
-        seed_batches: hand out `SeededIndices` (see there) where the batch is a list.
+        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
 
     Raises:
         ConfigurationError: `rank` is not in [0, world).
     """
 
-    def __init__(self, *, rank: int, world: int, seed: int, seed_batches: bool = False) -> None:
+    def __init__(self, *, rank: int, world: int, seed: int, seeding: Seeding = "none") -> None:
         if not 0 <= rank < world:
             raise ConfigurationError(f"rank={rank} is not in [0, world={world}).")
         self.rank = rank
         self.world = world
         self.seed = seed
-        self.seed_batches = seed_batches
+        self.seeding: Seeding = seeding
         # Tells apart the batch seeds of ranks whose loaders are not dealt: each of them has a micro-batch 0.
         self.stream = 0
         self.epoch = 0
@@ -85,9 +61,9 @@ class Dealer(Sampler[Any]):
         self._start_round = 0
 
     @property
+    @abstractmethod
     def micro_batches_left(self) -> int | None:
         """Micro-batches of this epoch behind the anchor, over all ranks; None when nothing tells."""
-        raise NotImplementedError
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Turn to `epoch` (0-based); `resume` is what `position` gave when the epoch was left, None for its start."""
@@ -136,9 +112,9 @@ class Dealer(Sampler[Any]):
         """Return the number of samples in the round over all ranks, or None when arithmetic does not give it."""
         return None
 
+    @abstractmethod
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds of this epoch, JSON-able, for `set_epoch(resume=...)`."""
-        raise NotImplementedError
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
         """Return the indices in this rank's batch of a round, or None where they cannot be drawn once more.
@@ -146,7 +122,7 @@ class Dealer(Sampler[Any]):
         The iteration that is going on does not notice.
         """
         alone = self._twin()
-        alone.seed_batches = False
+        alone.seeding = "none"
         alone.start(round_index)
         batch = next(iter(alone), ())
         return [_plain_index(index) for index in (batch if isinstance(batch, (list, tuple)) else [batch])]
@@ -157,7 +133,7 @@ class Dealer(Sampler[Any]):
     def first(self) -> Any:
         """Return the indices of the epoch's first batch, whoever's it is; there must be one."""
         alone = copy.copy(self)
-        alone.rank, alone.world, alone.seed_batches = 0, 1, False
+        alone.rank, alone.world, alone.seeding = 0, 1, "none"
         Dealer.set_epoch(alone, self.epoch)
         alone._rewind()
         return next(iter(alone))
@@ -176,11 +152,15 @@ class Dealer(Sampler[Any]):
         """The first micro-batch of a round, counted from the anchor."""
         return (round_index - self._anchor_round) * self.world
 
-    def _batch_seeds(self, first: int) -> Iterator[int]:
-        """Seeds of this rank's batches from micro-batch `first` (counted from the epoch's start) on."""
-        # Another stream than the order's own key, which the cipher's rounds are drawn from.
-        key = derive_key(epoch_key(self.seed, self.epoch), (1 << 32) + self.stream)
-        return (derive_key(key, m) for m in itertools.count(first, self.world))
+    def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """Give this rank's batches their seeds; `first` is the first one's micro-batch, from the epoch's start."""
+        if self.seeding == "none":
+            return batches
+        if self.seeding != "batch":
+            key = sample_key(self.seed, self.epoch, self.stream)
+            return seed_each_sample(batches, key, here=self.seeding == "sample here")
+        key = batch_key(self.seed, self.epoch, self.stream)
+        return map(seeded, batches, (derive_key(key, m) for m in itertools.count(first, self.world)))
 
 
 class ShardedBatchSampler(Dealer):
@@ -197,7 +177,7 @@ class ShardedBatchSampler(Dealer):
         drop_last: leave out a short last micro-batch.
         rank, world: this rank and the number of data-parallel ranks.
         single: yield bare indices instead of lists of one; asks for `batch_size=1`.
-        seed_batches: see `SeededIndices`.
+        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -214,9 +194,9 @@ class ShardedBatchSampler(Dealer):
         rank: int = 0,
         world: int = 1,
         single: bool = False,
-        seed_batches: bool = False,
+        seeding: Seeding = "none",
     ) -> None:
-        super().__init__(rank=rank, world=world, seed=seed, seed_batches=seed_batches)
+        super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
         if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
             raise ConfigurationError(
                 f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
@@ -262,12 +242,8 @@ class ShardedBatchSampler(Dealer):
         # Everything is read now, not while iterating: loader workers run ahead, and set_epoch may be called meanwhile.
         first = self._first_micro_batch(self._start_round) + self.rank
         batches = self._batches(self.order(), self._anchor_sample, first, self.micro_batches_left)
-        if self.single:
-            return (batch[0] for batch in batches)
-        if self.seed_batches:
-            before = self._anchor_sample // self.batch_size
-            return map(SeededIndices, batches, self._batch_seeds(before + first))
-        return batches
+        drawn: Iterator[Any] = (batch[0] for batch in batches) if self.single else batches
+        return self._seeded(drawn, self._anchor_sample // self.batch_size + first)
 
     def _batches(self, order: Order, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
         size = self.batch_size
@@ -300,13 +276,13 @@ class BatchShard(Dealer):
         batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch is to have one.
         rank, world: this rank and the number of data-parallel ranks. `0, 1`: every batch is this rank's own.
         seed: of the run.
-        seed_batches: see `SeededIndices`.
+        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
     """
 
     def __init__(
-        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seed_batches: bool = False
+        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seeding: Seeding = "none"
     ) -> None:
-        super().__init__(rank=rank, world=world, seed=seed, seed_batches=seed_batches)
+        super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
         self.batch_sampler = batch_sampler
         inner = getattr(batch_sampler, "sampler", None)
         self._parts: list[Any] = [part for part in (batch_sampler, inner) if part is not None]
@@ -391,12 +367,7 @@ class BatchShard(Dealer):
         if head is _END:
             return iter(())
         mine = itertools.islice(itertools.chain((head,), batches), first, None, self.world)
-        if not self.seed_batches:
-            return mine
-        return (
-            SeededIndices(batch, seed) if type(batch) is list else batch
-            for batch, seed in zip(mine, self._batch_seeds(first), strict=False)
-        )
+        return self._seeded(mine, first)
 
     def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
         if "micro_batches" in resume:

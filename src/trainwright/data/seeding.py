@@ -1,0 +1,247 @@
+"""What random augmentation depends on: seeds that travel with the indices of a batch, not with a worker's history.
+
+A loader worker is a process with generators of its own, started anew by a resume. So what it draws must not follow from
+what it drew before: the indices it is sent bring a seed along, and generators take it on when they arrive.
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Dataset, Sampler, get_worker_info
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.rng import isolate_rng
+from trainwright.data.order import derive_key, epoch_key
+
+_WORD = (1 << 64) - 1
+# Streams of an epoch's key, apart from the cipher's own, which takes the first words.
+_BATCH_STREAM = 1 << 32
+_SAMPLE_STREAM = 1 << 33
+_COLLATE_STREAM = 1 << 34
+
+
+def seed_global_generators(seed: int) -> None:
+    """Seed `random`, numpy's global generator and torch's CPU generator of this process with a 64-bit `seed`."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
+
+
+def batch_key(seed: int, epoch: int, stream: int = 0) -> int:
+    """Return the key from which the seeds of an epoch's batches are derived, by `derive_key(key, batch)`."""
+    return derive_key(epoch_key(seed, epoch), _BATCH_STREAM + stream)
+
+
+def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
+    """Return the key from which the seeds of an epoch's samples are derived; see `SampleSeeds`."""
+    return derive_key(epoch_key(seed, epoch), _SAMPLE_STREAM + stream)
+
+
+def _arrive(value: Any, seed: int) -> Any:
+    """Take the seed on in a loader worker, which unpickles what it is sent just before it fetches it."""
+    if get_worker_info() is not None:
+        seed_global_generators(seed)
+    return value
+
+
+class SeededIndices(list[int]):
+    """The indices of one batch, with the seed that a loader worker takes on when it is handed them.
+
+    A worker's random augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on
+    how many batches that worker fetched before, and not on a resume in between. Unpickling it inside a worker process
+    seeds `random`, numpy's global generator and torch's CPU generator; what the worker gets is a plain list.
+    """
+
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self[:], self.seed)
+
+
+class SeededIndex(int):
+    """The same for a loader that fetches single indices; see `SeededIndices`."""
+
+    seed: int
+
+    @classmethod
+    def of(cls, index: int, seed: int) -> SeededIndex:
+        """Return `index` with its seed."""
+        made = cls(index)
+        made.seed = seed
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (int(self), self.seed)
+
+
+class SeededTurn:
+    """The same for a stream, whose workers are sent a turn instead of indices: None, once it has arrived."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (None, self.seed)
+
+
+def seeded(indices: Any, seed: int) -> Any:
+    """Return the indices of a batch, or a single index, with the seed that a worker takes on.
+
+    Indices of another kind than a list of them or an integer are returned as they are, for they cannot carry it.
+    """
+    if type(indices) is list:
+        return SeededIndices(indices, seed)
+    return SeededIndex.of(indices, seed) if type(indices) is int else indices
+
+
+class SampleSeeds(list[Any]):
+    """The indices of one batch, each of which seeds the generators of the process when its turn comes.
+
+    So what is drawn for a sample depends on (seed, epoch, index) alone. What collation draws, once all samples have
+    been fetched, depends on (seed, epoch, the batch's first index).
+
+    Args:
+        indices: integers, or strings or tuples of them.
+        key: see `sample_key`.
+    """
+
+    def __init__(self, indices: Iterable[Any], key: int) -> None:
+        super().__init__(indices)
+        self.key = key
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in super().__iter__():
+            seed_global_generators(sample_seed(self.key, index))
+            yield index
+        if len(self):
+            seed_global_generators(derive_key(sample_seed(self.key, self[0]), _COLLATE_STREAM))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleSeeds, (self[:], self.key)  # a slice copies without iterating
+
+
+def sample_seed(key: int, index: Any) -> int:
+    """Return the 64-bit seed of the sample at `index`.
+
+    Raises:
+        ConfigurationError: the index is neither an integer nor a string nor a tuple.
+    """
+    try:
+        return derive_key(key, operator.index(index) & _WORD)
+    except TypeError:
+        if isinstance(index, (str, bytes, tuple)):
+            return derive_key(key, xxhash.xxh3_64_intdigest(repr(index).encode()))
+    raise ConfigurationError(
+        f"per_sample_rng=True: an index of type {type(index).__name__} does not identify a sample. Let the sampler "
+        "yield integers, strings or tuples of them."
+    )
+
+
+def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterator[Any]:
+    """Yield the batches of indices, or single indices, with seeds of their own for every sample.
+
+    Args:
+        batches: of a sampler.
+        key: see `sample_key`.
+        here: the data is fetched in this process, right after an index is drawn; False: in workers.
+    """
+    for indices in batches:
+        if isinstance(indices, Iterable) and not isinstance(indices, (str, bytes)):
+            yield SampleSeeds(indices, key)
+            continue
+        seed = sample_seed(key, indices)
+        if here:
+            seed_global_generators(seed)
+        yield indices if here else seeded(operator.index(indices), seed)
+
+
+class OneByOne(Dataset[Any]):
+    """A map-style data set whose samples are fetched one after the other, though it could fetch several at once.
+
+    `__getitems__` is given a whole batch, in which no sample has draws of its own.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class IsolatedFetches(Iterator[Any]):
+    """An iterator that leaves this process's generators as they were before each item was fetched."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __next__(self) -> Any:
+        with isolate_rng():
+            return next(self._items)
+
+
+def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) -> Iterator[Any]:
+    """Yield `fetch(index)` for each index, fetched under the sample's own seed, leaving the generators alone."""
+    for index in indices:
+        with isolate_rng():
+            seed_global_generators(sample_seed(key, index))
+            item = fetch(index)
+        yield item
+        del item
+
+
+class SeededTurns(Sampler[Any]):
+    """What a loader over a stream sends to its workers instead of indices: turns, each with a seed of its own.
+
+    It counts them and keeps the count as its state, so that a loader which restores its sampler's state goes on with
+    the seeds that would have come.
+
+    Args:
+        batch_size: samples in a batch; None when the data set makes the batches.
+    """
+
+    def __init__(self, batch_size: int | None) -> None:
+        self.batch_size = batch_size
+        self.key = 0
+        self._next = 0
+
+    def turn_to(self, key: int) -> None:
+        """Begin anew with the seeds of another epoch, see `batch_key`."""
+        self.key = key
+        self._next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many turns have been given out, and their key."""
+        return {"turn": self._next, "key": self.key}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on behind the turns that were given out."""
+        self._next, self.key = int(state["turn"]), int(state["key"])
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            seed = derive_key(self.key, self._next)
+            self._next += 1
+            yield SeededTurn(seed) if self.batch_size is None else SeededTurnOfBatch(self.batch_size, seed)
+
+
+class SeededTurnOfBatch(list[None]):
+    """As many turns as a batch has samples; a plain list once it has arrived in a worker."""
+
+    def __init__(self, batch_size: int, seed: int) -> None:
+        super().__init__([None] * batch_size)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self[:], self.seed)
