@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainwright.callbacks.gradient_accumulation_scheduler import GradientAccumulationScheduler
     from trainwright.callbacks.lambda_callback import LambdaCallback
     from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainwright.callbacks.loss_spike_detector import LossSpikeDetector
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
     from trainwright.callbacks.model_summary import ModelSummary
     from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -39,6 +40,7 @@ _HOMES = {
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "learning_rate_monitor",
+    "LossSpikeDetector": "loss_spike_detector",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
@@ -62,6 +64,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LearningRateMonitor",
+    "LossSpikeDetector",
     "ModelCheckpoint",
     "ModelSummary",
     "OnExceptionCheckpoint",

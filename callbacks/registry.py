@@ -16,6 +16,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         ),
         "lambda": "trainwright.callbacks.lambda_callback:LambdaCallback",
         "learning_rate_monitor": "trainwright.callbacks.learning_rate_monitor:LearningRateMonitor",
+        "loss_spike_detector": "trainwright.callbacks.loss_spike_detector:LossSpikeDetector",
         "model_checkpoint": "trainwright.callbacks.model_checkpoint:ModelCheckpoint",
         "model_summary": "trainwright.callbacks.model_summary:ModelSummary",
         "on_exception_checkpoint": "trainwright.callbacks.on_exception_checkpoint:OnExceptionCheckpoint",

@@ -155,6 +155,10 @@ class Rollbacks(RunFacts):
         self.metrics.flush_step()  # of the branch that is left
         if logging is not None:
             logging.finish("interrupted")  # started again below, they remove what lies behind the checkpoint
+        # Callbacks and loggers live through what a resume in a new process would be to them.
+        self.fire("setup", "fit")
+        for config in self.lr_scheduler_configs:
+            config.paused = False
         self.enter_checkpoint(wish.path, LoadRequest())
         state.seconds = left["seconds"]  # time does not go back
         if not self.settings.arguments["reload_dataloaders_every_n_epochs"]:
@@ -168,6 +172,7 @@ class Rollbacks(RunFacts):
             f"{wish.reason}. Went back from step {left['step']} to step {state.step} ({wish.path}); rollback "
             f"{self.num_rollbacks} of at most {self.max_rollbacks}."
         )
+        self.fire("on_fit_start")
         self.fire("on_train_start")
         if state.batch_in_epoch == 0:
             self._restore_rng()

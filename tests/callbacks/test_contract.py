@@ -32,6 +32,7 @@ MAKE: dict[str, Callable[[Path], Callback]] = {
     "gradient_accumulation_scheduler": lambda root: public.GradientAccumulationScheduler({1: 2}),
     "lambda": lambda root: public.LambdaCallback(on_fit_end=say_nothing),
     "learning_rate_monitor": lambda root: public.LearningRateMonitor(),
+    "loss_spike_detector": lambda root: public.LossSpikeDetector(window=4),
     "model_checkpoint": lambda root: public.ModelCheckpoint(monitor="loss", save_last=True),
     "model_summary": lambda root: public.ModelSummary(),
     "on_exception_checkpoint": lambda root: public.OnExceptionCheckpoint(root),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regres
 from tests.trainer.runs import quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.core.errors import ConfigurationError, NonFiniteError, TrainwrightWarning
 from trainwright.trainer.trainer import Trainer
 
@@ -500,6 +502,22 @@ def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) 
     resumed = quiet_trainer(max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
     resumed.fit(Bad(), batches(8), ckpt_path=tmp_path / "later")
     assert (resumed.skipped_batches, resumed.num_rollbacks) == (trainer.skipped_batches, 1)
+
+
+@pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(0.1, 2)])
+def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path: Path) -> None:
+    """The weights in a checkpoint may be the average: training goes on with those that were trained."""
+    task, without = Bad((1, 4), (2, 1)), Bad((1, 4), (2, 1))
+    trainer = quiet_trainer(
+        max_epochs=3, callbacks=[make(), saves(3)], on_nonfinite="rollback", default_root_dir=tmp_path
+    )
+    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+        trainer.fit(task, regression_loader(12, 2))
+    assert len([w for w in warned if "Went back" in str(w.message)]) == 2
+    expected = quiet_trainer(max_epochs=3, callbacks=[make()], on_nonfinite="skip")
+    with pytest.warns(TrainwrightWarning, match="it is skipped"):
+        expected.fit(without, regression_loader(12, 2))
+    assert_equal_weights(weights_of(task), weights_of(without))
 
 
 @pytest.mark.slow

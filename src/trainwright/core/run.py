@@ -214,9 +214,9 @@ class Run(Protocol):
         """Go back, at the end of the present step, to this run's newest checkpoint of `before_step` steps or fewer.
 
         The run continues from it as after a resume, in this process, and leaves out what it has consumed since: see
-        `skipped_batches`. Callbacks are given their saved states, and `on_train_start` runs again. What has been asked
-        for and not been done yet is dropped. Without such a checkpoint training goes on, with a warning. Every rank
-        must ask alike.
+        `skipped_batches`. Callbacks live through it as through a resume: `setup`, `load_state_dict`, `on_fit_start` and
+        `on_train_start` are called. What has been asked for and not been done yet is dropped. Without such a checkpoint
+        training goes on, with a warning. Every rank must ask alike.
 
         Raises:
             RollbackError: at that point, when the run has gone back `max_rollbacks` times already.

@@ -1,0 +1,298 @@
+"""LossSpikeDetector: what counts as a spike, and what happens then."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.callbacks.fake_run import FakeRun
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks import Callback, LossSpikeDetector, ModelCheckpoint
+from trainwright.core.errors import ConfigurationError, RollbackError, TrainwrightWarning
+from trainwright.core.run import SaveRequest
+from trainwright.core.state import StepResult
+
+
+def feed(detector: LossSpikeDetector, losses: list[float], root: Path, log_every: int = 1) -> FakeRun:
+    """Let a run have these losses, one a step."""
+    run = FakeRun([detector], root)
+    run.log_every_n_steps = log_every
+    detector.setup(run, run.task, "fit")  # type: ignore[arg-type]
+    for loss in losses:
+        run.state.step += 1
+        detector.on_train_step_end(run, run.task, StepResult(torch.tensor(loss)))  # type: ignore[arg-type]
+    return run
+
+
+QUIET = [1.0 + 0.1 * math.sin(i) for i in range(20)]
+
+
+def test_a_jump_is_warned_of_with_its_step_loss_and_bound(tmp_path: Path) -> None:
+    detector = LossSpikeDetector(window=10)
+    with pytest.warns(TrainwrightWarning, match=r"jumped at step 20: 5, above 1\.[0-9]+\.") as warned:
+        feed(detector, [*QUIET, 5.0, *QUIET], tmp_path)
+    assert len(warned) == 1
+    assert (detector.num_spikes, detector.last_spike) == (1, 20)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_is_a_spike_and_no_part_of_the_window(loss: float, tmp_path: Path) -> None:
+    detector = LossSpikeDetector(window=10)
+    with pytest.warns(TrainwrightWarning, match="jumped at step 3"):
+        feed(detector, [*QUIET[:3], loss, *QUIET], tmp_path)
+    assert all(map(math.isfinite, detector.state_dict()["losses"]))
+
+
+def test_before_half_a_window_it_says_nothing(tmp_path: Path) -> None:
+    feed(LossSpikeDetector(window=10), [1.0, 1.0, 1.0, 1.0, 1e9], tmp_path)
+    with pytest.warns(TrainwrightWarning, match="step 5"):
+        feed(LossSpikeDetector(window=10), [1.0, 1.0, 1.0, 1.0, 1.0, 1e9], tmp_path)
+
+
+def test_losses_that_hardly_scatter_are_not_measured_by_their_noise(tmp_path: Path) -> None:
+    feed(LossSpikeDetector(window=10, threshold=8.0), [*[1.0] * 20, 1.07], tmp_path)
+    with pytest.warns(TrainwrightWarning):
+        feed(LossSpikeDetector(window=10, threshold=8.0), [*[1.0] * 20, 1.09], tmp_path)
+
+
+def test_a_falling_loss_is_none(tmp_path: Path) -> None:
+    feed(LossSpikeDetector(window=10), [10.0 * 0.9**i for i in range(100)], tmp_path)
+
+
+def test_a_new_level_is_warned_of_once_and_then_the_normal_one(tmp_path: Path) -> None:
+    detector = LossSpikeDetector(window=10)
+    with pytest.warns(TrainwrightWarning) as warned:
+        feed(detector, [*QUIET, *(loss + 5 for loss in QUIET)], tmp_path)
+    assert len(warned) == 1
+    with pytest.warns(TrainwrightWarning):
+        feed(detector, [20.0], tmp_path)
+
+
+@pytest.mark.parametrize(("losses", "acts"), [([9.0], 0), ([9.0, 9.0], 1), ([9.0, 1.0, 9.0], 0), ([9.0] * 4, 1)])
+def test_with_patience_only_a_row_of_spikes_counts(losses: list[float], acts: int, tmp_path: Path) -> None:
+    detector = LossSpikeDetector(window=20, patience=2, action="stop")
+    if acts:
+        with pytest.warns(TrainwrightWarning, match="step 20"):
+            feed(detector, [*QUIET, *losses], tmp_path)
+    else:
+        feed(detector, [*QUIET, *losses], tmp_path)
+    assert detector.num_spikes == acts
+
+
+@given(
+    losses=st.lists(st.floats(0.0, 1e6), min_size=1, max_size=60),
+    window=st.integers(4, 20),
+    threshold=st.floats(0.5, 20.0),
+    every=st.integers(1, 7),
+)
+def test_spikes_are_those_of_the_formula_however_often_losses_are_read(
+    losses: list[float], window: int, threshold: float, every: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    losses = [torch.tensor(loss).item() for loss in losses]  # as float32 holds them
+    detector = LossSpikeDetector(window=window, threshold=threshold, action="rollback")
+    run = feed(detector, losses, tmp_path_factory.getbasetemp(), every)
+    detector.on_train_epoch_end(run, run.task)  # type: ignore[arg-type]
+    rows: list[int] = []
+    before = False
+    for i, loss in enumerate(losses):
+        last = losses[max(0, i - window) : i]
+        spike = False
+        if len(last) >= window // 2:
+            median = statistics.median(last)
+            mad = statistics.median([abs(other - median) for other in last])
+            spike = loss > median + threshold * max(1.4826 * mad, 0.01 * abs(median))
+        if spike and not before:
+            rows.append(i)
+        before = spike
+    asked = [before_step for _, before_step, _ in run.rollbacks]
+    assert set(asked) <= set(rows)  # several between two readings are one event
+    assert asked[:1] == rows[:1]
+    if every == 1:
+        assert asked == rows
+
+
+def test_losses_are_read_only_at_log_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = LossSpikeDetector(window=4)
+    reads: list[int] = []
+    monkeypatch.setattr(torch, "stack", lambda tensors: (reads.append(len(tensors)), torch.tensor(tensors))[1])
+    feed(detector, QUIET[:11], tmp_path, log_every=5)
+    assert reads == [5, 5]
+
+
+def test_its_state_goes_on_where_it_was(tmp_path: Path) -> None:
+    first, second = LossSpikeDetector(window=10, action="rollback"), LossSpikeDetector(window=10, action="rollback")
+    feed(first, QUIET, tmp_path)
+    second.load_state_dict(first.state_dict())
+    assert feed(second, [5.0], tmp_path).rollbacks != []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"window": 3}, {"window": 4.0}, {"threshold": 0}, {"patience": 0}, {"action": "rolback"}],
+    ids=str,
+)
+def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="LossSpikeDetector"):
+        LossSpikeDetector(**arguments)
+
+
+def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
+    task = RegressionTask()
+    task.automatic_optimization = False
+    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+        quiet_trainer(callbacks=LossSpikeDetector()).fit(task, regression_loader(4))
+
+
+# In a Trainer
+
+
+class Jumps(RegressionTask):
+    """The loss is much larger in some (epoch, batch)."""
+
+    def __init__(self, *jumps: tuple[int, int], rank: int | None = None) -> None:
+        super().__init__(momentum=0.5, lr=1e-3)
+        self.jumps = jumps
+        self.rank = rank
+        self.seen: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return a loss near 1."""
+        here = self.current_epoch, batch_idx
+        self.seen.append(here)
+        loss = 1.0 + 1e-3 * self.loss(batch)
+        jump = here in self.jumps and self.rank in (None, self.global_rank)
+        return loss * 50 if jump else loss
+
+
+def test_stop_ends_the_run(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, log_every_n_steps=2, callbacks=LossSpikeDetector(window=10, action="stop"))
+    with pytest.warns(TrainwrightWarning, match="jumped at step 10"):
+        trainer.fit(Jumps((0, 10)), regression_loader(20))
+    assert trainer.global_step == 12  # the next step at which losses are read
+
+
+def rolls_back() -> LossSpikeDetector:
+    return LossSpikeDetector(window=10, action="rollback")
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_rollback_goes_before_the_spike_and_leaves_out_what_came_since(log_every: int, tmp_path: Path) -> None:
+    task = Jumps((0, 13))
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=log_every, default_root_dir=tmp_path,
+        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="jumped at step 13.* Went back from step .* to step 10"):
+        trainer.fit(task, regression_loader(20))
+    stop = 14 if log_every == 1 else 16  # where the loss was read
+    assert task.seen == [(0, i) for i in range(stop)] + [(0, i) for i in range(stop, 20)]
+    assert (trainer.global_step, trainer.state.batches) == (20 - (stop - 10), 20)
+    (skipped,) = trainer.skipped_batches
+    assert (skipped.first_batch, skipped.num_batches, skipped.start, skipped.stop) == (10, stop - 10, 10, stop)
+    assert "LossSpikeDetector" in skipped.reason
+
+
+def test_after_a_rollback_the_weights_are_those_of_a_run_without_that_data(tmp_path: Path) -> None:
+    task, without = Jumps((0, 13)), Jumps()
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
+        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(task, regression_loader(20))
+    kept = [batch for i, batch in enumerate(regression_loader(20)) if not 10 <= i < 14]
+    quiet_trainer(max_epochs=1).fit(without, kept)
+    assert_equal_weights(weights_of(task), weights_of(without))
+
+
+def test_a_rollback_over_an_epochs_end_leaves_out_the_rest_of_it(tmp_path: Path) -> None:
+    task = Jumps((1, 1))
+    trainer = quiet_trainer(
+        max_epochs=3, log_every_n_steps=4, default_root_dir=tmp_path,
+        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="Went back from step 12 to step 6"):
+        trainer.fit(task, regression_loader(8))
+    first, second = trainer.skipped_batches
+    assert (first.epoch, first.first_batch, first.num_batches, first.stop) == (0, 6, None, None)
+    assert (second.epoch, second.first_batch, second.num_batches) == (1, 0, 4)
+    assert task.seen == [(e, i) for e in range(3) for i in range(8)]
+    assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (18, 24, 3)
+
+
+def test_without_a_checkpoint_from_before_the_spike_training_goes_on(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path,
+        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=15)],
+    )  # fmt: skip
+    with pytest.warns(TrainwrightWarning, match="no full checkpoint of step 13 or before"):
+        trainer.fit(Jumps((0, 13)), regression_loader(20))
+    assert trainer.global_step == 20
+
+
+class _SavesAt(Callback):
+    """Asks for a checkpoint after some batches."""
+
+    def __init__(self, *batches: int) -> None:
+        self.batches = batches
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: StepResult) -> None:
+        if trainer.state.batch_in_epoch in self.batches:
+            trainer.request_save(SaveRequest(f"batch-{trainer.state.batch_in_epoch}"))
+
+
+def test_a_checkpoint_of_the_branch_that_was_left_is_not_gone_back_to(tmp_path: Path) -> None:
+    """What was saved at step 12 holds the first spike; the second one comes after the new branch's step 14."""
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=8, default_root_dir=tmp_path, callbacks=[rolls_back(), _SavesAt(6, 12)]
+    )
+    with pytest.warns(TrainwrightWarning, match="Went back") as warned:
+        trainer.fit(Jumps((0, 10), (0, 24)), regression_loader(40))
+    assert len(warned) == 2
+    for text in map(str, (w.message for w in warned)):
+        assert "Went back from step 16 to step 6 " in text
+
+
+def test_more_rollbacks_than_allowed_are_an_error(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        max_epochs=1, log_every_n_steps=1, default_root_dir=tmp_path, max_rollbacks=1,
+        callbacks=[rolls_back(), ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
+    )  # fmt: skip
+    with (
+        pytest.warns(TrainwrightWarning, match="Went back"),
+        pytest.raises(RollbackError, match=r"jumped at step .* max_rollbacks=1"),
+    ):
+        trainer.fit(Jumps((0, 13), (0, 16)), regression_loader(20))
+
+
+def _two_ranks(root: Path) -> tuple[Any, ...]:
+    warnings.simplefilter("ignore")
+    task, detector = Jumps((0, 13), rank=1), rolls_back()
+    trainer = quiet_trainer(
+        devices="auto", max_epochs=1, log_every_n_steps=4, default_root_dir=root, num_sanity_val_steps=0,
+        callbacks=[detector, ModelCheckpoint(every_n_train_steps=5, save_top_k=-1)],
+    )  # fmt: skip
+    trainer.fit(task, regression_loader(40))
+    return trainer.global_step, trainer.skipped_batches, detector.num_spikes, detector.state_dict()
+
+
+@pytest.mark.distributed
+def test_a_spike_on_one_rank_only_sends_all_of_them_back(tmp_path: Path) -> None:
+    first, second = run_distributed(_two_ranks, 2, tmp_path, init=False, timeout=120)
+    assert first[:2] == second[:2]
+    (skipped,) = first[1]
+    assert (skipped.first_batch, skipped.num_batches, skipped.unit, skipped.start, skipped.stop) == (
+        10, 6, "samples", 20, 32,
+    )  # fmt: skip
+    assert first[0] == 20 - 6
+    assert first[2] == 1
