@@ -18,8 +18,8 @@ from trainwright.checkpoint.layout import (
     RNG_FOLDER,
     TRAINER_STEM,
     Manifest,
-    load_json,
     numbered,
+    read_json,
 )
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.checkpoint.safetensors_io import read_safetensors
@@ -148,7 +148,7 @@ def _mapped_tree(folder: Path, stem: str) -> Any:
     """Read a tree whose tensors stay mapped to their file."""
     path, tensor_path = folder / f"{stem}.json", folder / f"{stem}.safetensors"
     tensors = read_safetensors(tensor_path, copy=False) if tensor_path.is_file() else {}
-    return decode(load_json(path.read_bytes(), str(path)), tensors)
+    return decode(read_json(path), tensors)
 
 
 def _compare_models(found: CheckpointDifference, left: Path, right: Path) -> None:

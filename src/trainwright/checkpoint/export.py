@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.durable import HashingFile, hidden, make_folder, rename, sync_folder, write_file
-from trainwright.checkpoint.layout import MANIFEST, MODEL_FOLDER, dump_json, inside, load_json
+from trainwright.checkpoint.layout import MANIFEST, MODEL_FOLDER, dump_json, inside, read_json
 from trainwright.checkpoint.model import MAX_SHARD_BYTES, MODEL_INDEX, SINGLE_FILE
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.checkpoint.safetensors_io import MAX_HEADER_BYTES, read_header, read_safetensors
@@ -198,7 +198,7 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
     if not path.is_file():
         single = inside(folder, SINGLE_FILE, str(folder))
         return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
-    index = load_json(path.read_bytes(), str(path))
+    index = read_json(path)
     try:
         weight_map = {str(name): str(file) for name, file in index["weight_map"].items()}
         notes = dict(index.get("metadata", {}).get("trainwright", {}))

@@ -13,6 +13,7 @@ Every path in a manifest or an index is relative and stays inside its folder, so
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -35,6 +36,8 @@ TOP_LEVEL = frozenset(
     {MANIFEST, MODEL_FOLDER, OPTIMIZER_FOLDER, RNG_FOLDER, f"{TRAINER_STEM}.json", f"{TRAINER_STEM}.safetensors"}
 )
 MAX_MANIFEST_BYTES = 64 * 2**20
+# A parsed file takes some tens of times its size in memory; what is that long belongs into tensors.
+MAX_JSON_BYTES = 256 * 2**20
 
 Kind = Literal["full", "weights"]
 PARTS: dict[Kind, tuple[str, ...]] = {
@@ -180,6 +183,19 @@ def load_json(data: bytes, origin: str) -> Any:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{origin} is not readable JSON: {error}. It is damaged or not ours.") from error
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file strictly; see `load_json`.
+
+    Raises:
+        CheckpointError: it is longer than `max_bytes` (nothing is read then), or not strict JSON.
+    """
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that are read. It is not ours.")
+        return load_json(file.read(max_bytes + 1), str(path))
 
 
 def check_relative(path: object, origin: str) -> str:

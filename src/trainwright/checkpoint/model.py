@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.layout import FileEntry, dump_json, inside, load_json
+from trainwright.checkpoint.layout import FileEntry, dump_json, inside, read_json
 from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.safetensors_io import from_storable, plan_safetensors, read_safetensors, to_storable
 from trainwright.checkpoint.trees import plan_tree, read_tree
@@ -162,7 +162,7 @@ def read_model(folder: Path, device: torch.device | str = "cpu", *, copy: bool =
         if (folder / SINGLE_FILE).is_file():
             return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
         raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
-    index = load_json(path.read_bytes(), str(path))
+    index = read_json(path)
     try:
         weight_map: dict[str, str] = dict(index["weight_map"])
         notes = dict(index.get("metadata", {}).get("trainwright", {}))

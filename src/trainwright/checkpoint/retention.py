@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from trainwright.checkpoint.durable import make_folder, replace_file
 from trainwright.checkpoint.layout import (
+    MAX_MANIFEST_BYTES,
     PARTS,
     RUN_INDEX,
     Kind,
     check_relative,
     dump_json,
     inside,
-    load_json,
+    read_json,
 )
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.checkpoint.staging import remove_folder
@@ -144,7 +145,7 @@ class RunIndex:
         if not self.path.is_file():
             return []
         origin = str(inside(self.folder, RUN_INDEX, str(self.folder)))
-        values = load_json(self.path.read_bytes(), origin)
+        values = read_json(self.path, max_bytes=MAX_MANIFEST_BYTES)
         if not isinstance(values, dict):
             raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
         version = check_format_version(values.get("format_version"), origin)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint.codec import decode, encode
-from trainwright.checkpoint.layout import dump_json, inside, load_json
+from trainwright.checkpoint.layout import MAX_JSON_BYTES, dump_json, inside, read_json
 from trainwright.checkpoint.planned_file import PlannedFile
 from trainwright.checkpoint.safetensors_io import plan_safetensors, read_safetensors
 from trainwright.core.errors import CheckpointError
@@ -16,9 +16,18 @@ def plan_tree(stem: str, tree: Any) -> list[PlannedFile]:
     """Encode `tree` (see `codec.encode`) as `stem.json` and, if it holds tensors, `stem.safetensors`.
 
     Everything but the tensors is encoded when this returns; tensors are the tree's own memory.
+
+    Raises:
+        CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
     """
     value, tensors = encode(tree)
-    files = [PlannedFile(f"{stem}.json", dump_json(value).encode() + b"\n")]
+    text = dump_json(value).encode() + b"\n"
+    if len(text) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{stem}.json would have {len(text)} bytes; readers accept {MAX_JSON_BYTES}. Save long lists as tensors or "
+            "arrays."
+        )
+    files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
         files.append(plan_safetensors(f"{stem}.safetensors", tensors))
     return files
@@ -36,6 +45,6 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True) -> Any:
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     try:
-        return decode(load_json(path.read_bytes(), str(path)), tensors)
+        return decode(read_json(path), tensors)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

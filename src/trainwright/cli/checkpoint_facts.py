@@ -13,7 +13,7 @@ import torch
 from trainwright.checkpoint import Manifest, read_manifest, verify
 from trainwright.checkpoint.codec import TAG, decode
 from trainwright.checkpoint.export import stored_tensors
-from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, load_json, numbered
+from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered, read_json
 from trainwright.checkpoint.safetensors_io import read_header, read_safetensors
 from trainwright.checkpoint.trees import read_tree
 from trainwright.checkpoint.writer import PROGRESS
@@ -180,7 +180,7 @@ def _model(path: Path) -> dict[str, Any]:
 def _raw(folder: Path, stem: str) -> dict[str, Any]:
     """Return a tree's JSON as it is written, without its tensors."""
     path = folder / f"{stem}.json"
-    value = load_json(path.read_bytes(), str(path))
+    value = read_json(path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected an object, got {type(value).__name__}.")
     return value
