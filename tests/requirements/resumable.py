@@ -105,17 +105,17 @@ class NoisyBatches:
         self.place = state["place"]
 
 
-def make_loader(kind: str, n: int, workers: int, *, shuffle: bool = False) -> Any:
+def make_loader(kind: str, n: int, workers: int, *, shuffle: bool = False, batch_size: int = BATCH) -> Any:
     """Return a loader of `n` samples: "plain", "stateful", "stream" (stateful as well) or "own"."""
     if kind == "own":
         return NoisyBatches(n)
     if kind == "plain":
-        return DataLoader(NoisySamples(n), BATCH, shuffle=shuffle, **WORKERS[workers])
+        return DataLoader(NoisySamples(n), batch_size, shuffle=shuffle, **WORKERS[workers])
     data: Any = NoisyStream(n) if kind == "stream" else NoisySamples(n)
     with warnings.catch_warnings():
         # torchdata 0.11 calls what torch 2.13 has deprecated.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return StatefulDataLoader(data, BATCH, shuffle=shuffle, **WORKERS[workers])
+        return StatefulDataLoader(data, batch_size, shuffle=shuffle, **WORKERS[workers])
 
 
 class Seen(Callback):
