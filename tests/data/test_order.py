@@ -94,10 +94,10 @@ def test_five_million_indices_a_second() -> None:
     permutation = KeyedPermutation(2**20 + 1, 9)  # the worst case: three of four words are walked on
     fastest_s = float("inf")
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()  # of this process alone, for the machine may be busy
         permutation.slice(0, 500_000)
-        fastest_s = min(fastest_s, time.perf_counter() - began)
-    assert 500_000 / fastest_s > 4e6  # 6e6 measured; room for a busy machine
+        fastest_s = min(fastest_s, time.process_time() - began)
+    assert 500_000 / fastest_s > 5e6  # 10e6 measured
 
 
 def test_every_sample_is_equally_often_first() -> None:

@@ -123,11 +123,13 @@ class KeyedPermutation:
         for first in range(0, flat.size, _BLOCK):
             block = flat[first : first + _BLOCK]
             block[:] = self._encipher(block)
-            outside = np.flatnonzero(block >= limit)
-            while outside.size:
-                walked = self._encipher(block[outside])
-                block[outside] = walked
-                outside = outside[walked >= limit]
+        # All that must walk on do so together: block by block, most of the time would go into ever shorter remainders.
+        outside = np.flatnonzero(flat >= limit)
+        while outside.size:
+            for first in range(0, outside.size, _BLOCK):
+                which = outside[first : first + _BLOCK]
+                flat[which] = self._encipher(flat[which])
+            outside = outside[flat[outside] >= limit]
         return flat.reshape(words.shape).view(np.int64)
 
     def _encipher(self, words: _Words) -> _Words:
