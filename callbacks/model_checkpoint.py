@@ -17,7 +17,7 @@ from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_templa
 from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
 from trainwright.callbacks.top_k import TopK
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
@@ -275,6 +275,8 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         step = trainer.state.step
+        if isinstance(exception, Preempted):  # the Trainer has saved all that there was time for
+            return
         if not self.save_on_exception or self._is_idle(trainer) or self._last_saved_step == step:
             return
         if trainer.is_global_zero:

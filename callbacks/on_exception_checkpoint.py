@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.checkpoint_name import check_template
+from trainwright.core.errors import Preempted
 from trainwright.core.run import Run, SaveRequest
 from trainwright.core.task import TaskModule
 
@@ -39,6 +40,8 @@ class OnExceptionCheckpoint(Callback):
         return str(self.dirpath / self.filename)
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
+        if isinstance(exception, Preempted):  # the Trainer has saved all that there was time for
+            return
         if trainer.stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             trainer.emergency_save(
                 SaveRequest(self.filename, folder=self.dirpath, metrics=dict(trainer.callback_metrics))

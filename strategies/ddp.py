@@ -107,6 +107,12 @@ class DDPStrategy(Strategy):
         for tensor in [*task.parameters(), *task.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
 
+    def begin_evaluation(self) -> None:
+        # In training, buffers are rank 0's when a forward begins, and each rank's own after it.
+        if self._replica is not None and self.ddp_options.get("broadcast_buffers", True):
+            for buffer in self.task.buffers():
+                dist.broadcast(buffer, src=0)
+
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         replica = self._replica
         if last or replica is None:

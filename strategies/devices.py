@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.launcher import set_variable
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
 
@@ -72,15 +76,26 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     return indices
 
 
-def set_kernel_choice(benchmark: bool | None, deterministic: bool | str | None) -> None:
-    """Choose between fast and repeatable kernels for the whole process.
+@contextlib.contextmanager
+def kernel_choice(
+    benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
+) -> Iterator[None]:
+    """Choose between fast and repeatable kernels for the whole process, for the length of a stage.
 
     Args:
         benchmark: let cuDNN time its kernels and pick the fastest; None leaves the setting.
         deterministic: True: only repeatable kernels, an operation without one raises; `"warn"`: warns.
+        detect_anomaly: find the operation behind a NaN in backward.
     """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark
     if deterministic:
+        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
         torch.backends.cudnn.benchmark = False
+    try:
+        with torch.autograd.set_detect_anomaly(True) if detect_anomaly else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -35,6 +35,18 @@ class Processes:
     def close(self) -> None:
         """Leave the others. Does not wait for them."""
 
+    def recall(self, key: str, value: str) -> str | None:
+        """Return what the job's first attempt gave as `value` for `key`; this is that attempt when nothing is there.
+
+        Only torchrun's agent keeps anything between attempts: None elsewhere. Blocks for a round trip to it.
+        """
+        topology = self.topology
+        if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
+            return None
+        store = PrefixStore("trainwright/job", _open_store(topology, datetime.timedelta(minutes=5)))
+        kept: bytes = store.compare_set(key, "", value)
+        return kept.decode()
+
     def gather_object(self, value: Any) -> list[Any]:
         """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
         return [value]
@@ -77,13 +89,11 @@ class ProcessGroup(Processes):
     def open(self, device: torch.device) -> None:
         global _groups_made
         if not dist.is_initialized():
-            host = self.topology.master_addr or "127.0.0.1"
-            port = self.topology.master_port or 29500
             backend = self.backend or _backend(device)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there.
             attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
-            store = self._open_store(host, port)
+            store = _open_store(self.topology, self.timeout)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
             dist.init_process_group(
@@ -92,25 +102,6 @@ class ProcessGroup(Processes):
             self._made_here = True
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
-
-    def _open_store(self, host: str, port: int) -> TCPStore:
-        """Return the connection to the store that rank 0, or torchrun's agent, serves.
-
-        It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is
-        kept for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server
-        that is about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port
-        each; there, the last one's processes have ended when the next begins.
-        """
-        key = (host, port, self.rank)
-        if variable(STARTED_BY_TRAINER) is not None:
-            _stores.clear()
-        if key not in _stores:
-            agent_serves = variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            _stores[key] = TCPStore(
-                host, port, self.world_size, is_master=self.rank == 0 and not agent_serves, timeout=self.timeout,
-                wait_for_workers=False, multi_tenant=True,
-            )  # fmt: skip
-        return _stores[key]
 
     def close(self) -> None:
         if self._made_here and dist.is_initialized():
@@ -147,3 +138,27 @@ def _backend(device: torch.device) -> str:
     if device.type == "cpu":
         return "gloo"
     return dist.get_default_backend_for_device(device)
+
+
+def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
+    """Return the connection to the store that rank 0, or torchrun's agent, serves.
+
+    It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is kept
+    for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server that is
+    about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port each; there,
+    the last one's processes have ended when the next begins.
+    """
+    host, port = topology.master_addr or "127.0.0.1", topology.master_port or 29500
+    key = (host, port, topology.rank)
+    if variable(STARTED_BY_TRAINER) is not None:
+        _stores.clear()
+    if key not in _stores:
+        _stores[key] = TCPStore(
+            host, port, topology.world_size, is_master=topology.rank == 0 and not _agent_serves(), timeout=timeout,
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    return _stores[key]
+
+
+def _agent_serves() -> bool:
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -209,6 +209,9 @@ class Strategy(StepByHand, FiniteCheck):
         self._training_step = bind_step(step, "training_step", wrapped, num_arguments=2)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
 
+    def begin_evaluation(self) -> None:
+        """Make every rank evaluate the model that a checkpoint of this moment would hold. Collective."""
+
     # The step
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:

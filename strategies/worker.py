@@ -8,16 +8,19 @@ import sys
 import traceback
 from pathlib import Path
 
+from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import variable
 
 
 def main(work_file: str, error_file: str) -> int:
-    """Run the pickled work; leave the traceback in `error_file` if it fails.
+    """Run the pickled work; leave the traceback in `error_file` if it fails. Returns the exit code.
 
     The file was written by the parent process moments ago, in a folder that only this user can read.
     """
     try:
         pickle.loads(Path(work_file).read_bytes())()
+    except Preempted:  # agreed by all, the parent too
+        return PREEMPTED
     except BaseException:  # noqa: BLE001  # whatever ended it belongs in the parent's message
         text = f"rank {variable('RANK')}:\n{traceback.format_exc()}"
         partial = Path(error_file + ".partial")

@@ -78,6 +78,7 @@ def _collect(
             "left_out": run.rollback_state(),
             "seed": run.seed,
             "run_id": run.run_id,
+            "job": run.attempt.key,
             "precision": strategy.precision.name,
         }
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}

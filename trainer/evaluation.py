@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,23 @@ from trainwright.loggers.metric_ranks import Flushed
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData
 
+
+class Abandoned(Exception):
+    """An evaluation was broken off; it has left nothing behind."""
+
+
 EvaluationKind = Literal["validate", "test", "predict"]
 _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def evaluate(
-    run: RunFacts, kind: EvaluationKind, data: EvaluationData, *, max_batches: int | None = None, keep: bool = False
+    run: RunFacts,
+    kind: EvaluationKind,
+    data: EvaluationData,
+    *,
+    max_batches: int | None = None,
+    keep: bool = False,
+    abandon: Callable[[int, int], bool] | None = None,
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data.
 
@@ -31,6 +42,10 @@ def evaluate(
         data: the loaders.
         max_batches: at most so many batches of each loader, besides the data's own limits.
         keep: return what the step returned.
+        abandon: asked before each batch (with its loader's index and its own) whether to break off.
+
+    Raises:
+        Abandoned: `abandon` said so; on every rank alike.
 
     Returns:
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty unless `keep`).
@@ -44,6 +59,7 @@ def evaluate(
     before = metrics.stage
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
     run.evaluating = kind
+    run.strategy.begin_evaluation()
     with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
@@ -53,6 +69,8 @@ def evaluate(
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
                 metrics.dataloader_idx = index if len(data.loaders) > 1 else None
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
+                    if abandon is not None and abandon(index, idx):
+                        raise Abandoned
                     output = _one_batch(run, kind, name, batch, idx, index, hooks)
                     if keep:
                         outputs[index].append(output)

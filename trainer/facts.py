@@ -25,6 +25,7 @@ from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange, Flushed
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.job import Attempt
 from trainwright.trainer.loaders import EvaluationData, TrainData
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 
@@ -55,6 +56,7 @@ class RunFacts(ABC):
         last_result: loss and gradient norm of the last optimizer step (see `last_step`).
         quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.
         at_step_boundary: no optimizer step is half done.
+        attempt: which attempt of a launcher at its job this fit belongs to.
         evaluating: `"validate"`, `"test"` or `"predict"` while one runs, else None.
         num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
         run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
@@ -84,6 +86,7 @@ class RunFacts(ABC):
     last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None
     quiet_groups: int
     at_step_boundary: bool
+    attempt: Attempt
     num_eval_batches: list[int | float]
     evaluating: str | None
     run_id: str

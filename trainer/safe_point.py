@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +39,7 @@ class SafePoint:
         self._complaints: deque[str] = deque()
         self._actions: list[Callable[[], None]] = []
         self._saves: list[SaveRequest] = []
+        self.longest_write_s = 0.0  # from its collection until it was published; on the main rank
 
     @property
     def waiting(self) -> bool:
@@ -98,6 +100,13 @@ class SafePoint:
 
         checkpointing.on_main_rank(self._run, work, f"write {path}")
 
+    def find(self, step: int) -> Path | None:
+        """Return the full checkpoint of `step` that this run has published in its folder, if any; main rank only."""
+        folder = self._run.checkpoint_dir
+        entries = RunIndex(folder, run=self._run.run_id).entries()
+        names = [entry.name for entry in entries if entry.step == step and entry.kind == "full"]
+        return folder / names[-1] if names else None
+
     def finish(self) -> None:
         """Wait until every checkpoint is published. Collective.
 
@@ -137,17 +146,18 @@ class SafePoint:
 
     def _write(self, requests: list[SaveRequest]) -> None:
         """Write one moment under several names: it is collected, and copied, once."""
-        run = self._run
+        run, since = self._run, time.monotonic()
         snapshot = checkpointing.capture(run, weights_only=requests[0].weights_only)
         names = ", ".join(str(self._folder(request) / request.name) for request in requests)
-        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, requests), f"write {names}")
+        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, requests, since), f"write {names}")
 
-    def _write_alone(self, snapshot: Snapshot, requests: list[SaveRequest]) -> None:
+    def _write_alone(self, snapshot: Snapshot, requests: list[SaveRequest], since: float) -> None:
         self._wait()  # before the next checkpoint may delete what loggers have not been told of
         copied = False
         for request in requests:
             path = self._folder(request) / request.name
-            then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path))
+            then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path),
+                           since=since)  # fmt: skip
             metrics = request.metrics or snapshot.metrics
             if self._writer is None:
                 then(write_checkpoint(path, replace(snapshot, metrics=metrics)))
@@ -158,8 +168,11 @@ class SafePoint:
                 self._writer.submit(path, replace(snapshot, metrics=metrics), then=then)
                 copied = True
 
-    def _keep_books(self, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...]) -> None:
+    def _keep_books(
+        self, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float
+    ) -> None:
         """Enter the checkpoint in the run's index, move its link, delete what it replaces; in the writer's thread."""
+        self.longest_write_s = max(self.longest_write_s, time.monotonic() - since)
         index = RunIndex(path.parent, run=run_id)
         index.add(path)
         self._published.append((path, aliases))
@@ -191,9 +204,10 @@ class SafePoint:
         self.close()  # what is still being written comes first, and an error of it does not keep this from being tried
         path = self._folder(request) / request.name
         try:
+            since = time.monotonic()
             snapshot = checkpointing.capture_alone(run, request.metrics)
             write_checkpoint(path, snapshot)
-            self._keep_books(path, request=request, run_id=run.run_id, aliases=self._aliases(path))
+            self._keep_books(path, request=request, run_id=run.run_id, aliases=self._aliases(path), since=since)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"no checkpoint {path} of the failed run: {error}", TrainwrightWarning, stacklevel=2)
         self._report()

@@ -213,6 +213,25 @@ def _whole(name: str, value: Any, lowest: int, otherwise: str = "") -> None:
         raise ConfigurationError(f"{name}={value!r}: write a whole number of at least {lowest}{hint}.")
 
 
+def parse_grace(value: Any) -> float | None:
+    """Read `preemption_grace`; returns seconds, or None when signals are left alone.
+
+    Raises:
+        ConfigurationError: it is no length of time.
+    """
+    if value is None:
+        return None
+    try:
+        length = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    except (ConfigurationError, TypeError) as error:
+        raise ConfigurationError(f"preemption_grace={value!r} is no length of time. {error}") from None
+    if length.unit != "seconds" or not length.value > 0:
+        raise ConfigurationError(
+            f"preemption_grace={value!r} is no length of time. Write seconds, '2 min', or None to leave signals alone."
+        )
+    return float(length.value)
+
+
 @dataclass(slots=True)
 class Settings:
     """Everything that a Trainer's arguments say, checked; no device, process or file has been touched.
@@ -227,6 +246,7 @@ class Settings:
         callbacks: the user's and the default ones.
         loggers: the loggers.
         root: the folder for the run's files.
+        preemption_grace_s: seconds between a signal and the end; None: signals are left alone.
     """
 
     arguments: dict[str, Any]
@@ -238,6 +258,7 @@ class Settings:
     callbacks: list[Any]
     loggers: list[Any]
     root: Path
+    preemption_grace_s: float | None = None
 
 
 def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
@@ -298,6 +319,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
         callbacks=_callbacks(arguments, quiet, bool(dev_batches)),
         loggers=resolve_loggers(arguments["logger"] if arguments["logger"] is not None else True, root),
         root=root,
+        preemption_grace_s=parse_grace(arguments["preemption_grace"]),
     )
 
 

@@ -7,12 +7,11 @@ a checkpoint, run the body, and undo it all.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.checkpoint import clean_stale
 from trainwright.core.duration import Duration, Interval
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.process import detect, started_by_trainer
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
 from trainwright.core.state import TrainState
@@ -35,14 +34,17 @@ from trainwright.loggers.logger import RunInfo
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange
-from trainwright.strategies.devices import set_kernel_choice
-from trainwright.strategies.launcher import run_in_processes, set_variable
+from trainwright.strategies.devices import kernel_choice
+from trainwright.strategies.launcher import run_in_processes
 from trainwright.trainer import checkpointing
+from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.assembly import with_task_callbacks
 from trainwright.trainer.checks import check_callbacks, check_datamodule, check_task, has_step
+from trainwright.trainer.job import Attempt, left_by_earlier, this_attempt
 from trainwright.trainer.load_request import LoadRequest, check_early, choose
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
+from trainwright.trainer.preemption import Preemption
 from trainwright.trainer.rollback import Rollbacks
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
@@ -50,6 +52,8 @@ from trainwright.trainer.settings import Settings
 from trainwright.trainer.training_pass import pass_training_data
 
 Body = Callable[..., Any]
+_KERNEL_ARGUMENTS = ("benchmark", "deterministic", "detect_anomaly")
+_AGREE_EVERY_N_STEPS = 10  # at least so often ranks tell each other of their wishes
 
 
 class StageRunner(Rollbacks):
@@ -98,6 +102,7 @@ class StageRunner(Rollbacks):
         self.resumed = False
         self.epoch_closes = True
         self.count_tokens = False
+        self.attempt = Attempt()
         self._samples_decide = False
         self.last_result = None
         self.quiet_groups = 0
@@ -115,6 +120,7 @@ class StageRunner(Rollbacks):
         self._warned_of_loss = False
         self._stop_agreed = False
         self._validated_at = -1
+        self.preemption = Preemption(self.settings.preemption_grace_s)
         self._clock = time.perf_counter()
         self.logging: LoggerGroup | None = None
 
@@ -160,16 +166,18 @@ class StageRunner(Rollbacks):
         self.datamodule = sources.datamodule
         status = "failed"
         try:
-            with self._kernel_settings():
+            with kernel_choice(*(self.settings.arguments[name] for name in _KERNEL_ARGUMENTS)):
                 self._join()
                 self._set_up(stage, load)
-                result = body(self)
+                with self.preemption.watching(self):
+                    result = body(self)
             self.strategy.processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
             return result
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                self.interrupted, status = True, "interrupted"
+            self.interrupted = isinstance(error, KeyboardInterrupt)
+            if self.interrupted or isinstance(error, Preempted):
+                status = "interrupted"
             self._tell_about(error)
             raise
         finally:
@@ -187,23 +195,9 @@ class StageRunner(Rollbacks):
             self.seed = processes.broadcast_object(torch.initial_seed())
         if processes.world_size > 1 and self.is_global_zero:
             self.print(f"trainwright: {topology}")
-
-    @contextlib.contextmanager
-    def _kernel_settings(self) -> Iterator[None]:
-        arguments = self.settings.arguments
-        deterministic = arguments["deterministic"]
-        if deterministic:
-            set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        set_kernel_choice(arguments["benchmark"], deterministic)
-        try:
-            if arguments["detect_anomaly"]:
-                with torch.autograd.set_detect_anomaly(True):
-                    yield
-            else:
-                yield
-        finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        self.agreement = Agreement(processes, _AGREE_EVERY_N_STEPS)
+        if self.stage == "fit":
+            self.attempt = this_attempt(processes)
 
     # Setting up, in the order that hooks are promised
 
@@ -256,9 +250,12 @@ class StageRunner(Rollbacks):
     def _load(self, stage: Stage, load: LoadRequest) -> None:
         if stage == "fit" and self.is_global_zero and self.checkpoint_dir.is_dir():
             clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
-        if load.ckpt_path is None:
-            return
-        path = checkpointing.on_main_rank(self, lambda: choose(self, load, stage), "find a checkpoint to load")
+        path = left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None
+        path = self.broadcast(path)
+        if path is not None:
+            load = LoadRequest(path)
+        elif load.ckpt_path is not None:
+            path = checkpointing.on_main_rank(self, lambda: choose(self, load, stage), "find a checkpoint to load")
         if path is None:
             return
         if not load.resumes(stage):
@@ -273,6 +270,7 @@ class StageRunner(Rollbacks):
 
     def _begin_fit(self) -> None:
         """Align every interval with where the run stands."""
+        self.agreement.begin(self.state.step)
         self.log_every = Interval(Duration(self.log_every_n_steps, "steps"))
         self.log_every.align(self.state)
         self._validation: ValidationSchedule | None = None

@@ -3,8 +3,9 @@
 Read `_fit`, `_train_epoch` and `_end_step` for what happens in a run and in which order. What they are made of lies
 beside this file: `settings` (arguments), `checks` (of the task), `stage` (setting up and tearing down), `loaders` (the
 data), `schedule` (when to validate and to end), `optimization` (optimizers and learning rates), `evaluation`,
-`checkpointing`, `non_finite` (losses that are no numbers), `rollback`, `safe_point` (what callbacks ask for), `facts`
-(what they may know). How a step is computed is the strategy's.
+`checkpointing`, `non_finite` (losses that are no numbers), `rollback`, `safe_point` (what callbacks ask for),
+`agreement` and `preemption` (what ranks tell each other, signals), `facts` (what callbacks may know). How a step is
+computed is the strategy's.
 """
 
 from __future__ import annotations
@@ -21,24 +22,20 @@ from torch.optim import Optimizer
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.reader import OnDamaged
 from trainwright.core.duration import Duration
-from trainwright.core.rng import isolate_rng
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
 from trainwright.data import DataModule
 from trainwright.loggers.logger import Logger
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer import evaluation
+from trainwright.trainer.evaluation_runner import EvaluationRunner
 from trainwright.trainer.load_request import LoadRequest
 from trainwright.trainer.loaders import Sources
 from trainwright.trainer.non_finite import step_function
 from trainwright.trainer.settings import configure
-from trainwright.trainer.stage import StageRunner
-
-_AGREE_EVERY_N_STEPS = 10  # how often ranks agree on wishes to stop; one exchange of a number on the host
 
 
-class Trainer(StageRunner):
+class Trainer(EvaluationRunner):
     """Trains, evaluates and predicts with a task.
 
     Args:
@@ -86,6 +83,10 @@ class Trainer(StageRunner):
         seed: of the order of the data; torch's initial seed unless told.
         async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
             the cost of one copy of the state in memory; False: training waits until they are on the disk.
+        preemption_grace: how long (seconds, or `"2 min"`) the machine leaves a process that it has sent SIGTERM or
+            SIGUSR1. A `fit` then saves after the present step, if a save is known to take less, and every rank exits
+            with 143. None: signals are left alone.
+        auto_requeue: have Slurm run the job again when it sent SIGUSR1, as `sbatch --signal=USR1@120` makes it do.
 
     Raises:
         ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
@@ -141,6 +142,8 @@ class Trainer(StageRunner):
         max_rollbacks: int = 3,
         seed: int | None = None,
         async_save: bool = True,
+        preemption_grace: float | str | None = 30.0,
+        auto_requeue: bool = True,
         **unknown: Any,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
@@ -245,7 +248,7 @@ class Trainer(StageRunner):
     # The loop
 
     def _fit(self) -> None:
-        """A whole run: sanity check, epochs until a bound or a wish ends it."""
+        """A whole run: sanity check, epochs until a bound, a wish or a signal ends it."""
         self.fire("on_fit_start")
         self._sanity_check()
         self.train_data()
@@ -253,6 +256,7 @@ class Trainer(StageRunner):
         self._clock = time.perf_counter()
         if self.state.batch_in_epoch == 0:
             self._restore_rng()
+        self._agree()
         while not self._is_over():
             self.with_rollbacks(self._train_epoch)
         self.fire("on_train_end")
@@ -266,6 +270,8 @@ class Trainer(StageRunner):
         """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
         state, hooks, strategy, task = self.state, self.hooks, self.strategy, self.task
         groups = self._begin_epoch()
+        if state.validation_owed:
+            self._validate()
         forward_backward = step_function(self)  # the strategy's own, unless something is to be checked or left out
         closed = True
         try:
@@ -307,7 +313,11 @@ class Trainer(StageRunner):
         ends = group.is_last or self._must_stop()
         if not ends and self.safe_point.waiting:
             self._settle()
+        if self.preemption.agreed and not ends:
+            self._leave()
         self.quiet_groups = self._groups_until_something_is_due() - 1
+        if self.preemption.signal:  # it may have come meanwhile
+            self.quiet_groups = 0
         return ends
 
     def _groups_until_something_is_due(self) -> int:
@@ -319,7 +329,7 @@ class Trainer(StageRunner):
         if self._validates:
             nearest = min(nearest, self.validation.groups_left(state, self.accumulate_grad_batches))
         if self.exchange is not None:
-            nearest = min(nearest, _AGREE_EVERY_N_STEPS - state.step % _AGREE_EVERY_N_STEPS)
+            nearest = min(nearest, self.agreement.left(state.step))
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
@@ -357,6 +367,9 @@ class Trainer(StageRunner):
             self.schedules.after_epoch_metrics(state.epoch, self._callback_metrics)
         state.epoch_done = closed
         self._settle()
+        self._agree()
+        if self.preemption.agreed:
+            self._leave()
         if closed:
             state.begin_next_epoch()
             self._reload_loaders()
@@ -408,73 +421,24 @@ class Trainer(StageRunner):
     def _must_stop(self) -> bool:
         if self._end.reached(self.state):
             return True
-        if self.exchange is not None:  # several processes
-            if self.state.step % _AGREE_EVERY_N_STEPS == 0:
-                self._agree_to_stop()
-        elif self.should_stop or self._end.out_of_time(self.state):
-            self._stop_agreed = True
+        if self.exchange is None or self.agreement.due(self.state.step):
+            self._agree()
         return self._stop_agreed and self._heeds_wish()
 
     def _is_over(self) -> bool:
-        if self._end.reached(self.state):
-            return True
-        self._agree_to_stop()
-        return self._heeds_wish() or self.train_data().num_batches == 0
+        return self._end.reached(self.state) or self._heeds_wish() or self.train_data().num_batches == 0
 
-    def _agree_to_stop(self) -> None:
-        """Learn whether any rank wishes to stop or is out of time. Collective, on the host."""
-        if not self._stop_agreed:
-            wish = self.should_stop or self._end.out_of_time(self.state)
-            self._stop_agreed = self.strategy.processes.any(wish)
+    def _agree(self) -> None:
+        """Learn whether any rank wishes to stop, is out of time, or has had a signal. Collective, on the host."""
+        mine = [int(self.should_stop or self._end.out_of_time(self.state)), *self.preemption.note()]
+        everyone = [mine] if self.exchange is None else self.agreement.hold(self.state.step, mine)
+        self._stop_agreed |= any(wish for wish, *_ in everyone)
+        self.preemption.hear([told for _, *told in everyone])
 
     def _heeds_wish(self) -> bool:
         return self._stop_agreed and self._end.may_stop_early(self.state)
 
-    # Evaluation
-
-    def _sanity_check(self) -> None:
-        """Try some validation batches, leaving no trace in metrics or generators; not after a resume."""
-        limit = self.num_sanity_val_steps
-        if limit == 0 or not self.has_validation or self.resumed:
-            return
-        with isolate_rng(self.strategy.device):
-            self.sanity_checking = True
-            try:
-                self.fire("on_sanity_check_start")
-                data = self._evaluation_data("validate")
-                evaluation.evaluate(self, "validate", data, max_batches=None if limit == -1 else limit)
-                self.fire("on_sanity_check_end")
-            finally:
-                self.sanity_checking = False
-                self._forget_metrics()
-
-    def _validate(self) -> None:
-        if self.has_validation:
-            in_step, self.metrics.in_step = self.metrics.in_step, False
-            evaluation.evaluate(self, "validate", self._evaluation_data("validate"))
-            self.metrics.in_step = in_step
-            self._validated_at = self.state.step
-
-    def _run_evaluation(self, *, kind: Literal["validate", "test"], verbose: bool) -> list[dict[str, float]]:
-        data = self._evaluation_data(kind)
-        flushed, _ = evaluation.evaluate(self, kind, data)
-        results = evaluation.results_by_loader(flushed, len(data.loaders))
-        if verbose:
-            self.print(evaluation.format_results(kind, results))
-        return results
-
-    def _predict(self, *, keep: bool) -> list[Any] | None:
-        data = self._evaluation_data("predict")
-        _, outputs = evaluation.evaluate(self, "predict", data, keep=keep)
-        if not keep:
-            return None
-        merged = evaluation.in_dataset_order(self.strategy.processes.gather_object(outputs))
-        return merged if data.is_list else merged[0]
-
     # Metrics
-
-    def _flush_step(self) -> None:
-        self.take_metrics(self.metrics.flush_step(self.exchange), "train")
 
     def _settle(self) -> None:
         """Do what callbacks asked for, showing them this step's values, which the loggers get at their interval."""

@@ -245,6 +245,36 @@ def test_every_rank_starts_from_rank_zeros_weights_and_buffers() -> None:
             torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
+class SeesBuffers(RegressionTask):
+    """Moves a buffer in training by its rank, and notes it when it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mark", torch.zeros(1))
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Count up, rank 1 faster."""
+        self.mark.add_(1 + self.trainer.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Note it."""
+        self.seen.append(float(self.mark))
+
+
+def _buffers_on_rank() -> list[float]:
+    task = SeesBuffers()
+    trainer = quiet_trainer(devices="auto", max_epochs=2, num_sanity_val_steps=0)
+    trainer.fit(task, regression_loader(4), regression_loader(2))
+    return task.seen
+
+
+@pytest.mark.distributed
+def test_every_rank_evaluates_with_rank_zeros_buffers() -> None:
+    assert run_distributed(_buffers_on_rank, 2) == [[2.0, 4.0], [2.0, 4.0]]
+
+
 # Ending
 
 

@@ -11,6 +11,8 @@ import importlib.util
 from collections.abc import Iterable
 from types import ModuleType
 
+PREEMPTED = 143  # exit code: 128 + SIGTERM, whatever the signal
+
 
 class TrainwrightError(Exception):
     """Base of every error that Trainwright raises on purpose."""
@@ -54,6 +56,17 @@ class RollbackError(TrainwrightError, RuntimeError):
 
 class WorkerError(TrainwrightError, RuntimeError):
     """A process that the Trainer started has failed; the message holds that process's own traceback and rank."""
+
+
+class Preempted(SystemExit):
+    """The machine has asked this process to end (SIGTERM, SIGUSR1) and every rank leaves, with exit code 143.
+
+    It is no `Exception`, so that it passes through `except Exception`. The argument is the signal's name.
+    """
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(PREEMPTED)
+        self.signal_name = signal_name
 
 
 class MissingPackageError(TrainwrightError, ImportError):

@@ -212,6 +212,40 @@ def started_by_trainer(environ: Mapping[str, str] | None = None) -> bool:
     return STARTED_BY_TRAINER in (os.environ if environ is None else environ)
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job that this process belongs to, as its launcher knows it.
+
+    Attributes:
+        name: the same in every attempt at the job; None when the launcher gives none that is its own.
+        attempt: how often the launcher has started it again: 0 the first time.
+    """
+
+    name: str | None
+    attempt: int
+
+
+def job(environ: Mapping[str, str] | None = None) -> Job:
+    """Tell which job this is and whether it is a further attempt: torchrun's restarts, Slurm's requeues."""
+    env = os.environ if environ is None else environ
+    if "TORCHELASTIC_RESTART_COUNT" in env and STARTED_BY_TRAINER not in env:
+        return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" unless the user gave one
+    number = slurm_job(env)
+    if number is not None:
+        return Job(f"slurm-{number}", _integer(env, "SLURM_RESTART_COUNT", 0))
+    return Job(None, 0)
+
+
+def slurm_job(environ: Mapping[str, str] | None = None) -> str | None:
+    """Return the number of the Slurm job that srun started this process for, as scontrol wants it; None elsewhere."""
+    env = os.environ if environ is None else environ
+    if "SLURM_JOB_ID" not in env or _slurm_not_used(env):
+        return None
+    if "SLURM_ARRAY_JOB_ID" in env and "SLURM_ARRAY_TASK_ID" in env:
+        return f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    return env["SLURM_JOB_ID"]
+
+
 def in_notebook() -> bool:
     """Tell whether this runs in a Jupyter kernel (not in a terminal's IPython)."""
     ipython = sys.modules.get("IPython")

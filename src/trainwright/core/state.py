@@ -26,6 +26,7 @@ class TrainState:
         tokens: tokens consumed, over all ranks (see `TaskModule.num_tokens`).
         seconds: wall-clock seconds spent in training, over all sessions of the run.
         epoch_done: the present epoch's last batch has been consumed and its end hooks have run.
+        validation_owed: the validation of this step was broken off, and is the first thing that a resume does.
     """
 
     step: int = 0
@@ -38,6 +39,7 @@ class TrainState:
     tokens: int = 0
     seconds: float = 0.0
     epoch_done: bool = False
+    validation_owed: bool = False
 
     def begin_next_epoch(self) -> None:
         """Close the present epoch and stand at the start of the next one."""

@@ -19,6 +19,7 @@ from trainwright.data.order import epoch_key
 from trainwright.data.prepared import Agree, LoaderSettings, PreparedLoader, Stage, Uneven
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
 from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, batch_key, fetch_seeded, sample_key
+from trainwright.data.workers import WorkerStart
 
 _STAGE_NAMES = {
     "train": "train_dataloader",
@@ -137,7 +138,7 @@ class PreparedDataLoader(PreparedLoader):
                 "map-style data is counted in samples and kept in checkpoints: hand over a fresh loader, and pass "
                 "ckpt_path."
             )
-        more: dict[str, Any] = {slot: dealer}
+        more: dict[str, Any] = {slot: dealer, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
         if settings.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(loader.dataset)
         self._loader = _with(loader, generator=self._seeds.generator, **more)
@@ -282,7 +283,7 @@ class PreparedIterable(PreparedLoader):
         self._loader = dataset
         if batched:
             self._seeds = _WorkerSeeds(loader)
-            init = WorkerPlace(settings.rank, settings.world, loader.worker_init_fn)
+            init = WorkerPlace(settings.rank, settings.world, WorkerStart(loader.worker_init_fn))
             more: dict[str, Any] = {}
             if self._num_workers > 0 and _keeps_state(loader):
                 # A resume starts workers anew: what they draw must not hang on what they had drawn.

@@ -1,0 +1,74 @@
+"""What a Trainer evaluates: the sanity check before training, validations between steps, and stages of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NoReturn
+
+from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
+from trainwright.trainer import evaluation
+from trainwright.trainer.preemption import EvaluationWatch, leave
+from trainwright.trainer.stage import StageRunner
+
+
+class EvaluationRunner(StageRunner):
+    """Adds evaluations to a stage; `Trainer` adds the loop."""
+
+    def _sanity_check(self) -> None:
+        """Try some validation batches, leaving no trace in metrics or generators; not after a resume."""
+        limit = self.num_sanity_val_steps
+        if limit == 0 or not self.has_validation or self.resumed:
+            return
+        with isolate_rng(self.strategy.device):
+            self.sanity_checking = True
+            try:
+                self.fire("on_sanity_check_start")
+                data = self._evaluation_data("validate")
+                most = None if limit == -1 else limit
+                watch = EvaluationWatch(self.preemption, self.strategy.processes, data)
+                evaluation.evaluate(self, "validate", data, max_batches=most, abandon=watch)
+                self.fire("on_sanity_check_end")
+            except evaluation.Abandoned:
+                self._leave()
+            finally:
+                self.sanity_checking = False
+                self._forget_metrics()
+
+    def _validate(self) -> None:
+        if not self.has_validation:
+            return
+        in_step, self.metrics.in_step = self.metrics.in_step, False
+        data, generators = self._evaluation_data("validate"), rng_state(self.device)
+        try:
+            watch = EvaluationWatch(self.preemption, self.strategy.processes, data)
+            evaluation.evaluate(self, "validate", data, abandon=watch)
+        except evaluation.Abandoned:
+            set_rng_state(generators, self.device)  # a resume does the whole validation again, as if for the first time
+            self.state.validation_owed = True
+            if self.log_every.due(self.state):
+                self._flush_step()
+            self._leave()
+        self.metrics.in_step = in_step
+        self.state.validation_owed = False
+        self._validated_at = self.state.step
+
+    def _run_evaluation(self, *, kind: Literal["validate", "test"], verbose: bool) -> list[dict[str, float]]:
+        data = self._evaluation_data(kind)
+        flushed, _ = evaluation.evaluate(self, kind, data)
+        results = evaluation.results_by_loader(flushed, len(data.loaders))
+        if verbose:
+            self.print(evaluation.format_results(kind, results))
+        return results
+
+    def _predict(self, *, keep: bool) -> list[Any] | None:
+        data = self._evaluation_data("predict")
+        _, outputs = evaluation.evaluate(self, "predict", data, keep=keep)
+        if not keep:
+            return None
+        merged = evaluation.in_dataset_order(self.strategy.processes.gather_object(outputs))
+        return merged if data.is_list else merged[0]
+
+    def _leave(self) -> NoReturn:
+        leave(self, self.safe_point, self.preemption, requeue=self.settings.arguments["auto_requeue"])
+
+    def _flush_step(self) -> None:
+        self.take_metrics(self.metrics.flush_step(self.exchange), "train")

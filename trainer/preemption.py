@@ -1,0 +1,194 @@
+"""Preemption: the machine says that this process is about to be ended, and a checkpoint is the answer.
+
+A signal handler only notes the signal. Ranks agree on it between two steps (or two batches of a validation, which is
+then broken off), write a checkpoint if there is time, and leave together with exit code 143.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+from trainwright.core.errors import CheckpointError, Preempted
+from trainwright.core.process import slurm_job
+from trainwright.core.run import SaveRequest
+from trainwright.strategies.process_group import Processes
+from trainwright.trainer.agreement import Agreement
+from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.loaders import EvaluationData
+from trainwright.trainer.safe_point import SafePoint
+
+CHECKPOINT_NAME = "preempted"  # one folder, replaced each time, so that they do not pile up
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_ROUNDS = 1000  # of an evaluation, between two exchanges at most
+_MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
+
+
+class Preemption:
+    """What this process has been told, and what all ranks have agreed on.
+
+    Args:
+        grace_s: seconds between the signal and the end that the machine makes by itself; None: signals are not watched.
+
+    Attributes:
+        signal: number of the signal that this process got, or that the ranks agreed on; 0: none.
+        agreed: all ranks know of it.
+        receiver: the first rank that got it.
+    """
+
+    def __init__(self, grace_s: float | None) -> None:
+        self.grace_s = grace_s
+        self.signal = 0
+        self.agreed = False
+        self.receiver = 0
+        self._deadline = 0.0
+
+    @contextlib.contextmanager
+    def watching(self, run: RunFacts) -> Iterator[None]:
+        """Note SIGTERM and SIGUSR1 meanwhile, instead of dying of them; handlers that the user has set run as well.
+
+        Only in `fit`, and only in the main thread, where Python allows handlers. A signal that nobody has acted on by
+        the end is passed on.
+        """
+        if run.stage != "fit" or self.grace_s is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[int, Any] = {}
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if not self.signal:
+                self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
+            run.quiet_groups = 0  # the loop looks after the present step
+            if callable(before[number]):
+                before[number](number, frame)
+
+        for number in _SIGNALS:
+            before[number] = signal.getsignal(number)
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self.signal and not self.agreed and not callable(before[self.signal]):
+            signal.raise_signal(self.signal)
+
+    def remaining_s(self) -> float:
+        """Return the seconds until the process is ended from outside."""
+        return self._deadline - time.monotonic()
+
+    def note(self) -> list[int]:
+        """Return what this rank knows, for an exchange: the signal, and the milliseconds that are left."""
+        return [self.signal, int(self.remaining_s() * 1000) if self.signal else 0]
+
+    def hear(self, everyone: list[list[int]]) -> None:
+        """Take what all ranks know (see `note`)."""
+        told = [(rank, number, left_ms) for rank, (number, left_ms) in enumerate(everyone) if number]
+        if told:
+            self.agreed = True
+            self.receiver, self.signal, _ = told[0]
+            self._deadline = time.monotonic() + min(left_ms for _, _, left_ms in told) / 1000
+
+
+class EvaluationWatch:
+    """Tells before each batch of an evaluation whether to break it off, because all ranks know of a signal.
+
+    With several processes they speak at rounds that each of them has a batch for, so that what the task itself
+    exchanges in its step stays in order. Loaders whose lengths are unknown are not broken off.
+
+    Args:
+        preemption: of the run.
+        processes: this rank among the others.
+        data: what is evaluated.
+    """
+
+    def __init__(self, preemption: Preemption, processes: Processes, data: EvaluationData) -> None:
+        self._preemption = preemption
+        self._loaders = data.loaders
+        self._agreement = Agreement(processes, _ROUNDS) if processes.world_size > 1 else None
+        self._rounds = 0
+
+    def __call__(self, index: int, idx: int) -> bool:
+        """Tell it before batch `idx` of loader `index`. Collective at rounds that all ranks know beforehand."""
+        told = self._preemption
+        if self._agreement is None:
+            if told.signal:
+                told.hear([told.note()])
+            return told.agreed
+        if told.grace_s is None or idx >= self._loaders[index].num_full_rounds:
+            return False
+        self._rounds += 1
+        if self._agreement.due(self._rounds):
+            told.hear(self._agreement.hold(self._rounds, told.note()))
+        return told.agreed
+
+
+def leave(run: RunFacts, point: SafePoint, preemption: Preemption, *, requeue: bool) -> NoReturn:
+    """Write a checkpoint of the present step if there is time for it, and end the process. Collective.
+
+    Args:
+        run: stands at a step boundary.
+        point: the run's own.
+        preemption: what the ranks have agreed on.
+        requeue: let Slurm run the job again when it has sent SIGUSR1, its warning before the end of a job's time.
+
+    Raises:
+        Preempted: always.
+    """
+    name = signal.Signals(preemption.signal).name
+    done = _save(run, point, preemption)
+    if requeue and name == "SIGUSR1" and run.is_global_zero:
+        done += _requeue()
+    run.print(f"trainwright: {name} came to rank {preemption.receiver} at step {run.state.step}: {done}")
+    raise Preempted(name)
+
+
+def _save(run: RunFacts, point: SafePoint, preemption: Preemption) -> str:
+    """Write the checkpoint unless there is one already, or no time; returns what was done, for the user."""
+    if run.checkpoint_callback is None:
+        return "no checkpoint, since checkpointing is switched off."
+    try:
+        point.finish()  # what is being written comes first: it is nearly done, and it is worth as much
+    except (OSError, CheckpointError) as error:
+        run.print(f"trainwright: {error}")
+    if run.state.step == 0:
+        return "nothing had been trained."
+    plan: Any = None
+    if run.is_global_zero:
+        # A checkpoint of this step that was written before its validation does not know what that came to.
+        held = None if run.state.validation_owed else point.find(run.state.step)
+        plan = held, point.longest_write_s, preemption.remaining_s()
+    written, needed_s, left_s = run.broadcast(plan)
+    if written is not None:
+        return f"{written} holds this step already. Go on with fit(ckpt_path='last')."
+    if left_s < needed_s + _MARGIN_S:
+        return (
+            f"no checkpoint, since {left_s:.1f} s are left of preemption_grace and the longest one took {needed_s:.1f} "
+            "s. The earlier ones are whole: go on with fit(ckpt_path='last')."
+        )
+    try:
+        point.add_save(SaveRequest(CHECKPOINT_NAME))
+        point.settle()
+        point.finish()
+    except (OSError, CheckpointError) as error:
+        return f"the checkpoint failed: {error}. The earlier ones are whole."
+    return f"wrote {run.checkpoint_dir / CHECKPOINT_NAME}. Go on with fit(ckpt_path='last')."
+
+
+def _requeue() -> str:
+    job = slurm_job()
+    if job is None:
+        return ""
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" Job {job} was not requeued: {error}."
+    if done.returncode:
+        return f" Job {job} was not requeued: scontrol said {done.stderr.strip() or done.returncode}."
+    return f" Job {job} is requeued."
