@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import datetime
 import itertools
+import json
 import pathlib
 import re
+import shutil
+import struct
+import subprocess
 import sys
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
@@ -174,6 +178,50 @@ def test_the_reader_imports_the_standard_library_and_the_hash_alone() -> None:
         for alias in node.names
     }
     assert names - set(sys.stdlib_module_names) == {"xxhash"}
+
+
+# Another language
+
+
+def typed(value: Any) -> Any:
+    """Return what the Python reader read in the form that the JavaScript one prints."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Stored):
+        return ["tensor", value.dtype, list(value.shape), value.data.hex()]
+    if isinstance(value, Tagged):
+        return ["tag", value.tag, typed(value.value)]
+    if isinstance(value, float):
+        return ["float", "nan" if value != value else struct.pack(">d", value).hex()]
+    if isinstance(value, (set, frozenset)):
+        texts = sorted(json.dumps(typed(item), separators=(",", ":")) for item in value)
+        return [type(value).__name__, [json.loads(text) for text in texts]]
+    if isinstance(value, (list, tuple)):
+        return [type(value).__name__, [typed(item) for item in value]]
+    if isinstance(value, dict):
+        return ["dict", [[typed(key), typed(item)] for key, item in value.items()]]
+    if isinstance(value, datetime.datetime):
+        return ["datetime", value.isoformat(), value.fold]
+    forms: dict[type, Any] = {
+        int: lambda v: ["int", str(v)],
+        str: lambda v: ["str", v.encode("utf-8", "surrogatepass").hex()],
+        bytes: lambda v: ["bytes", v.hex()],
+        complex: lambda v: ["complex", typed(v.real), typed(v.imag)],
+        datetime.date: lambda v: ["date", v.isoformat()],
+        datetime.timedelta: lambda v: ["timedelta", v.days, v.seconds, v.microseconds],
+    }
+    return forms[type(value)](value)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
+def test_a_reader_in_javascript_reads_the_same(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a", every_kind(), max_shard_bytes=40)
+    script = Path(format_reader.__file__).with_suffix(".mjs")
+    done = subprocess.run(["node", str(script), str(folder)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found, expected = json.loads(done.stdout), format_reader.read(folder)
+    for part in ("trainer", "rng", "optimizer", "model"):
+        assert found[part] == typed(expected[part]), part
 
 
 # The tables of the page are those of the code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
+from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
@@ -171,6 +173,28 @@ def test_every_file_is_hashed_once_however_the_checkpoint_is_named(
     resume(run, ckpt_path if ckpt_path == "last" else run / ckpt_path)
     expected = {file for part in read_manifest(run / "checkpoints" / "2").parts.values() for file in part.files}
     assert sorted(path.relative_to(run / "checkpoints" / "2").as_posix() for path in hashed) == sorted(expected)
+
+
+def _resume_on_rank(run: Path, ckpt_path: Any) -> str:
+    saver = ModelCheckpoint(run / "checkpoints", filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    trainer = quiet_trainer(max_epochs=4, callbacks=[saver], default_root_dir=run, devices="auto")
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(DecayingTask(), regression_loader(FOUR_BATCHES, 1), ckpt_path=ckpt_path)
+        except CheckpointError as error:
+            return str(error)
+    return f"{trainer.global_step}"
+
+
+@pytest.mark.distributed
+def test_every_rank_hears_of_damage_and_falls_back_alike(run: Path) -> None:
+    damage(run / "checkpoints" / "2")
+    told = run_distributed(_resume_on_rank, 2, run, run / "checkpoints" / "2", init=False, timeout=120.0)
+    assert "/2 is damaged" in told[0]
+    assert "rank 0 could not find a checkpoint to load" in told[1]
+    assert "/2 is damaged" in told[1]
+    assert run_distributed(_resume_on_rank, 2, run, "last", init=False, timeout=120.0) == ["16", "16"]
 
 
 # Parts

@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.cli.class_defaults import fill_nested_defaults, place_classes
 from trainwright.cli.main import INTERRUPTED
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.yaml"
 PREDICTIONS_NAME = "predictions.safetensors"
+_LOADING = ("on_damaged", "allow_missing", "strict", "weights_only")  # arguments of `Trainer.fit` beside ckpt_path
 _MARK = "# What this run was started with, every default filled in; written by `trainwright fit`.\n"
 _NOT_SERIALIZABLE = "Unable to serialize instance"  # how jsonargparse 4.53 writes a default such as a lambda
 
@@ -65,6 +66,9 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     line = read_command_line(argv)
     config = read_configs(line.configs)
     expand_config(config)
+    if stage != "fit":  # the same file serves every stage
+        for name in _LOADING:
+            config.pop(name, None)
     assignments, notes = swap_classes(config, expand_assignments(line.assignments))
     assignments = place_classes(config, assignments)
     fill_nested_defaults(config)
@@ -86,7 +90,8 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     if stage == "predict":
         _predict(built, settings)
     else:
-        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path)
+        wishes = {name: settings[name] for name in _LOADING} if stage == "fit" else {}
+        getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **wishes)
     return INTERRUPTED if trainer.interrupted else 0
 
 
@@ -120,6 +125,8 @@ def build_parser(stage: Stage) -> Any:
     parser.add_argument(
         "--ckpt_path", type=str | None, default=None, help='checkpoint to start from: a folder, "best" or "last"'
     )
+    if stage == "fit":
+        _add_loading(parser)
     if stage == "predict":
         parser.add_argument(
             "--output",
@@ -131,6 +138,19 @@ def build_parser(stage: Stage) -> Any:
     parser.add_subclass_arguments(TaskModule, "task", required=False)
     parser.add_subclass_arguments(DataModule, "data", required=False)
     return parser
+
+
+def _add_loading(parser: Any) -> None:
+    """Add what `Trainer.fit` may be told about `ckpt_path`."""
+    parser.add_argument(
+        "--on_damaged",
+        type=Literal["error", "fall_back"] | None,
+        default=None,
+        help='a damaged checkpoint is an error, or gives way to the newest valid one (default: only for "last")',
+    )
+    parser.add_argument("--allow_missing", type=list[str], default=[], help="what the checkpoint may lack: [optimizer]")
+    parser.add_argument("--strict", type=bool | None, default=None, help="whether all weights must fit by name")
+    parser.add_argument("--weights_only", type=bool, default=False, help="begin at step 0 from the weights alone")
 
 
 def _parse(parser: Any, config: dict[str, Any], arguments: list[str]) -> Any:
@@ -149,7 +169,7 @@ def _parse(parser: Any, config: dict[str, Any], arguments: list[str]) -> Any:
 
 
 def _check_top_level(parser: Any, config: dict[str, Any]) -> None:
-    known = ["seed_everything", "trainer", "task", "data", "ckpt_path"]
+    known = ["seed_everything", "trainer", "task", "data", "ckpt_path", *_LOADING]
     for key in config:
         if key not in known:
             raise ConfigurationError(
