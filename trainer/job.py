@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.checkpoint import find_checkpoints, read_checkpoint, verify
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.process import job
 from trainwright.strategies.process_group import Processes
 
@@ -38,12 +40,18 @@ def this_attempt(processes: Processes) -> Attempt:
 
 
 def left_by_earlier(attempt: Attempt, folder: Path) -> Path | None:
-    """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None."""
+    """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None.
+
+    Warns:
+        TrainwrightWarning: a damaged one was passed over; says what is wrong with it.
+    """
     if attempt.key is None or attempt.number == 0:
         return None
     found = [item for item in find_checkpoints(folder) if item.manifest.kind == "full"]
     for item in sorted(found, key=lambda item: item.manifest.created, reverse=True):
-        if verify(item.path):
+        if problems := verify(item.path):
+            text = f"passing over the damaged checkpoint {item.path}: {'; '.join(problems)}"
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
             continue
         if read_checkpoint(item.path, verify=False, parts=("trainer",)).trainer.get("job") == attempt.key:
             return item.path
