@@ -19,7 +19,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.data import shard_info
+from trainwright.data import ShardedIterable, shard_info
 
 BATCH = 2
 # By "forkserver" a worker inherits no thread and no lock of a rank that has a process group.
@@ -82,6 +82,42 @@ class NoisyStream(IterableDataset[torch.Tensor]):
         return Part(range(index, self.n, count))
 
 
+class SelfKeptStream(IterableDataset[torch.Tensor]):
+    """The same, keeping its place in itself and setting it back at its end; opens its own part."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.place = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self.shard(0, 1)
+
+    def shard(self, index: int, count: int) -> Iterator[torch.Tensor]:
+        """Yield what is left of one of `count` parts."""
+        part = range(index, self.n, count)
+        while self.place < len(part):
+            self.place += 1
+            yield noisy(part[self.place - 1])
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the place."""
+        return {"place": self.place}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from it."""
+        self.place = state["place"]
+
+
+class WholeStream(SelfKeptStream):
+    """The same, which cannot open a part."""
+
+    shard = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return SelfKeptStream.shard(self, 0, 1)
+
+
 class NoisyBatches:
     """An iterable of batches that is no DataLoader and keeps its own place."""
 
@@ -105,13 +141,21 @@ class NoisyBatches:
         self.place = state["place"]
 
 
+_DATA: dict[str, Callable[[int], Any]] = {
+    "stateful": NoisySamples,
+    "stream": NoisyStream,
+    "stream that keeps its place": SelfKeptStream,
+    "stream read whole": lambda n: ShardedIterable(WholeStream(n)),
+}
+
+
 def make_loader(kind: str, n: int, workers: int, *, shuffle: bool = False, batch_size: int = BATCH) -> Any:
-    """Return a loader of `n` samples: "plain", "stateful", "stream" (stateful as well) or "own"."""
+    """Return a loader of `n` samples: "plain", "stateful", a stateful one over a "stream" of some kind, or "own"."""
     if kind == "own":
         return NoisyBatches(n)
     if kind == "plain":
         return DataLoader(NoisySamples(n), batch_size, shuffle=shuffle, **WORKERS[workers])
-    data: Any = NoisyStream(n) if kind == "stream" else NoisySamples(n)
+    data = _DATA[kind](n)
     with warnings.catch_warnings():
         # torchdata 0.11 calls what torch 2.13 has deprecated.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)

@@ -13,6 +13,7 @@ from tests.requirements.resumable import BATCH, make_loader, resume_after_every_
 
 _N = 7  # four steps an epoch on one rank, the last one short; two on two ranks, the last of them uneven
 _CASES = [("plain", False), ("plain", True), ("stateful", False), ("stateful", True), ("stream", False)]
+_STREAMS = ["stream that keeps its place", "stream read whole"]
 _EPOCH = -(-_N // BATCH)
 
 pytestmark = pytest.mark.slow
@@ -32,6 +33,16 @@ def test_one_rank_goes_on_exactly_after_every_step(kind: str, shuffle: bool, wor
     )
     for epoch in (whole.steps[:_EPOCH], whole.steps[_EPOCH:]):
         assert sorted(itertools.chain.from_iterable(epoch)) == list(range(_N))
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("kind", _STREAMS)
+def test_a_stream_that_keeps_its_own_place_goes_on_exactly_after_every_step(
+    kind: str, workers: int, tmp_path: Path
+) -> None:
+    # One worker ends before the other, and sets its place back.
+    whole = resume_after_every_step(lambda: make_loader(kind, 10, workers), tmp_path, range(1, 9))
+    assert sorted(itertools.chain.from_iterable(whole.steps)) == sorted([*range(10)] * 2)
 
 
 def test_any_iterable_with_a_state_goes_on_exactly_after_every_step(tmp_path: Path) -> None:
@@ -59,6 +70,7 @@ def _on_rank(folder: Path, workers: int) -> list[list[list[int]]]:
             range(1, 4),
         ).steps
         for kind, shuffle in (_CASES if workers == 0 else _CASES[1::2] + _CASES[4:])
+        + [(kind, False) for kind in _STREAMS]
     ]
 
 

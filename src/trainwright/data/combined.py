@@ -76,6 +76,8 @@ class PreparedCombined(PreparedLoader):
         super().__init__(raw, settings)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
+        self._rounds: _Rounds | None = None
+        self._resumed_at: Mapping[str, list[Any]] | None = None
 
     def samples_in_round(self, batch: int) -> int | None:
         """Return the samples of all members in that round over all ranks; None where arithmetic does not give it."""
@@ -83,6 +85,35 @@ class PreparedCombined(PreparedLoader):
             return None
         samples = [m.samples_in_round(batch) for m in self._members]
         return None if None in samples else sum(s for s in samples if s is not None)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a member's place is kept by its own state."""
+        return self.raw.mode != "sequential" and any(member.stateful for member in self._members)
+
+    @property
+    def can_seek(self) -> bool:
+        """Whether every member can."""
+        return all(member.can_seek for member in self._members)
+
+    def check_resume(self, batch: int, *, has_state: bool) -> None:
+        """Check that every member can go on; see `PreparedLoader.check_resume`."""
+        for member in self._members:
+            member.check_resume(batch, has_state=has_state and self.stateful)
+
+    def _own_state(self) -> dict[str, list[Any]]:
+        rounds, fresh = self._rounds, [False] * len(self._members)
+        return {
+            "members": [member.state_dict() if member.stateful else None for member in self._members],
+            "ended": fresh if rounds is None else list(rounds.ended),
+            "cycles": [int(n) for n in fresh] if rounds is None else list(rounds.cycles),
+        }
+
+    def _load_own(self, state: Mapping[str, list[Any]], *, at_epoch_start: bool) -> None:
+        for member, own in zip(self._members, state["members"], strict=True):
+            if own is not None:
+                member.load_state_dict(own, at_epoch_start=at_epoch_start)
+        self._resumed_at = None if at_epoch_start else state
 
     def position(self, batch: int) -> dict[str, int]:
         """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
@@ -121,23 +152,34 @@ class PreparedCombined(PreparedLoader):
         mode, rank = self.raw.mode, self.settings.rank
         if mode == "sequential":
             return self._sequence(start_batch)
-        if mode != "max_size_cycle":
-            return _Rounds(self._tree, mode, [member.iterate(start_batch) for member in self._members], None)
+        resumed, self._resumed_at = self._resumed_at, None
+        ended = list(resumed["ended"]) if resumed else [False] * len(self._members)
         begun: list[tuple[Iterator[Any], int]] = []
-        for member in self._members:
+        for index, member in enumerate(self._members):
             count = member.counts[rank] if member.counts is not None else None
-            if count == 0:  # too short to reach this rank: it repeats the member's first batch, as a cycle of one would
+            if mode != "max_size_cycle":
+                over = ended[index] and member.stateful
+                begun.append((iter(()) if over else member.iterate(start_batch), 0))
+            elif count == 0:  # too short to reach this rank: it repeats its first batch, as a cycle of one would
                 begun.append((_again_and_again(member.filler), 0))
-                continue
-            cycle, place = divmod(start_batch, count) if count else (0, start_batch)
-            begun.append((member.cycle(cycle, place), cycle))
-        return _Rounds(
+            else:
+                cycle, place = divmod(start_batch, count) if count else (0, start_batch)
+                if resumed and member.stateful:
+                    cycle, place = resumed["cycles"][index], start_batch
+                begun.append((member.cycle(cycle, place), cycle))
+        if mode != "max_size_cycle":
+            self._rounds = _Rounds(self._tree, mode, [batches for batches, _ in begun], None, ended=ended)
+            return self._rounds
+        self._rounds = _Rounds(
             self._tree,
             mode,
             [batches for batches, _ in begun],
-            lambda which, more: self._members[which].cycle(begun[which][1] + more, 0),
+            lambda which, cycle: self._members[which].cycle(cycle, 0),
+            ended=ended,
+            cycles=[cycle for _, cycle in begun],
             limit=self.counts[rank] - start_batch if self.counts is not None else None,
         )
+        return self._rounds
 
     def _sequence(self, start_batch: int) -> Iterator[Any]:
         starts = []
@@ -167,15 +209,20 @@ class _Rounds:
         batches: list[Iterator[Any]],
         reopen: Callable[[int, int], Iterator[Any]] | None,
         *,
+        ended: list[bool] | None = None,
+        cycles: list[int] | None = None,
         limit: int | None = None,
     ) -> None:
-        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `limit` ends the rounds."""
+        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `limit` ends the rounds.
+
+        `ended` and `cycles` say for each member whether it has reached its end before, and how often.
+        """
         self._tree = tree
         self._mode = mode
         self._batches = batches
         self._reopen = reopen
-        self._ended = [False] * len(batches)
-        self._cycles = [0] * len(batches)
+        self.ended = ended or [False] * len(batches)
+        self.cycles = cycles or [0] * len(batches)
         self._limit = limit
 
     def __iter__(self) -> Iterator[Any]:
@@ -187,7 +234,7 @@ class _Rounds:
                 raise StopIteration
             self._limit -= 1
         drawn = [self._draw(which) for which in range(len(self._batches))]
-        if self._mode != "min_size" and all(self._ended):
+        if self._mode != "min_size" and all(self.ended):
             raise StopIteration
         values = iter(drawn)
         return map_leaves(lambda _: next(values), self._tree)
@@ -196,13 +243,13 @@ class _Rounds:
         batch = next(self._batches[which], _END)
         if batch is not _END:
             return batch
-        self._ended[which] = True
+        self.ended[which] = True
         if self._mode == "min_size":
             raise StopIteration
-        if self._mode == "max_size" or all(self._ended) or self._reopen is None:
+        if self._mode == "max_size" or all(self.ended) or self._reopen is None:
             return None
-        self._cycles[which] += 1
-        self._batches[which] = self._reopen(which, self._cycles[which])
+        self.cycles[which] += 1
+        self._batches[which] = self._reopen(which, self.cycles[which])
         batch = next(self._batches[which], _END)
         if batch is _END:
             raise ConfigurationError(f"CombinedLoader: member {which} is empty and cannot be cycled.")

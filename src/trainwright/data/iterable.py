@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -86,7 +86,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
         """Return a copy for one of `world` ranks; `block` counts unless the user has chosen one."""
-        placed = ShardedIterable(self.dataset, block=self.block or block)
+        kind = _KeptShard if keeps_state(self.dataset) else ShardedIterable
+        placed = kind(self.dataset, block=self.block or block)
         placed.rank, placed.world = rank, world
         return placed
 
@@ -97,10 +98,14 @@ class ShardedIterable(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(int(self._epoch))  # type: ignore[attr-defined]
+        return self._mine(iter(self.dataset), 0)
+
+    def _mine(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
+        """The samples of this process among `samples`, of which the first has the number `first`."""
         worker = get_worker_info()
         worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         mine = worker_id * self.world + self.rank
-        return _blocks(iter(self.dataset), self.block or 1, mine, workers * self.world)
+        return _blocks(samples, self.block or 1, mine, workers * self.world, first)
 
     def __len__(self) -> int:
         """Return the length of the whole data set; TypeError when it has none."""
@@ -116,12 +121,42 @@ def _shared_number() -> torch.Tensor:
     return number
 
 
-def _blocks(samples: Iterator[Any], block: int, mine: int, count: int) -> Iterator[Any]:
+class _KeptShard(ShardedIterable):
+    """A `ShardedIterable` whose data set has a state: its own holds how far it has read, too."""
+
+    def __init__(self, dataset: Iterable[Any], *, block: int | None = None) -> None:
+        super().__init__(dataset, block=block)
+        self._num_read = 0
+        self._go_on_at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many samples have been read, those of other processes included, and the data set's state."""
+        return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on behind them."""
+        self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        self._num_read = self._go_on_at = int(state["num_read"])
+
+    def __iter__(self) -> Iterator[Any]:
+        self._num_read, self._go_on_at = self._go_on_at, 0
+        if callable(getattr(self.dataset, "set_epoch", None)):
+            self.dataset.set_epoch(int(self._epoch))  # type: ignore[attr-defined]
+        return self._mine(self._counted(iter(self.dataset)), self._num_read)
+
+    def _counted(self, samples: Iterator[Any]) -> Iterator[Any]:
+        for sample in samples:
+            self._num_read += 1
+            yield sample
+
+
+def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: int) -> Iterator[Any]:
     if count == 1:
         return samples
     period = block * count
     keep = [mine * block <= place < (mine + 1) * block for place in range(period)]
-    return itertools.compress(samples, itertools.cycle(keep))
+    begin = first % period
+    return itertools.compress(samples, itertools.cycle(keep[begin:] + keep[:begin]))
 
 
 class ByShardMethod(IterableDataset[Any]):
@@ -147,6 +182,75 @@ class ByShardMethod(IterableDataset[Any]):
             self.dataset.set_epoch(int(self._epoch))
         index, count = _shard_of(self.rank, self.world)
         return iter(self.dataset.shard(index=index, count=count))
+
+
+class _KeptPart(ByShardMethod):
+    """A `ByShardMethod` whose data set has a state."""
+
+    def state_dict(self) -> Any:
+        """Return the data set's state."""
+        return self.dataset.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Give the data set its state back."""
+        self.dataset.load_state_dict(state)
+
+
+class KeptStream(IterableDataset[Any]):
+    """A data set with a state, in a loader worker, whose end is part of its state.
+
+    torchdata (0.11) asks a worker that had ended for one more batch after a resume. A data set that sets its place
+    back at its end, to be ready for the next epoch, would then begin anew and repeat samples.
+
+    Args:
+        dataset: has `state_dict` and `load_state_dict`. Its other attributes are found, and set, on this object too.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        vars(self).update(dataset=dataset, _has_ended=False, _ends_at_once=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # being unpickled, or copied
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):
+            vars(self)[name] = value
+        else:
+            setattr(self.dataset, name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the data set's state, and whether it has ended."""
+        return {"has_ended": self._has_ended, "dataset": self.dataset.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on, which is at once over if this one had ended."""
+        self.dataset.load_state_dict(state["dataset"])
+        self._has_ended = self._ends_at_once = state["has_ended"]
+
+    def __iter__(self) -> Iterator[Any]:
+        self._has_ended, self._ends_at_once = self._ends_at_once, False
+        if self._has_ended:
+            return iter(())
+        samples = iter(self.dataset)
+        return samples if keeps_state(samples) else self._watched(samples)
+
+    def __len__(self) -> int:
+        """Return the data set's length; TypeError when it has none."""
+        return len(self.dataset)
+
+    def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
+        yield from samples
+        self._has_ended = True
+
+
+def keeps_state(source: object) -> bool:
+    """Return whether an object has `state_dict` and `load_state_dict`."""
+    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
 def has_shard_method(dataset: object) -> bool:
@@ -182,7 +286,7 @@ def place_iterable(dataset: Any, *, rank: int, world: int, num_workers: int, blo
     if getattr(dataset, "is_sharded", False) is True:
         return dataset
     if has_shard_method(dataset):
-        return ByShardMethod(dataset, rank, world)
+        return (_KeptPart if keeps_state(dataset) else ByShardMethod)(dataset, rank, world)
     if world == 1 and num_workers <= 1:
         return dataset
     kind = type(dataset).__name__

@@ -14,7 +14,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
 from trainwright.data.combined import CombinedLoader, PreparedCombined, map_leaves
-from trainwright.data.iterable import ByShardMethod, ShardedIterable, WorkerPlace, place_iterable, set_place
+from trainwright.data.iterable import (
+    ByShardMethod,
+    KeptStream,
+    ShardedIterable,
+    WorkerPlace,
+    keeps_state,
+    place_iterable,
+    set_place,
+)
 from trainwright.data.order import epoch_key
 from trainwright.data.prepared import Agree, LoaderSettings, PreparedLoader, Stage, Uneven
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
@@ -285,11 +293,13 @@ class PreparedIterable(PreparedLoader):
             self._seeds = _WorkerSeeds(loader)
             init = WorkerPlace(settings.rank, settings.world, WorkerStart(loader.worker_init_fn))
             more: dict[str, Any] = {}
-            if self._num_workers > 0 and _keeps_state(loader):
+            if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts workers anew: what they draw must not hang on what they had drawn.
                 self._turns = SeededTurns(loader.batch_size)
                 more["sampler" if loader.batch_size is None else "batch_sampler"] = self._turns
-            self._loader = _with(loader, dataset=dataset, worker_init_fn=init, generator=self._seeds.generator, **more)
+                more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
+            more = {"dataset": dataset, **more}
+            self._loader = _with(loader, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
         if batched and loader.persistent_workers and dataset is loader.dataset and hasattr(dataset, "set_epoch"):
             warnings.warn(
@@ -376,9 +386,9 @@ class PreparedIterable(PreparedLoader):
 
     def _find_state(self, dataset: Any) -> Any:
         """The object whose state is the place in the data: the loader's copy, or a data set read in this process."""
-        if _keeps_state(self._loader):
+        if keeps_state(self._loader):
             return self._loader
-        return dataset if self._num_workers == 0 and _keeps_state(dataset) else None
+        return dataset if self._num_workers == 0 and keeps_state(dataset) else None
 
 
 class _WorkerSeeds:
@@ -485,7 +495,3 @@ def holds_loaders(tree: Any) -> bool:
     while isinstance(tree, (list, tuple, Mapping)) and tree:
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
     return isinstance(tree, (DataLoader, CombinedLoader))
-
-
-def _keeps_state(source: Any) -> bool:
-    return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
