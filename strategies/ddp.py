@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.process_group import Processes, ProcessGroup
+from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers, Strategy
 
@@ -32,6 +32,8 @@ class DDPStrategy(Strategy):
         gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them.
         broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
         timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
+        hang_timeout: how long a rank may stand still before it is printed where each rank stands; `"auto"`: half of
+            `timeout`, ten minutes at most; None: never.
         process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
         sync_batchnorm: replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
     """
@@ -45,11 +47,13 @@ class DDPStrategy(Strategy):
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
         timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
         super().__init__()
-        self.timeout = None if timeout is None else _timedelta(timeout)
+        self.timeout = None if timeout is None else _timedelta("timeout", timeout)
+        self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
         self.process_group_backend = process_group_backend
         self.sync_batchnorm = sync_batchnorm
         self.ddp_options: dict[str, Any] = {
@@ -85,7 +89,9 @@ class DDPStrategy(Strategy):
             )
 
     def _make_processes(self, topology: Topology) -> Processes:
-        return ProcessGroup(topology, timeout=self.timeout, backend=self.process_group_backend)
+        return ProcessGroup(
+            topology, timeout=self.timeout, backend=self.process_group_backend, hang_timeout=self.hang_timeout
+        )
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
         if self.sync_batchnorm:
@@ -170,10 +176,24 @@ class DDPStrategy(Strategy):
         super().teardown()
 
 
-def _timedelta(value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
+def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:
+    if value is None or value == "auto":
+        found: Literal["auto"] | None = value
+        return found
+    length = _timedelta("hang_timeout", value)
+    longest = timeout or DEFAULT_TIMEOUT
+    if length >= longest:
+        raise ConfigurationError(
+            f"hang_timeout={value!r} is not shorter than timeout={longest}, at which a collective fails: nothing would "
+            "be reported before. Make one longer or the other shorter, or pass hang_timeout=None."
+        )
+    return length
+
+
+def _timedelta(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
     if duration.unit != "seconds" or duration.value <= 0:
-        raise ConfigurationError(f"timeout={value!r} is no length of time. Write seconds, or for example '30 min'.")
+        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
     return datetime.timedelta(seconds=duration.value)

@@ -26,6 +26,7 @@ from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
 _GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed
+_started: list[_Children] = []  # by the call of `run_in_processes` that is under way
 
 
 def set_variable(name: str, value: str) -> None:
@@ -55,6 +56,7 @@ def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iter
         file = Path(folder, "work.pkl")
         file.write_bytes(payload)
         children = _Children(folder)
+        _started.append(children)
         try:
             for rank in range(1, num_processes):
                 children.start(rank, file, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -67,7 +69,13 @@ def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iter
             children.wait()
             return result
         finally:
+            _started.remove(children)
             children.stop()
+
+
+def failure_of_started() -> str | None:
+    """Return the traceback of the first process started by this one that has failed; None if none has."""
+    return next((found for found in (children.failure() for children in _started) if found is not None), None)
 
 
 class _Children:
@@ -103,7 +111,8 @@ class _Children:
         while time.monotonic() < deadline:
             found = self.failure()
             if found is not None:
-                raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from error
+                # Not chained: what comes first on the screen shall be the cause, and the echo is not it.
+                raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from None
             if "onnection" not in str(error):
                 return
             time.sleep(0.05)

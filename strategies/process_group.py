@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
+from trainwright.core.errors import WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
+from trainwright.strategies.hang_detector import HangDetector
+from trainwright.strategies.hang_report import ranks_text
+from trainwright.strategies.launcher import failure_of_started
+from trainwright.strategies.standing import Position
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
+_LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
+_LONGEST_LOOK_S = 0.25
+_SLOW_START_S = 60.0
 
 _groups_made = 0
 _stores: dict[tuple[str, int, int], TCPStore] = {}
@@ -47,6 +62,20 @@ class Processes:
         kept: bytes = store.compare_set(key, "", value)
         return kept.decode()
 
+    @contextlib.contextmanager
+    def watched(self, position: Callable[[], Position]) -> Iterator[None]:
+        """Tell the other ranks when the body fails, hear of theirs, and report where all stand when one stands still.
+
+        Not collective. Does not wait for other ranks, also when the body raises.
+
+        Args:
+            position: returns how far this rank is. It is called from another thread, and must only read.
+
+        Raises:
+            WorkerError: this process was interrupted since another one has failed.
+        """
+        yield
+
     def gather_object(self, value: Any) -> list[Any]:
         """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
         return [value]
@@ -75,16 +104,27 @@ class ProcessGroup(Processes):
         timeout: how long a collective may take before it is an error.
         backend: torch.distributed's backend; chosen by device unless told: gloo on the host, and the vendor's own
             library beside it on accelerators, so that objects never pass through the device.
+        hang_timeout: how long a rank may stand still before it is reported where all ranks stand; `"auto"`: half of
+            `timeout`, ten minutes at most; None: that is never reported.
     """
 
     def __init__(
-        self, topology: Topology, *, timeout: datetime.timedelta | None = None, backend: str | None = None
+        self,
+        topology: Topology,
+        *,
+        timeout: datetime.timedelta | None = None,
+        backend: str | None = None,
+        hang_timeout: datetime.timedelta | Literal["auto"] | None = "auto",
     ) -> None:
         super().__init__(topology)
-        self.timeout = timeout or datetime.timedelta(minutes=30)
+        self.timeout = timeout or DEFAULT_TIMEOUT
         self.backend = backend
+        self.hang_timeout = min(self.timeout / 2, _LONGEST_HANG_TIMEOUT) if hang_timeout == "auto" else hang_timeout
         self._made_here = False
         self._host_group: Any = None
+        self._store: Any = None
+        self._detector: HangDetector | None = None
+        self._failed = False
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -96,6 +136,8 @@ class ProcessGroup(Processes):
             store = _open_store(self.topology, self.timeout)
             run = variable(STARTED_BY_TRAINER) or str(_groups_made)
             prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
+            self._meet(prefix)
+            self._store = prefix
             dist.init_process_group(
                 backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
             )
@@ -103,11 +145,68 @@ class ProcessGroup(Processes):
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
 
+    def _meet(self, store: Any) -> None:
+        """Wait for all ranks here, where Ctrl-C works and the missing ones can be named.
+
+        Raises:
+            TimeoutError: some have not come.
+            WorkerError: a process that this one has started has failed before it came.
+        """
+        store.append("arrived", f"{self.rank} ")
+        start_s, look_s, told = time.monotonic(), 0.005, False
+        while not store.check(["everyone"]):
+            waited_s = time.monotonic() - start_s
+            arrived = {int(rank) for rank in store.get("arrived").split()}
+            if len(arrived) == self.world_size:
+                store.set("everyone", "")
+                return
+            missing = ranks_text(sorted(set(range(self.world_size)) - arrived))
+            failure = failure_of_started()
+            if failure is not None:
+                raise WorkerError(f"a process that the Trainer started has failed:\n{failure}")
+            if waited_s > self.timeout.total_seconds():
+                raise TimeoutError(f"{missing} of {self.world_size} did not arrive within {self.timeout}.")
+            if self.rank == 0 and waited_s > _SLOW_START_S and not told:
+                told = True
+                sys.stderr.write(f"trainwright: still waiting for {missing} of {self.world_size}\n")
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    @contextlib.contextmanager
+    def watched(self, position: Callable[[], Position]) -> Iterator[None]:
+        if not self._made_here:  # the user's own group: its store may be of any kind, and its end is the user's
+            yield
+            return
+        self._detector = HangDetector(
+            PrefixStore("watch", self._store.clone()),
+            rank=self.rank,
+            world_size=self.world_size,
+            position=position,
+            hang_timeout_s=None if self.hang_timeout is None else self.hang_timeout.total_seconds(),
+            timeout_s=self.timeout.total_seconds(),
+            store_dies_with_rank_0=not _agent_serves(),
+            interrupt_only=self.rank == 0 and variable(STARTED_BY_TRAINER) is not None,
+        )
+        self._detector.start()
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            self._detector.leave(error)
+            raise
+        self._detector.close()
+
     def close(self) -> None:
         if self._made_here and dist.is_initialized():
-            dist.destroy_process_group()
+            if self._failed:
+                _abandon_groups()
+            else:
+                dist.destroy_process_group()
         self._made_here = False
-        self._host_group = None
+        self._host_group = self._store = None
+        if self._detector is not None:
+            self._detector.close()
+            self._detector = None
 
     def gather_object(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world_size
@@ -132,6 +231,21 @@ class ProcessGroup(Processes):
         vote = torch.tensor([int(flag)], dtype=torch.int32)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._host_group)
         return bool(vote.item())
+
+
+def _abandon_groups() -> None:
+    """Forget all process groups without waiting for what is in flight, as leaving a failed run must.
+
+    Freeing a gloo group waits until its last collective is over, which the others may never complete (torch 2.13: an
+    all-reduce that a backward pass had begun, the group's timeout long). They are therefore never freed, not even when
+    the interpreter ends; the operating system closes their connections then. Other backends abort what is in flight.
+    """
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        backends = {group._get_backend(device) for device in group._device_types}
+        for kept in (group, *backends):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    dist.distributed_c10d._abort_process_group()
 
 
 def _backend(device: torch.device) -> str:

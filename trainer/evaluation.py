@@ -101,6 +101,7 @@ def _one_batch(run: RunFacts, kind: str, name: str, batch: Any, idx: int, index:
     for hook in getattr(hooks, f"on_{name}_batch_end"):
         hook(run, task, output, batch, idx, index)
     metrics.batch, metrics.in_step = None, False
+    run.eval_batches_done += 1
     return output
 
 

@@ -24,6 +24,7 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange, Flushed
 from trainwright.strategies.gradients import GradientClip
+from trainwright.strategies.standing import Position
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.job import Attempt
 from trainwright.trainer.loaders import EvaluationData, TrainData
@@ -58,6 +59,7 @@ class RunFacts(ABC):
         at_step_boundary: no optimizer step is half done.
         attempt: which attempt of a launcher at its job this fit belongs to.
         evaluating: `"validate"`, `"test"` or `"predict"` while one runs, else None.
+        eval_batches_done: evaluation batches completed in this stage, by this rank.
         num_eval_batches: batches of each loader of the evaluation that is running, on this rank.
         run_id: tells this run's checkpoints from those of others in the same folder; kept across a resume.
         seed: of the order of the data.
@@ -87,6 +89,7 @@ class RunFacts(ABC):
     quiet_groups: int
     at_step_boundary: bool
     attempt: Attempt
+    eval_batches_done: int
     num_eval_batches: list[int | float]
     evaluating: str | None
     run_id: str
@@ -138,6 +141,11 @@ class RunFacts(ABC):
         """Call everyone who listens to an event that is not fired in the step."""
         for hook in getattr(self.hooks, event):
             hook(self, self._task, *args)
+
+    def position(self) -> Position:
+        """Return how far this rank has come; called from another thread, while this one may stand still."""
+        state = self.state
+        return Position(state.step, state.batches, self.eval_batches_done, self.evaluating or self.stage or "ending")
 
     def restore_rng_later(self, restore: Callable[[], None]) -> None:
         """Put the random number generators back as the last act before training goes on."""

@@ -111,6 +111,7 @@ class StageRunner(Rollbacks):
         self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
         self.num_eval_batches: list[int | float] = []
         self.evaluating: str | None = None
+        self.eval_batches_done = 0
         self._sources = Sources({})
         self._train_data: TrainData | None = None
         self._eval_data: dict[str, EvaluationData] = {}
@@ -168,10 +169,11 @@ class StageRunner(Rollbacks):
         try:
             with kernel_choice(*(self.settings.arguments[name] for name in _KERNEL_ARGUMENTS)):
                 self._join()
-                self._set_up(stage, load)
-                with self.preemption.watching(self):
-                    result = body(self)
-            self.strategy.processes.barrier()  # nobody leaves while another still talks to it
+                with self.strategy.processes.watched(self.position):
+                    self._set_up(stage, load)
+                    with self.preemption.watching(self):
+                        result = body(self)
+                    self.strategy.processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
             return result
         except BaseException as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import importlib
 import time
 import weakref
 from typing import Any
@@ -177,6 +178,8 @@ class SleepyTask(RegressionTask):
 
 
 def _fit_sleepy() -> float:
+    importlib.import_module("torch._dynamo")  # optimizers import it, which may take longer than the timeout
+
     start_s = time.monotonic()
     with pytest.raises(RuntimeError):
         fit(DDPStrategy(timeout=2), SleepyTask(), num_samples=2)

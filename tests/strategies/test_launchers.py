@@ -16,6 +16,8 @@ import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core.errors import WorkerError
+from trainwright.core.process import variable
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -244,6 +246,20 @@ def test_under_torchrun_a_failing_rank_prints_its_own_line_and_all_end(tmp_path:
     assert done.returncode != 0
     assert "ArithmeticError: seven is odd" in done.stderr
     assert_nothing_left(tmp_path)
+
+
+class _ExplodesElsewhere(RegressionTask):
+    """Cannot be unpickled in another process, so that this one is never joined there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if variable("RANK") is not None:
+            raise ArithmeticError("seven is odd")
+        super().__setstate__(state)
+
+
+def test_a_process_that_fails_before_it_joins_is_not_waited_for() -> None:
+    with pytest.raises(WorkerError, match="seven is odd"):
+        quiet_trainer(devices=2, max_epochs=1).fit(_ExplodesElsewhere(), regression_loader(8))
 
 
 # Notebooks

@@ -1,0 +1,112 @@
+"""A user's script whose last rank fails in the way that is asked for: `failing_run.py KIND FOLDER DEVICES`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from trainwright import Callback, DDPStrategy, ModelCheckpoint, TaskModule, Trainer
+
+KIND, FOLDER, DEVICES = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+_AT = 3  # the batch in which it happens
+torch.set_num_threads(1)
+
+
+def fail(rank: int, world: int) -> None:
+    """Fail on the last rank, and note when."""
+    if rank == world - 1:
+        (FOLDER / "failed-at").write_text(str(time.time()))
+        if KIND == "exit":
+            os._exit(9)
+        if KIND == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ArithmeticError("seven is odd")
+
+
+class Samples(Dataset[Any]):
+    """Thirty-two samples, of which the last rank cannot read one in the middle."""
+
+    task: Any = None
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if KIND == "dataset" and index > 12 and self.task.trainer.global_step:
+            fail(self.task.global_rank, self.task.trainer.world_size)
+        return torch.full((4,), index / 32)
+
+
+class FailingTask(TaskModule):
+    """Two layers, in a bucket each, so that one's gradients are under way while the other's are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 600), nn.Linear(600, 600)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Fail before the loss is known, or half-way through its backward pass."""
+        rank, world = self.global_rank, self.trainer.world_size
+        if batch_idx == _AT and KIND in ("step", "exit", "kill"):
+            fail(rank, world)
+        if batch_idx == _AT and KIND == "while others compute":
+            fail(rank, world)
+            time.sleep(600)
+        hidden = self.first(batch)
+        if batch_idx == _AT and KIND == "backward":
+            if rank < world - 1:  # it comes too late for what the other has sent already
+                time.sleep(3)
+            hidden.register_hook(lambda grad: fail(rank, world))
+        return self.second(hidden).pow(2).mean()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        """Log something to be exchanged."""
+        self.log("seen", batch.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        """Fail in a hook."""
+        if KIND == "validation hook" and not self.trainer.sanity_checking:
+            fail(self.global_rank, self.trainer.world_size)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Fail during a save, in which ranks wait for each other."""
+        if KIND == "save":
+            fail(self.global_rank, self.trainer.world_size)
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Failing(Callback):
+    """Fails in a callback."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if KIND == "callback" and batch_idx == _AT:
+            fail(trainer.global_rank, trainer.world_size)
+
+
+if __name__ == "__main__":
+    samples = Samples()
+    task = Samples.task = samples.task = FailingTask()
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=int(DEVICES) if DEVICES.isdigit() else DEVICES,
+        strategy=DDPStrategy(bucket_cap_mb=0.5),
+        max_epochs=2,
+        callbacks=[Failing(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
+        logger=False,
+        default_root_dir=FOLDER,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(samples, batch_size=1), DataLoader(samples, batch_size=4))
+    (FOLDER / f"done-{trainer.global_rank}").touch()
