@@ -155,6 +155,7 @@ class Rollbacks(RunFacts):
         self.metrics.flush_step()  # of the branch that is left
         if logging is not None:
             logging.finish("interrupted")  # started again below, they remove what lies behind the checkpoint
+        data.close(keep_state=False)  # workers that are ahead of the place to go back to
         # Callbacks and loggers live through what a resume in a new process would be to them.
         self.fire("setup", "fit")
         for config in self.lr_scheduler_configs:

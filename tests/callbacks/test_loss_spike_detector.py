@@ -247,7 +247,7 @@ class _SavesAt(Callback):
         self.batches = batches
 
     def on_train_step_end(self, trainer: Any, task: Any, result: StepResult) -> None:
-        if trainer.state.batch_in_epoch in self.batches:
+        if result.loss is not None and trainer.state.batch_in_epoch in self.batches:
             trainer.request_save(SaveRequest(f"batch-{trainer.state.batch_in_epoch}"))
 
 

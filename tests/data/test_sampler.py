@@ -244,3 +244,21 @@ def test_seeded_indices_are_a_plain_list_outside_a_worker() -> None:
     indices = pickle.loads(pickle.dumps(SeededIndices([3, 1, 2], 7)))
     assert (indices, type(indices)) == ([3, 1, 2], list)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("ahead", [0, 5, 20])
+def test_looking_up_a_batchs_indices_does_not_disturb_an_iteration_that_is_ahead(ahead: int) -> None:
+    def dealer() -> BatchShard:
+        generator = torch.Generator().manual_seed(1)
+        sampler = RandomSampler(range(100), replacement=True, generator=generator)
+        return BatchShard(BatchSampler(sampler, 1, drop_last=False), rank=1, world=2, seed=3)
+
+    expected, disturbed = list(dealer()), dealer()
+    batches = iter(disturbed)
+    seen = [next(batches) for _ in range(ahead)]
+    assert disturbed.indices_in(3) == expected[3]
+    assert [*seen, *batches] == expected
+
+
+def test_an_iterators_indices_cannot_be_looked_up() -> None:
+    assert BatchShard(iter([[0], [1]])).indices_in(0) is None

@@ -40,13 +40,15 @@ class _BadOn(RegressionTask):
         return loss
 
 
-def _train(policy: str, rank: int, what: str, accumulate: int, root: Path | None = None) -> dict[str, Any]:
+def _train(
+    policy: str, rank: int, what: str, accumulate: int, root: Path | None = None, precision: str = "32-true"
+) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     task = _BadOn(rank, what)
     callbacks = [] if root is None else [ModelCheckpoint(root, every_n_train_steps=2, save_top_k=-1)]
     trainer = quiet_trainer(
         devices="auto", max_epochs=2, seed=1, num_sanity_val_steps=0, accumulate_grad_batches=accumulate,
-        on_nonfinite=policy, callbacks=callbacks,
+        on_nonfinite=policy, callbacks=callbacks, precision=precision,
     )  # fmt: skip
     error = None
     try:
@@ -81,6 +83,14 @@ def test_all_ranks_skip_what_is_bad_on_one_of_them(rank: int, what: str, accumul
     assert [len(ids) for ids in skipped.sample_ids] == [2 * accumulate] * 2
     if what == "loss":
         assert skipped.reason == f"the loss is nan on rank {rank}"
+
+
+@pytest.mark.distributed
+def test_a_rank_that_sees_nothing_itself_hears_of_it() -> None:
+    """Under a scaled loss, gradients are the scaler's: only rank 1 sees that its loss is none."""
+    first, second = run_distributed(_train, 2, "skip", 1, "loss", 1, None, "16-mixed", init=False, timeout=120)
+    _same(first, second)
+    assert [skipped.reason for skipped in first["skipped"]] == ["the loss is nan on rank 1"]
 
 
 @pytest.mark.distributed

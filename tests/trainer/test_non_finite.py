@@ -493,6 +493,29 @@ def test_logged_steps_strictly_increase_across_a_rollback(tmp_path: Path) -> Non
     assert all(map(math.isfinite, losses))
 
 
+def test_what_was_logged_on_the_branch_that_was_left_is_forgotten_and_its_time_is_not(tmp_path: Path) -> None:
+    class Rarely(Bad):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            if batch_idx == 4:
+                self.log("rare", 1.0)
+                self.seconds = self.trainer.state.seconds
+            return super().training_step(batch, batch_idx)
+
+    task = Rarely((0, 4))
+    trainer = quiet_trainer(
+        max_epochs=1, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path, log_every_n_steps=1
+    )
+    recorder = RecordingCallback("on_train_start", note=lambda _, trainer: trainer.state.seconds)
+    trainer.settings.callbacks.append(recorder)
+    with pytest.warns(TrainwrightWarning, match="Went back"):
+        trainer.fit(task, batches(6))
+    assert "rare" not in trainer.logged_metrics
+    assert "train_loss" in trainer.logged_metrics
+    (_, first), (_, second) = recorder.notes
+    assert first == 0.0
+    assert second >= task.seconds > 0.0
+
+
 def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) -> None:
     task = Bad((0, 4))
     trainer = quiet_trainer(max_steps=5, callbacks=saves(3), on_nonfinite="rollback", default_root_dir=tmp_path)
@@ -507,13 +530,14 @@ def test_a_resume_after_a_rollback_leaves_the_group_out_as_well(tmp_path: Path) 
 @pytest.mark.parametrize("make", [lambda: EMAWeightAveraging(decay=0.5), lambda: StochasticWeightAveraging(0.1, 2)])
 def test_averages_of_weights_go_back_too(make: Callable[[], Callback], tmp_path: Path) -> None:
     """The weights in a checkpoint may be the average: training goes on with those that were trained."""
-    task, without = Bad((1, 4), (2, 1)), Bad((1, 4), (2, 1))
+    bad = (1, 1), (1, 5), (2, 1)  # the first sends it back into epoch 0, before the second one begins to average
+    task, without = Bad(*bad), Bad(*bad)
     trainer = quiet_trainer(
-        max_epochs=3, callbacks=[make(), saves(3)], on_nonfinite="rollback", default_root_dir=tmp_path
+        max_epochs=3, callbacks=[make(), saves(4)], on_nonfinite="rollback", default_root_dir=tmp_path
     )
     with pytest.warns(TrainwrightWarning, match="Went back") as warned:
         trainer.fit(task, regression_loader(12, 2))
-    assert len([w for w in warned if "Went back" in str(w.message)]) == 2
+    assert len([w for w in warned if "Went back" in str(w.message)]) == 3
     expected = quiet_trainer(max_epochs=3, callbacks=[make()], on_nonfinite="skip")
     with pytest.warns(TrainwrightWarning, match="it is skipped"):
         expected.fit(without, regression_loader(12, 2))
