@@ -21,6 +21,7 @@ from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWa
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
+from trainwright.core.urls import is_url, local_folder
 
 
 class ModelCheckpoint(Callback):
@@ -34,7 +35,9 @@ class ModelCheckpoint(Callback):
     be moved.
 
     Args:
-        dirpath: folder of the checkpoints; the run's own (`trainer.checkpoint_dir`) unless told.
+        dirpath: folder of the checkpoints; the run's own (`trainer.checkpoint_dir`) unless told. A URL that fsspec
+            knows (`s3://bucket/run`) has each one uploaded as soon as it stands in a folder of this machine, below
+            `trainer.default_root_dir/checkpoints`; what is deleted here is deleted there.
         filename: template of the name, `"{epoch}-{val_loss:.2f}"` → `epoch=3-val_loss=0.12`; a checkpoint is a folder,
             so there is no extension. `"{epoch}-{step}"` unless told.
         monitor: the metric to rank by; None keeps the latest.
@@ -101,7 +104,9 @@ class ModelCheckpoint(Callback):
         self.enable_version_counter = enable_version_counter
         self.keep_every = keep_every
         self.current_score: float | None = None
-        self._given_dirpath = Path(dirpath).expanduser().absolute() if dirpath is not None else None
+        self.remote: str | None = dirpath.rstrip("/") if is_url(dirpath) else None
+        local = dirpath is not None and self.remote is None
+        self._given_dirpath = Path(dirpath).expanduser().absolute() if dirpath is not None and local else None
         self._folder: Path | None = self._given_dirpath
         self._top = TopK(save_top_k, self.mode)
         self._kept = KeepEvery(keep_every)
@@ -116,7 +121,8 @@ class ModelCheckpoint(Callback):
         self._validated = False
         self._epoch_ended = False
         self._waiting_for_validation = False
-        self._recorded_folder: Path | None = None  # of the index that `load_state_dict` took; None once it is checked
+        self._remote_names: frozenset[str] = frozenset()
+        self._recorded: str | None = None  # of the index that `load_state_dict` took; None once it is checked
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -140,6 +146,11 @@ class ModelCheckpoint(Callback):
             )
         if self.save_last not in (None, True, False, "link"):
             raise ConfigurationError(f"ModelCheckpoint(save_last={self.save_last!r}): write True, False or 'link'.")
+        if self.save_last == "link" and self.remote is not None:
+            raise ConfigurationError(
+                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): there are no links there. Use "
+                "save_last=True, or leave it out: ckpt_path='last' finds the newest by itself."
+            )
         check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
 
     # What it knows
@@ -154,8 +165,13 @@ class ModelCheckpoint(Callback):
         )
 
     @property
-    def dirpath(self) -> Path | None:
-        """The folder of the checkpoints; None before a run when none was given."""
+    def dirpath(self) -> Path | str | None:
+        """The folder of the checkpoints, or its URL; None before a run when none was given."""
+        return self.remote or self._folder
+
+    @property
+    def local_dirpath(self) -> Path | None:
+        """The folder on this machine; None before a run when none was given."""
         return self._folder
 
     @property
@@ -185,7 +201,9 @@ class ModelCheckpoint(Callback):
         return self._path(self._last)
 
     def _path(self, name: str | None) -> str:
-        return "" if name is None or self._folder is None else str(self._folder / name)
+        if name is None or self._folder is None:
+            return ""
+        return str(self._folder / name) if self.remote is None else f"{self.remote}/{name}"
 
     def format_checkpoint_name(
         self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
@@ -204,9 +222,8 @@ class ModelCheckpoint(Callback):
         return name if ver is None else f"{name}-v{ver}"
 
     def state_dict(self) -> dict[str, Any]:
-        folder = self._recorded_folder or self._folder
         return {
-            "dirpath": str(folder) if folder is not None else None,
+            "dirpath": self._recorded or (None if self.dirpath is None else str(self.dirpath)),
             "scores": {name: to_json(score) for name, score in self._top.scores.items()},
             "current_score": to_json(self.current_score),
             "latest": self._latest,
@@ -227,13 +244,16 @@ class ModelCheckpoint(Callback):
         self._left_over = list(state_dict.get("replaced", []))
         if "kept" in state_dict:
             self._kept.load_state_dict(state_dict["kept"])
-        self._recorded_folder = Path(state_dict["dirpath"]) if state_dict["dirpath"] is not None else None
+        self._recorded = state_dict["dirpath"]
 
     # When to save
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
-            folder = self._given_dirpath or trainer.checkpoint_dir
+            if self.remote is not None:
+                folder = local_folder(trainer.default_root_dir.absolute() / "checkpoints", self.remote)
+            else:
+                folder = self._given_dirpath or trainer.checkpoint_dir
             if self._folder not in (None, folder):
                 self._forget(self._held_names())  # names of an earlier fit, in another folder
             self._folder = folder
@@ -243,6 +263,9 @@ class ModelCheckpoint(Callback):
         self._last_saved_step = min(self._last_saved_step, trainer.state.step)  # a new run may pass that step again
         self._saved_at_s = time.monotonic()
         self._kept.begin(trainer)
+        if self.remote is not None and not self._is_idle(trainer):
+            # Now rather than at the first save: a service that refuses us should not do so after hours of training.
+            self._remote_names = frozenset(trainer.remote_names(self.remote))
         self._clock.start(trainer)
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
@@ -282,7 +305,9 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             moment = self._moment(trainer, trainer.state.epoch, step)
             name = self._free_name(trainer, moment, self.filename, reuse=None)
-            trainer.emergency_save(SaveRequest(name, self._folder, self.save_weights_only, moment.metrics))
+            trainer.emergency_save(
+                SaveRequest(name, self._folder, self.save_weights_only, moment.metrics, remote=self.remote)
+            )
 
     def _saves_at_epoch_end(self, run: Run) -> bool:
         return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
@@ -312,7 +337,7 @@ class ModelCheckpoint(Callback):
         if self._last_saved_step == step:
             return
         moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else NO_MOMENT)
-        if self._recorded_folder is not None:
+        if self._recorded is not None:
             self._check_index(run, moment)
         self._waiting_for_validation = False
         self._check_name_fields(run, moment)
@@ -327,10 +352,11 @@ class ModelCheckpoint(Callback):
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
         folder = self._folder
         present = frozenset(path.name for path in folder.iterdir()) if folder and folder.is_dir() else frozenset[str]()
-        recorded = self._recorded_folder
+        recorded = self._recorded
         # A folder that is gone was moved, and its index with it. One that still stands beside another dirpath was
         # left for good: names that happen to be equal there belong to somebody else and must never be deleted.
-        index_holds = recorded is None or recorded == folder or not recorded.exists()
+        index_holds = recorded in (None, str(self.dirpath)) or not (is_url(recorded) or Path(str(recorded)).exists())
+        present |= self._remote_names
         return Moment(epoch, step, dict(run.callback_metrics), present, index_holds, self._kept.look(run))
 
     def _newest(self, run: Run, moment: Moment) -> SaveRequest | None:
@@ -368,7 +394,7 @@ class ModelCheckpoint(Callback):
 
     def _new_request(self, name: str, moment: Moment, gone: str | None) -> SaveRequest:
         remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []
-        return SaveRequest(name, self._folder, self.save_weights_only, dict(moment.metrics), remove)
+        return SaveRequest(name, self._folder, self.save_weights_only, dict(moment.metrics), remove, remote=self.remote)
 
     def _add_last(self, run: Run, moment: Moment, request: SaveRequest | None) -> None:
         """Ask for `request`, if any, and for what is to be called `last`."""
@@ -430,16 +456,16 @@ class ModelCheckpoint(Callback):
 
     def _check_index(self, run: Run, moment: Moment) -> None:
         """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""
-        recorded, self._recorded_folder = self._recorded_folder, None
+        recorded, self._recorded = self._recorded, None
         present = moment.present if moment.index_holds else frozenset[str]()
         missing = self._held_names() - present
         # In the very same folder `last` is missing when the run was killed before it came to make it.
-        told = missing - {self._last} if recorded == self._folder else missing
+        told = missing - {self._last} if recorded == str(self.dirpath) else missing
         self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
         self._forget(missing)
         if told and run.is_global_zero:
             warnings.warn(
-                f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self._folder}; "
+                f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self.dirpath}; "
                 "the best are ranked without.",
                 TrainwrightWarning,
                 stacklevel=2,

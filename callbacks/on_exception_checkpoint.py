@@ -6,9 +6,10 @@ from pathlib import Path
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.checkpoint_name import check_template
-from trainwright.core.errors import Preempted
+from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.run import Run, SaveRequest
 from trainwright.core.task import TaskModule
+from trainwright.core.urls import is_url
 
 
 class OnExceptionCheckpoint(Callback):
@@ -20,12 +21,20 @@ class OnExceptionCheckpoint(Callback):
     Args:
         dirpath: folder of the checkpoint.
         filename: its name, without extension: a checkpoint is a folder.
+
+    Raises:
+        ConfigurationError: a name that is no folder's name, or a `dirpath` that is a URL.
     """
 
     order = Order.LAST
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         check_template(filename, "OnExceptionCheckpoint")
+        if is_url(dirpath):
+            raise ConfigurationError(
+                f"OnExceptionCheckpoint(dirpath={dirpath!r}) writes to this machine's disk. Give a folder, or use "
+                "ModelCheckpoint with that dirpath and save_on_exception=True."
+            )
         self.dirpath = Path(dirpath).expanduser().absolute()
         self.filename = filename
 

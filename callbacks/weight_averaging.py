@@ -60,7 +60,6 @@ class WeightAveraging(Callback):
         self._latest_update_step = 0
         self._latest_update_epoch = -1
         self._validating = False
-        self._loading = False  # a checkpoint has been read, and the average is not there yet
         self._loaded: dict[str, Any] | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -82,10 +81,7 @@ class WeightAveraging(Callback):
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
             self._weights, self._loaded = None, None
-            self._validating = self._loading = False
-
-    def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        self._loading = trainer.stage == "fit"
+            self._validating = False
 
     def __getstate__(self) -> dict[str, Any]:
         # Neither the task nor functions of torch go along into another process or a copy: the numbers do.
@@ -106,13 +102,6 @@ class WeightAveraging(Callback):
         else:
             self._latest_update_step = min(self._latest_update_step, trainer.state.step)
             self._latest_update_epoch = min(self._latest_update_epoch, trainer.state.epoch - 1)
-            if self._loading and trainer.is_global_zero:
-                warnings.warn(
-                    f"the checkpoint was not written with {type(self).__name__}: the average starts from its weights.",
-                    TrainwrightWarning,
-                    stacklevel=2,
-                )
-        self._loading = False
         self._weights = weights
 
     # Updates

@@ -15,7 +15,7 @@ from trainwright.checkpoint.layout import PARTS
 from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.checkpoint.reader import read_manifest
-from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
 from trainwright.trainer.facts import RunFacts
@@ -111,15 +111,15 @@ def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:
         What `work` returned on rank 0.
 
     Raises:
-        OSError, CheckpointError, ConfigurationError: what `work` raised on rank 0; a CheckpointError that quotes it on
-            the others.
+        OSError, CheckpointError, ConfigurationError, MissingPackageError: what `work` raised on rank 0; a
+            CheckpointError that quotes it on the others.
     """
     problem: Exception | None = None
     result: T | None = None
     if run.is_global_zero:
         try:
             result = work()
-        except (OSError, CheckpointError, ConfigurationError) as error:
+        except (OSError, CheckpointError, ConfigurationError, MissingPackageError) as error:
             problem = error
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
     told, result = run.strategy.processes.broadcast_object((mine, result))

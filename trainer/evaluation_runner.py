@@ -8,6 +8,7 @@ from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.trainer import evaluation
 from trainwright.trainer.preemption import EvaluationWatch, leave
 from trainwright.trainer.stage import StageRunner
+from trainwright.trainer.training_pass import pass_training_data
 
 
 class EvaluationRunner(StageRunner):
@@ -32,6 +33,10 @@ class EvaluationRunner(StageRunner):
             finally:
                 self.sanity_checking = False
                 self._forget_metrics()
+
+    def pass_training_data(self) -> None:
+        """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+        pass_training_data(self, self.train_data())
 
     def _validate(self) -> None:
         if not self.has_validation:

@@ -118,6 +118,10 @@ class RunFacts(ABC):
         """The prepared training data; made at the first asking."""
 
     @abstractmethod
+    def pass_training_data(self) -> None:
+        """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+
+    @abstractmethod
     def data_state(self) -> dict[str, Any]:
         """Return the place in the training data, for a checkpoint; the same on every rank."""
 
@@ -393,7 +397,8 @@ class RunFacts(ABC):
     @property
     def checkpoint_dir(self) -> Path:
         """Where checkpoints go when a request names no folder."""
-        named = getattr(self.checkpoint_callback, "dirpath", None)
+        saver = self.checkpoint_callback
+        named = getattr(saver, "local_dirpath", None) or getattr(saver, "dirpath", None)
         return Path(named) if named else self.default_root_dir / "checkpoints"
 
     def print(self, *values: Any) -> None:

@@ -13,6 +13,8 @@ from trainwright.checkpoint.layout import PARTS, Kind
 from trainwright.checkpoint.reader import OnDamaged
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.run import Stage
+from trainwright.core.urls import is_url
+from trainwright.trainer import remote_saves
 from trainwright.trainer.facts import RunFacts
 
 WEIGHTS = ("trainer", "model")  # the parts that hold weights, and what tasks and callbacks saved beside them
@@ -26,7 +28,7 @@ class LoadRequest:
     """What a user wants loaded; see the arguments of `Trainer.fit`.
 
     Attributes:
-        ckpt_path: a path, `"last"`, `"best"` or None.
+        ckpt_path: a path or URL, `"last"`, `"best"` or None.
         on_damaged: `"error"`, `"fall_back"`, or None: fall back for `"last"` only.
         allow_missing: what a resume may go on without.
         strict: whether weights that are missing or left over are an error; None: the task's `strict_loading`.
@@ -91,8 +93,8 @@ def check_early(request: LoadRequest, stage: Stage) -> None:
     Raises:
         FileNotFoundError, CheckpointError: see `choose`.
     """
-    if request.ckpt_path in (None, "last", "best"):
-        return
+    if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):
+        return  # what lies elsewhere is fetched by one process, and checked then
     path = Path(str(request.ckpt_path))
     try:
         read_manifest(path)
@@ -106,7 +108,8 @@ def check_early(request: LoadRequest, stage: Stage) -> None:
 def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
     """Return the checkpoint that a request comes to, its files verified. For one process; nothing is communicated.
 
-    It reads every byte of the parts that the stage needs, so that nobody has to hash them again.
+    It reads every byte of the parts that the stage needs, so that nobody has to hash them again. What lies elsewhere
+    is downloaded into `default_root_dir/downloaded` first.
 
     Raises:
         FileNotFoundError: there is none.
@@ -117,7 +120,12 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
         return None
     kind: Kind | None = "full" if request.resumes(stage) else None
     parts, allow_missing = request.parts(stage), request.parts_to_miss
-    if request.ckpt_path == "last":
+    place: str | Path = request.ckpt_path
+    if place == "last":
+        place = remote_saves.newest(run, kind) or place
+    if is_url(place):
+        place = remote_saves.fetch(run, place)
+    if place == "last":
         found = newest_valid(
             run.checkpoint_dir,
             kind=kind,
@@ -131,10 +139,10 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
                 "ckpt_path out to start anew."
             )
         return found
-    if request.ckpt_path == "best":
+    if place == "best":
         return _best(run, request, stage)
     path = whole_checkpoint(
-        request.ckpt_path,
+        place,
         kind=kind,
         parts=parts,
         allow_missing=allow_missing,
@@ -157,8 +165,9 @@ def _best(run: RunFacts, request: LoadRequest, stage: Stage) -> Path:
     flaws: list[str] = []
     for name in dict.fromkeys([best, *ranked]):
         try:
-            check_checkpoint(name, parts=request.parts(stage), allow_missing=request.parts_to_miss)
-            _check_kind(request, stage, Path(name))
+            path = remote_saves.on_this_machine(run, name)
+            check_checkpoint(path, parts=request.parts(stage), allow_missing=request.parts_to_miss)
+            _check_kind(request, stage, path)
         except (CheckpointError, FileNotFoundError) as error:
             if request.on_damaged != "fall_back":
                 raise
@@ -167,7 +176,7 @@ def _best(run: RunFacts, request: LoadRequest, stage: Stage) -> Path:
         if flaws:
             text = f"{' '.join(flaws)} Falling back to {name}, the best that is whole."
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
-        return Path(name)
+        return path
     raise CheckpointError(f"{stage}(ckpt_path='best'): none of the best checkpoints is whole. {' '.join(flaws)}")
 
 

@@ -14,9 +14,11 @@ from pathlib import Path
 
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
 from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.remote import remote_names
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
-from trainwright.trainer import checkpointing
+from trainwright.core.urls import is_url
+from trainwright.trainer import checkpointing, remote_saves
 from trainwright.trainer.facts import RunFacts
 
 
@@ -51,7 +53,9 @@ class SafePoint:
         self._actions.append(action)
 
     def add_save(self, request: SaveRequest) -> None:
-        """Keep a request for a checkpoint for the safe point."""
+        """Keep a request for a checkpoint for the safe point; the run's own folder may stand for one elsewhere."""
+        if request.folder is None and request.remote is None:
+            request.remote = getattr(self._run.checkpoint_callback, "remote", None)
         self._saves.append(request)
 
     def forget(self) -> None:
@@ -80,25 +84,44 @@ class SafePoint:
         run, folder = self._run, self._run.checkpoint_dir
         true_path = path.resolve()  # not a link to it
         ours = true_path.parent == folder.resolve() and not true_path.name.startswith(".")
-        if run.checkpoint_callback is None or not ours:
+        if run.checkpoint_callback is None:
             return
 
         def work() -> None:
+            remote_saves.tidy(run, true_path if ours else None)
+            if not ours:
+                return
             index, created = RunIndex(folder, run=run.run_id), read_manifest(true_path).created
             if all((entry.name, entry.created) != (true_path.name, created) for entry in index.entries()):
                 index.add(folder / true_path.name)
 
         checkpointing.on_main_rank(run, work, f"enter {path} in its index")
 
-    def save_now(self, path: Path, *, weights_only: bool) -> None:
-        """Write a checkpoint that the index does not list, and return once it is published. Collective."""
+    def remote_names(self, url: str) -> list[str]:
+        """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
+        return checkpointing.on_main_rank(self._run, partial(remote_names, url), f"look into {url}")
+
+    def save_now(self, place: str | Path, *, weights_only: bool) -> Path:
+        """Write a checkpoint that the index does not list, and return once it is published. Collective.
+
+        Args:
+            place: where; for a URL it is written on this machine and uploaded.
+            weights_only: leave the optimizer, progress and generators out.
+
+        Returns:
+            Its folder on this machine.
+        """
+        path = remote_saves.twin(self._run, place) if is_url(place) else Path(place)
         snapshot = checkpointing.capture(self._run, weights_only=weights_only)
 
         def work() -> None:
             self._wait()
             write_checkpoint(path, snapshot)
+            if is_url(place):
+                remote_saves.upload_to(self._run, path, place)
 
-        checkpointing.on_main_rank(self._run, work, f"write {path}")
+        checkpointing.on_main_rank(self._run, work, f"write {place}")
+        return path
 
     def find(self, step: int) -> Path | None:
         """Return the full checkpoint of `step` that this run has published in its folder, if any; main rank only."""
@@ -176,9 +199,13 @@ class SafePoint:
         index = RunIndex(path.parent, run=run_id)
         index.add(path)
         self._published.append((path, aliases))
+        if request.remote is not None:
+            self._complaints.extend(remote_saves.upload(path, request, run_id))
         if request.link is not None:
             _link(path.parent / request.link, path.name)
         for name in request.remove:
+            if request.remote is not None and not (path.parent / name).exists():
+                continue  # written by an earlier session on another machine
             try:
                 index.delete(name)
             except CheckpointError as error:

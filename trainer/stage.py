@@ -49,7 +49,6 @@ from trainwright.trainer.rollback import Rollbacks
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
 from trainwright.trainer.settings import Settings
-from trainwright.trainer.training_pass import pass_training_data
 
 Body = Callable[..., Any]
 _KERNEL_ARGUMENTS = ("benchmark", "deterministic", "detect_anomaly")
@@ -440,10 +439,6 @@ class StageRunner(Rollbacks):
         self._train_data = None  # made anew with the run's own seed
         self._position = dict(saved) or None
 
-    def pass_training_data(self) -> None:
-        """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
-        pass_training_data(self, self.train_data())
-
     def _restore_rng(self) -> None:
         restore, self._rng_to_restore = self._rng_to_restore, None
         if restore is not None:
@@ -464,15 +459,24 @@ class StageRunner(Rollbacks):
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
         """Write a checkpoint now, or after a `fit`. Collective; not within a training step; returns once it stands.
 
+        Args:
+            filepath: where; with a URL it is written below `default_root_dir/checkpoints` and uploaded from there.
+            weights_only: leave the optimizer, progress and generators out.
+
+        Returns:
+            Its folder on this machine.
+
         Raises:
             ConfigurationError: no task has been trained yet, or a step is half done.
             OSError, CheckpointError: it, or one before it, could not be written.
         """
         if not self._is_set_up or not self.at_step_boundary:
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
-        path = Path(filepath)
-        self.safe_point.save_now(path, weights_only=weights_only)
-        return path
+        return self.safe_point.save_now(filepath, weights_only=weights_only)
+
+    def remote_names(self, url: str) -> list[str]:
+        """Return the names of what lies below a remote folder; see `Run.remote_names`."""
+        return self.safe_point.remote_names(url)
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""

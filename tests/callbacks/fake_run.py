@@ -145,6 +145,9 @@ class FakeRun:
     def request_save(self, request: SaveRequest) -> None:
         self.requests.append(request)
 
+    def remote_names(self, url: str) -> list[str]:
+        return []
+
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
         raise AssertionError("callbacks ask, the Trainer writes")
 

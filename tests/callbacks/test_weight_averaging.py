@@ -249,7 +249,7 @@ def test_a_checkpoint_that_was_written_without_it_starts_the_average_and_says_so
     saver = ModelCheckpoint(tmp_path, filename="saved")
     fit(RegressionTask(), [saver], max_epochs=1)
     task, notes = RegressionTask(), Notes()
-    with pytest.warns(TrainwrightWarning, match="not written with WeightAveraging"):
+    with pytest.warns(TrainwrightWarning, match="holds no state of the callback 'WeightAveraging'"):
         fit(task, [WeightAveraging(), notes, ModelCheckpoint(tmp_path)], max_epochs=2, ckpt_path=tmp_path / "saved")
     torch.testing.assert_close(weights_of(task), mean_of(notes.trained))
 

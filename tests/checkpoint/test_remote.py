@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
 
 from tests.checkpoint.snapshots import files_of, write_small
-from tests.checkpoint.webhdfs_server import FileServer, file_server
+from tests.checkpoint.webhdfs_server import SERVED, FileServer
 from trainwright.checkpoint import verify
 from trainwright.checkpoint.remote import (
     RemoteIndex,
     download_checkpoint,
     find_remote,
-    is_remote,
     upload_checkpoint,
 )
 from trainwright.core.errors import CheckpointError, MissingPackageError
-
-SERVED = pytest.mark.requires("requests", "fsspec's WebHDFS client uses it")
-
-
-@pytest.fixture
-def memory() -> Iterator[str]:
-    """Return the URL of a folder in fsspec's own memory."""
-    url = f"memory://test-{secrets.token_hex(4)}"
-    yield url
-    files, root = fsspec.core.url_to_fs(url)
-    if files.exists(root):
-        files.rm(root, recursive=True)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FileServer]:
-    """Run an HTTP file server; connections are closed with it."""
-    root = tmp_path / "served"
-    root.mkdir()
-    with file_server(root) as running:
-        yield running
-        client = fsspec.core.url_to_fs(running.url)[0]
-        client.session.close()
-        client.clear_instance_cache()
-
-
-@pytest.fixture(params=["memory", pytest.param("http", marks=SERVED), "disk"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return a remote folder of each kind in turn; it does not exist yet."""
-    if request.param == "memory":
-        return f"{request.getfixturevalue('memory')}/run"
-    if request.param == "http":
-        return f"{request.getfixturevalue('server').url}/run"
-    return f"file://{tmp_path}/remote/run"
+from trainwright.core.urls import is_url
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -319,7 +283,7 @@ def test_a_run_whose_id_is_no_file_name_is_refused(run: str, memory: str) -> Non
     ],
 )
 def test_a_url_is_told_from_a_path(path: str | Path, remote: bool) -> None:
-    assert is_remote(path) is remote
+    assert is_url(path) is remote
 
 
 def test_a_path_where_a_url_is_needed_is_an_error(tmp_path: Path) -> None:

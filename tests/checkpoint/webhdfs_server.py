@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 PREFIX = "/webhdfs/v1"
+SERVED = pytest.mark.requires("requests", "fsspec's WebHDFS client uses it")
 
 
 class FileServer(ThreadingHTTPServer):

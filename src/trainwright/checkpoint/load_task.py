@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,9 @@ import torch
 
 from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.reader import read_checkpoint
+from trainwright.checkpoint.remote import download_checkpoint
 from trainwright.core.errors import CheckpointError
+from trainwright.core.urls import is_url
 
 HYPER_PARAMETERS = "hyper_parameters"
 
@@ -32,7 +35,7 @@ def load_task_from_checkpoint(
     Args:
         cls: the task's class. Saved hyper-parameters that its constructor does not take are left out, unless it takes
             `**kwargs`. If it defines `configure_model`, that is called before loading.
-        path: a checkpoint folder of either kind.
+        path: a checkpoint folder of either kind, or the URL of one.
         map_location: the device for the task; None leaves it where it builds itself.
         strict: raise when names of weights are missing or left over.
         hparams_file: a YAML or JSON file of hyper-parameters to take instead of the saved ones.
@@ -43,6 +46,17 @@ def load_task_from_checkpoint(
         CheckpointError: the checkpoint is damaged, the constructor needs an argument that was neither saved nor given
             or does not take one that was given, or the weights do not fit.
     """
+    if is_url(path):
+        with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+            local = download_checkpoint(path, folder)
+            return load_task_from_checkpoint(
+                cls,
+                local,
+                map_location=map_location,
+                strict=strict,
+                hparams_file=hparams_file,
+                hparams_overrides=hparams_overrides,
+            )
     snapshot = read_checkpoint(path, parts=("trainer", "model"), copy_model=False)
     origin = path if hparams_file is None else hparams_file
     saved = snapshot.trainer.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))

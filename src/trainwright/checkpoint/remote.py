@@ -42,9 +42,15 @@ from trainwright.checkpoint.layout import (
     load_json,
 )
 from trainwright.checkpoint.reader import read_manifest, verify
+from trainwright.checkpoint.staging import remove_folder
 from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
+from trainwright.core.urls import is_url, last_part, local_folder
 
+# How services word that they do not let somebody in; they have no exception in common.
+_REFUSED = re.compile(
+    r"credential|permission|forbidden|access.?denied|unauthori|not authori|\b40[13]\b|anonymous", re.I
+)
 _RUN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
@@ -54,11 +60,6 @@ class RemoteCheckpoint:
 
     url: str
     manifest: Manifest
-
-
-def is_remote(path: Path | str) -> bool:
-    """Tell whether `path` is a URL such as `s3://bucket/run`, and not a place on this machine's disk."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)", path) is not None
 
 
 def upload_checkpoint(
@@ -170,6 +171,31 @@ def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[
     return target
 
 
+def fetch_checkpoint(url: str, root: Path, *, storage_options: Mapping[str, Any] | None = None) -> Path:
+    """Return a local copy of the remote checkpoint `url` somewhere below `root`, downloading it if it is not there.
+
+    What lies at `url` may change its content; every content has a folder of its own, named after its manifest. A copy
+    that is damaged is fetched anew. Raises as `download_checkpoint` does.
+    """
+    data = _Remote(url, storage_options).read(MANIFEST, MAX_MANIFEST_BYTES)
+    digest = xxhash.xxh3_64(data or b"").hexdigest()
+    folder = local_folder(root, url) / digest
+    target = folder / _last(url)
+    if target.is_dir() and verify(target):
+        remove_folder(target)
+    return download_checkpoint(url, folder, storage_options=storage_options)
+
+
+def remote_names(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the names of all folders directly below `url`, checkpoints or not; none if it does not exist.
+
+    Raises:
+        CheckpointError: the service cannot be reached or refuses.
+        MissingPackageError: its package is not installed.
+    """
+    return _Remote(url, storage_options).folders()
+
+
 def _fetch_all(remote: _Remote, manifest: Manifest, folder: Path) -> None:
     for part in manifest.parts.values():
         for relative, entry in part.files.items():
@@ -258,6 +284,16 @@ class RemoteIndex:
         _Remote(_join(self.url, name), self._options).delete_tree()
         self._store([known for known in entries if known is not entry])
 
+    def delete_unfinished(self) -> list[str]:
+        """Delete what this run began to upload and never finished, as when it was killed; returns the names.
+
+        For the start of a session: while uploads go on, the one that is going up has no manifest either.
+        """
+        gone = [entry.name for entry in self.entries() if self._manifest(entry.name) is None]
+        for name in gone:
+            self.delete(name)
+        return gone
+
     def keep_last(self, num: int) -> list[str]:
         """Delete all of this run's uploads but the `num` with the highest steps; returns the names that are gone.
 
@@ -312,7 +348,7 @@ class _Remote:
     """One remote folder. What the service raises comes out as a `CheckpointError` that names the URL."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None) -> None:
-        if not is_remote(url):
+        if not is_url(url):
             raise CheckpointError(f"{url!r} is no URL: expected one such as s3://bucket/run or memory://run.")
         self.url = url.rstrip("/")
         fsspec = require_package("fsspec", purpose="a remote checkpoint")
@@ -336,8 +372,15 @@ class _Remote:
             raise
         except Exception as error:
             # Services have exceptions of their own, which need not be OSErrors (botocore, aiohttp, ftplib).
-            where = _join(self.url, relative)
-            raise CheckpointError(f"could not {verb} {where}: {type(error).__name__}: {error}") from error
+            where, problem = _join(self.url, relative), f"{type(error).__name__}: {error}"
+            hint = ""
+            if _REFUSED.search(problem):
+                scheme = self.url.partition(":")[0]
+                hint = (
+                    f" The service knows no credentials of this machine, or they do not suffice: set them up as the "
+                    f"fsspec package of {scheme}:// wants them."
+                )
+            raise CheckpointError(f"could not {verb} {where}: {problem}.{hint}") from error
 
     def read(self, relative: str, limit: int) -> bytes | None:
         """Return a small file's bytes; None if there is none."""
@@ -425,5 +468,4 @@ def _join(url: str, name: str) -> str:
 
 
 def _last(url: str) -> str:
-    name = url.rstrip("/").rpartition("/")[2]
-    return check_relative(name, url)
+    return check_relative(last_part(url), url)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.urls import is_url
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.diff import CheckpointDifference
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     one = add("ls", _ls, "list a run's checkpoints, damaged ones marked", as_json=True)
-    one.add_argument("folder", type=Path, help="the run's folder, or that of its checkpoints")
+    one.add_argument("folder", help="the run's folder, or that of its checkpoints; or a URL, as s3://bucket/run")
     one.add_argument("--verify", action="store_true", help="compare every file's hash, not its size only")
     one = add("show", _show, "print what a resume from a checkpoint restores", as_json=True)
     one.add_argument("path", type=Path, help="a checkpoint")
@@ -114,9 +115,14 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _ls(wanted: argparse.Namespace) -> int:
-    from trainwright.cli.checkpoint_facts import list_folder
+    from trainwright.cli.checkpoint_facts import list_folder, list_remote
 
-    rows = list_folder(wanted.folder, hashes=wanted.verify)
+    if is_url(wanted.folder):
+        if wanted.verify:
+            raise ConfigurationError(f"--verify reads every file, and {wanted.folder} is elsewhere. Download it first.")
+        rows = list_remote(wanted.folder)
+    else:
+        rows = list_folder(Path(wanted.folder), hashes=wanted.verify)
     if wanted.json:
         print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2))
         return 0

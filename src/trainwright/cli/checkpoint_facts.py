@@ -14,10 +14,12 @@ from trainwright.checkpoint import Manifest, read_manifest, verify
 from trainwright.checkpoint.codec import TAG, decode
 from trainwright.checkpoint.export import stored_tensors
 from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered, read_json
+from trainwright.checkpoint.remote import find_remote
 from trainwright.checkpoint.safetensors_io import read_header, read_safetensors
 from trainwright.checkpoint.trees import read_tree
 from trainwright.checkpoint.writer import PROGRESS
 from trainwright.core.errors import CheckpointError
+from trainwright.core.urls import last_part
 
 CHECKPOINTS = "checkpoints"  # where a run keeps them below its folder, unless told otherwise
 
@@ -28,7 +30,7 @@ class Row:
 
     Attributes:
         name: of its folder.
-        path: of its folder.
+        path: of its folder, or its URL.
         step, epoch, kind, metrics: from its manifest.
         bytes: of all files that the manifest lists.
         created: UTC, ISO 8601.
@@ -99,16 +101,30 @@ def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
     return sorted(rows, key=lambda row: (-1 if row.step is None else row.step, row.created, row.name))
 
 
+def list_remote(url: str) -> list[Row]:
+    """Return a row for each complete checkpoint directly below `url`, by step; manifests are read, no other file.
+
+    Raises:
+        CheckpointError: the service cannot be reached or refuses.
+        MissingPackageError: its package is not installed.
+    """
+    return [_row_of(last_part(item.url), item.url, item.manifest, []) for item in find_remote(url)]
+
+
 def _row(path: Path, hashes: bool) -> Row:
     problems = verify(path, hashes=hashes)
     try:
         manifest = read_manifest(path)
     except CheckpointError:
         return Row(path.name, str(path), problems=problems)
+    return _row_of(path.name, str(path), manifest, problems)
+
+
+def _row_of(name: str, path: str, manifest: Manifest, problems: list[str]) -> Row:
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(manifest.created)
     return Row(
-        path.name,
-        str(path),
+        name,
+        path,
         manifest.step,
         manifest.epoch,
         manifest.kind,

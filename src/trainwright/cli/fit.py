@@ -18,6 +18,7 @@ from trainwright.cli.main import INTERRUPTED
 from trainwright.cli.overrides import read_command_line, read_configs, swap_classes
 from trainwright.cli.short_names import expand_assignments, expand_config
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.urls import is_url
 
 if TYPE_CHECKING:
     from trainwright.core.run import Stage
@@ -123,7 +124,7 @@ def build_parser(stage: Stage) -> Any:
     parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
     parser.add_argument("--seed_everything", type=int | None, default=None, help="seed every generator before building")
     parser.add_argument(
-        "--ckpt_path", type=str | None, default=None, help='checkpoint to start from: a folder, "best" or "last"'
+        "--ckpt_path", type=str | None, default=None, help='checkpoint to start from: a folder, a URL, "best" or "last"'
     )
     if stage == "fit":
         _add_loading(parser)
@@ -186,7 +187,9 @@ def _with_nearest(parser: Any, message: str) -> str:
 
 
 def _check_checkpoint(ckpt_path: str | None) -> None:
-    if ckpt_path is not None and ckpt_path not in ("best", "last") and not Path(ckpt_path).exists():
+    if ckpt_path is None or ckpt_path in ("best", "last") or is_url(ckpt_path):
+        return
+    if not Path(ckpt_path).exists():
         raise ConfigurationError(
             f'ckpt_path={ckpt_path!r} does not exist. Give a checkpoint\'s folder, "best" or "last".'
         )

@@ -51,6 +51,8 @@ class SaveRequest:
         weights_only: leave the optimizer, progress and generators out.
         metrics: the values that retention and `best` go by.
         remove: folder names of earlier checkpoints of this run, deleted once this one stands.
+        remote: URL of a folder to which the checkpoint is uploaded once it stands; what `remove` names is deleted
+            there too. That of the run's ModelCheckpoint, if it has one, when `folder` is None.
         link: name of a relative symbolic link in the same folder that is put to this checkpoint once it stands.
 
     A `name` that exists already is replaced once the new checkpoint is complete.
@@ -62,6 +64,7 @@ class SaveRequest:
     metrics: dict[str, float] = field(default_factory=dict)
     remove: list[str] = field(default_factory=list)
     link: str | None = None
+    remote: str | None = None
 
 
 class Run(Protocol):
@@ -195,6 +198,13 @@ class Run(Protocol):
 
     def request_save(self, request: SaveRequest) -> None:
         """Ask for a checkpoint at the next safe point. Every rank must ask alike; rank 0's request is written."""
+
+    def remote_names(self, url: str) -> list[str]:
+        """Return the names of what lies below a remote folder, on every rank. Collective; rank 0 asks the network.
+
+        Raises:
+            CheckpointError: the service cannot be reached or refuses, on every rank.
+        """
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
         """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""

@@ -346,7 +346,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
 
         Args:
-            checkpoint_path: the checkpoint's folder.
+            checkpoint_path: the checkpoint's folder, or its URL (`s3://…`), from which it is downloaded.
             map_location: device for the weights; the CPU unless told.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
             strict: whether missing or unexpected weights are an error; `strict_loading` unless told.
