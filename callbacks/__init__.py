@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.callbacks.batch_size_finder import BatchSizeFinder
     from trainwright.callbacks.callback import Callback, Order
     from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor
     from trainwright.callbacks.early_stopping import EarlyStopping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from trainwright.callbacks.lambda_callback import LambdaCallback
     from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainwright.callbacks.loss_spike_detector import LossSpikeDetector
+    from trainwright.callbacks.lr_finder import LearningRateFinder
     from trainwright.callbacks.model_checkpoint import ModelCheckpoint
     from trainwright.callbacks.model_summary import ModelSummary
     from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "batch_size_finder",
     "CALLBACKS": "registry",
     "Callback": "callback",
     "DeviceStatsMonitor": "device_stats_monitor",
@@ -39,6 +42,7 @@ _HOMES = {
     "EarlyStopping": "early_stopping",
     "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "learning_rate_monitor",
     "LossSpikeDetector": "loss_spike_detector",
     "ModelCheckpoint": "model_checkpoint",
@@ -57,12 +61,14 @@ _HOMES = {
 __all__ = [
     "CALLBACKS",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "LossSpikeDetector",
     "ModelCheckpoint",

@@ -8,6 +8,7 @@ from trainwright.core.registry import Registry
 CALLBACKS: Registry[type[Callback]] = Registry(
     "callback",
     {
+        "batch_size_finder": "trainwright.callbacks.batch_size_finder:BatchSizeFinder",
         "device_stats_monitor": "trainwright.callbacks.device_stats_monitor:DeviceStatsMonitor",
         "early_stopping": "trainwright.callbacks.early_stopping:EarlyStopping",
         "ema_weight_averaging": "trainwright.callbacks.weight_averaging:EMAWeightAveraging",
@@ -15,6 +16,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
             "trainwright.callbacks.gradient_accumulation_scheduler:GradientAccumulationScheduler"
         ),
         "lambda": "trainwright.callbacks.lambda_callback:LambdaCallback",
+        "learning_rate_finder": "trainwright.callbacks.lr_finder:LearningRateFinder",
         "learning_rate_monitor": "trainwright.callbacks.learning_rate_monitor:LearningRateMonitor",
         "loss_spike_detector": "trainwright.callbacks.loss_spike_detector:LossSpikeDetector",
         "model_checkpoint": "trainwright.callbacks.model_checkpoint:ModelCheckpoint",

@@ -390,12 +390,13 @@ def _named(slot: Slot, entry: Entry, result: Any) -> Iterator[tuple[Entry, float
 
 def _compute_alone(metric: Any) -> Any:
     """Compute a metric object without other ranks, and without its remembering the result."""
-    with _without_ranks(metric):
+    with without_ranks(metric):
         return metric.compute()
 
 
 @contextmanager
-def _without_ranks(metric: torch.nn.Module) -> Iterator[None]:
+def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
+    """Let the metric objects among a module and its parts compute this rank's own values, without the other ranks."""
     changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
     for part in metric.modules():
         if hasattr(part, "distributed_available_fn"):

@@ -67,6 +67,7 @@ class DDPStrategy(Strategy):
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
+        self._is_alone = self._was_wrapped = False
 
     @property
     def is_distributed(self) -> bool:
@@ -99,14 +100,18 @@ class DDPStrategy(Strategy):
         optimizers = super().prepare(task, make_optimizers)
         trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
         if trains and task.automatic_optimization:
-            self._replica = DistributedDataParallel(StepModule(task), **self.ddp_options)
-            self._learns_graph = self.ddp_options["static_graph"]
-            self._step = self._replica if self.compile_options is None else self._compile(self._replica)
-            # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
-            # itself, so that ranks may evaluate different numbers of batches.
+            self._wrap()
         else:
             self._start_equal(task)
         return optimizers
+
+    def _wrap(self) -> None:
+        """Let training steps run through a replica that averages gradients. Collective: rank 0's weights go to all."""
+        self._replica = DistributedDataParallel(StepModule(self.task), **self.ddp_options)
+        self._learns_graph = self.ddp_options["static_graph"]
+        self._step = self._replica if self.compile_options is None else self._compile(self._replica)
+        # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
+        # itself, so that ranks may evaluate different numbers of batches.
 
     def _start_equal(self, task: TaskModule) -> None:
         """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does."""
@@ -128,7 +133,26 @@ class DDPStrategy(Strategy):
             return nullcontext()
         return replica.no_sync()
 
+    def _leave_others(self) -> None:
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.task.modules()):
+            raise ConfigurationError(
+                "sync_batchnorm=True makes every forward collective, so that no rank can try a batch size alone. "
+                "Search with one process (devices=1)."
+            )
+        self._is_alone, self._was_wrapped = True, self._replica is not None
+        if self._was_wrapped:
+            self.discard_gradients()  # they may be views of the replica's buckets
+            self._unwrap()
+            self._step = self._compile(StepModule(self.task)) if self.compile_options is not None else None
+
+    def _rejoin_others(self) -> None:
+        self._is_alone = False
+        if self._was_wrapped:
+            self._wrap()
+
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        if self._is_alone:
+            return value * self.dp_size
         dist.all_reduce(value)
         return value
 
@@ -138,6 +162,8 @@ class DDPStrategy(Strategy):
         Averaging what earlier backward passes of the step have averaged already changes nothing, so that any number
         of them, in any order, over any part of the parameters comes out right.
         """
+        if self._is_alone:
+            return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.task.parameters():
             if parameter.requires_grad:
@@ -157,6 +183,8 @@ class DDPStrategy(Strategy):
                 offset += grad.numel()
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        if self._is_alone:
+            return torch.stack([tensor if sync_grads else tensor.detach()] * self.dp_size)
         if sync_grads:
             from torch.distributed.nn.functional import all_gather as all_gather_with_grad
 
@@ -165,7 +193,8 @@ class DDPStrategy(Strategy):
         dist.all_gather(found, tensor.contiguous())
         return torch.stack(found)
 
-    def teardown(self) -> None:
+    def _unwrap(self) -> None:
+        """Let go of the replica and of its hooks on the parameters."""
         replica, self._replica = self._replica, None
         if replica is not None:
             # The replica is part of a reference cycle, which must not be the last to hold the process group: a cycle is
@@ -173,6 +202,9 @@ class DDPStrategy(Strategy):
             # that were not forked (a crash, or no end); through the reducer, it waits with the interpreter's lock held
             # for a thread that may want it (torch 2.13).
             del replica.logger, replica.reducer, replica.process_group
+
+    def teardown(self) -> None:
+        self._unwrap()
         super().teardown()
 
 

@@ -67,7 +67,6 @@ class FiniteCheck:
     def drop_group(self) -> None:
         """Forget a group after `forward_backward`: no optimizer steps, and the loss scale stays as it is."""
         self.discard_gradients()
-        self._group = self._loss = None
         if self._scaler is not None:
             self._scaler.update(self._scaler.get_scale())  # the same one: only forgets that gradients were unscaled
 
@@ -75,6 +74,7 @@ class FiniteCheck:
         """Forget the gradients of a group that will not be stepped."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        self._group = self._loss = None
         self._zeroed = True
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
+from trainwright.strategies.alone import Rehearses
 from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step, need_closure
 from trainwright.strategies.by_hand import StepByHand
 from trainwright.strategies.capabilities import Capabilities
@@ -44,7 +45,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(StepByHand, FiniteCheck):
+class Strategy(StepByHand, FiniteCheck, Rehearses):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →

@@ -26,7 +26,6 @@ _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
 def evaluate(
     run: RunFacts,
     kind: EvaluationKind,
-    data: EvaluationData,
     *,
     max_batches: int | None = None,
     keep: bool = False,
@@ -38,8 +37,7 @@ def evaluate(
 
     Args:
         run: whose task, hooks and strategy are used.
-        kind: which step.
-        data: the loaders.
+        kind: which step, and whose loaders.
         max_batches: at most so many batches of each loader, besides the data's own limits.
         keep: return what the step returned.
         abandon: asked before each batch (with its loader's index and its own) whether to break off.
@@ -52,12 +50,11 @@ def evaluate(
         Collective in its last act, the exchange of metrics.
     """
     name, hooks, metrics = _EVENTS[kind], run.hooks, run.metrics
-    limits = [_least(limit, max_batches) for limit in data.limits]
+    data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
     before = metrics.stage
-    run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
     run.evaluating = kind
     run.strategy.begin_evaluation()
     with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
@@ -65,6 +62,7 @@ def evaluate(
         metrics.in_step = False
         try:
             run.fire(f"on_{name}_start")
+            data, limits = _prepare(run, kind, max_batches)  # a callback may have had the loaders made anew
             run.fire(f"on_{name}_epoch_start")
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
                 metrics.dataloader_idx = index if len(data.loaders) > 1 else None
@@ -87,6 +85,14 @@ def evaluate(
             if before is not None:
                 metrics.switch(before)
     return flushed, outputs
+
+
+def _prepare(run: RunFacts, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:
+    """Return the data and the number of batches of each loader, which the run is told too."""
+    data = run.evaluation_data(kind)
+    limits = [_least(limit, max_batches) for limit in data.limits]
+    run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
+    return data, limits
 
 
 def _one_batch(run: RunFacts, kind: str, name: str, batch: Any, idx: int, index: int, hooks: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a Trainer evaluates: the sanity check before training, validations between steps, and stages of their own."""
+"""What a Trainer evaluates: the sanity check before training, validations between steps, stages of their own, tries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.trainer import evaluation
 from trainwright.trainer.preemption import EvaluationWatch, leave
+from trainwright.trainer.rehearsal import Rehearsal
 from trainwright.trainer.stage import StageRunner
 from trainwright.trainer.training_pass import pass_training_data
 
@@ -23,10 +24,10 @@ class EvaluationRunner(StageRunner):
             self.sanity_checking = True
             try:
                 self.fire("on_sanity_check_start")
-                data = self._evaluation_data("validate")
+                data = self.evaluation_data("validate")
                 most = None if limit == -1 else limit
                 watch = EvaluationWatch(self.preemption, self.strategy.processes, data)
-                evaluation.evaluate(self, "validate", data, max_batches=most, abandon=watch)
+                evaluation.evaluate(self, "validate", max_batches=most, abandon=watch)
                 self.fire("on_sanity_check_end")
             except evaluation.Abandoned:
                 self._leave()
@@ -42,10 +43,10 @@ class EvaluationRunner(StageRunner):
         if not self.has_validation:
             return
         in_step, self.metrics.in_step = self.metrics.in_step, False
-        data, generators = self._evaluation_data("validate"), rng_state(self.device)
+        data, generators = self.evaluation_data("validate"), rng_state(self.device)
         try:
             watch = EvaluationWatch(self.preemption, self.strategy.processes, data)
-            evaluation.evaluate(self, "validate", data, abandon=watch)
+            evaluation.evaluate(self, "validate", abandon=watch)
         except evaluation.Abandoned:
             set_rng_state(generators, self.device)  # a resume does the whole validation again, as if for the first time
             self.state.validation_owed = True
@@ -57,20 +58,22 @@ class EvaluationRunner(StageRunner):
         self._validated_at = self.state.step
 
     def _run_evaluation(self, *, kind: Literal["validate", "test"], verbose: bool) -> list[dict[str, float]]:
-        data = self._evaluation_data(kind)
-        flushed, _ = evaluation.evaluate(self, kind, data)
-        results = evaluation.results_by_loader(flushed, len(data.loaders))
+        flushed, outputs = evaluation.evaluate(self, kind)
+        results = evaluation.results_by_loader(flushed, len(outputs))
         if verbose:
             self.print(evaluation.format_results(kind, results))
         return results
 
     def _predict(self, *, keep: bool) -> list[Any] | None:
-        data = self._evaluation_data("predict")
-        _, outputs = evaluation.evaluate(self, "predict", data, keep=keep)
+        _, outputs = evaluation.evaluate(self, "predict", keep=keep)
         if not keep:
             return None
         merged = evaluation.in_dataset_order(self.strategy.processes.gather_object(outputs))
-        return merged if data.is_list else merged[0]
+        return merged if self.evaluation_data("predict").is_list else merged[0]
+
+    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> Rehearsal:
+        """Try steps out and leave no trace; see `Run.rehearse`."""
+        return Rehearsal(self, alone=alone, remakes_loaders=remakes_loaders)
 
     def _leave(self) -> NoReturn:
         leave(self, self.safe_point, self.preemption, requeue=self.settings.arguments["auto_requeue"])

@@ -6,6 +6,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.errors import TaskError, TrainwrightWarning
-from trainwright.core.run import SchedulerConfig, Stage
+from trainwright.core.run import Rehearsal, SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
@@ -27,8 +28,9 @@ from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.standing import Position
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.job import Attempt
-from trainwright.trainer.loaders import EvaluationData, TrainData
+from trainwright.trainer.loaders import EvaluationData, Sources, TrainData
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
+from trainwright.trainer.schedule import ValidationSchedule
 
 Policy = Literal["raise", "skip", "rollback"]
 
@@ -66,6 +68,7 @@ class RunFacts(ABC):
         skipped_batches: training data that was consumed and changed no weight, in the order of its coming.
         on_nonfinite: what becomes of a step whose loss or gradient is not finite; None: nothing is looked at.
         count_tokens: something wants `state.tokens` counted.
+        rehearsing: this stage only tries steps out: callbacks are left out, loggers stay mute.
     """
 
     state: TrainState
@@ -98,6 +101,7 @@ class RunFacts(ABC):
     on_nonfinite: Policy | None
     _warned_of_loss: bool
     count_tokens: bool
+    rehearsing: bool
     default_root_dir: Path
     accumulate_grad_batches: int
     log_every_n_steps: int
@@ -112,6 +116,11 @@ class RunFacts(ABC):
     _progress_bar_metrics: dict[str, float]
     _eval_data: dict[str, EvaluationData]
     _rng_to_restore: Callable[[], None] | None
+    safe_point: Any
+    clip: GradientClip | None
+    _sources: Sources
+    _train_data: TrainData | None
+    _validation: ValidationSchedule | None
 
     @abstractmethod
     def train_data(self) -> TrainData:
@@ -120,6 +129,19 @@ class RunFacts(ABC):
     @abstractmethod
     def pass_training_data(self) -> None:
         """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+
+    @abstractmethod
+    def evaluation_data(self, kind: str) -> EvaluationData:
+        """The prepared data of `"validate"`, `"test"` or `"predict"`; made at the first asking."""
+
+    @property
+    @abstractmethod
+    def has_validation(self) -> bool:
+        """Whether `fit` validates at all."""
+
+    @abstractmethod
+    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
+        """Try steps out and leave no trace; see `Run.rehearse`."""
 
     @abstractmethod
     def data_state(self) -> dict[str, Any]:

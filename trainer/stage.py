@@ -78,6 +78,7 @@ class StageRunner(Rollbacks):
         self.run_id = secrets.token_hex(8)
         self.seed: int | None = arguments["seed"]
         self.interrupted = False
+        self.rehearsing = False
         self.on_nonfinite = arguments["on_nonfinite"]
         self._forget_rollbacks(arguments["max_rollbacks"])
         self._task: TaskModule | None = None
@@ -114,6 +115,7 @@ class StageRunner(Rollbacks):
         self._sources = Sources({})
         self._train_data: TrainData | None = None
         self._eval_data: dict[str, EvaluationData] = {}
+        self._validation: ValidationSchedule | None = None
         self._position: dict[str, Any] | None = None
         self._rng_to_restore: Callable[[], None] | None = None
         self._origin: Path | None = None
@@ -205,7 +207,7 @@ class StageRunner(Rollbacks):
     def _set_up(self, stage: Stage, load: LoadRequest) -> None:
         task = self.task
         task._run = self
-        self.callbacks = with_task_callbacks(self.callbacks, task)
+        self.callbacks = [] if self.rehearsing else with_task_callbacks(self.callbacks, task)
         check_callbacks(self.callbacks)
         self.hooks = HookTable(self.callbacks, task)
         self._is_set_up = True
@@ -219,7 +221,7 @@ class StageRunner(Rollbacks):
         units = {length.unit for length in lengths if isinstance(length, Duration)}
         self.count_tokens |= "tokens" in units
         self._samples_decide = "samples" in units
-        self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero)
+        self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero and not self.rehearsing)
         self._load(stage, load)
         self._start_loggers(stage)
         self.strategy.attach(self, self.hooks, self.metrics)
@@ -249,7 +251,7 @@ class StageRunner(Rollbacks):
         return optimizers
 
     def _load(self, stage: Stage, load: LoadRequest) -> None:
-        if stage == "fit" and self.is_global_zero and self.checkpoint_dir.is_dir():
+        if stage == "fit" and self.is_global_zero and not self.rehearsing and self.checkpoint_dir.is_dir():
             clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
         path = left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None
         path = self.broadcast(path)
@@ -274,7 +276,7 @@ class StageRunner(Rollbacks):
         self.agreement.begin(self.state.step)
         self.log_every = Interval(Duration(self.log_every_n_steps, "steps"))
         self.log_every.align(self.state)
-        self._validation: ValidationSchedule | None = None
+        self._validation = None
 
     @property
     def validation(self) -> ValidationSchedule:
@@ -388,7 +390,8 @@ class StageRunner(Rollbacks):
             self._train_data.begin_epoch(self.state.epoch, place and place["position"])
         return self._train_data
 
-    def _evaluation_data(self, kind: str) -> EvaluationData:
+    def evaluation_data(self, kind: str) -> EvaluationData:
+        """The prepared data of one kind of evaluation; made at the first asking."""
         data = self._eval_data.get(kind)
         if data is None:
             loaders = self._sources.make(kind, self.task)

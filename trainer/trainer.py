@@ -335,10 +335,11 @@ class Trainer(EvaluationRunner):
     def _begin_epoch(self) -> Iterable[Group]:
         data, state = self.train_data(), self.state
         data.begin_epoch(state.epoch, self._take_position())
-        self.validation.align(self)
-        self._validates = self.has_validation
         self.metrics.begin("train")
         self.fire("on_train_epoch_start")
+        data = self.train_data()  # a callback may have had it made anew
+        self.validation.align(self)
+        self._validates = self.has_validation
         self.quiet_groups = 0
         groups = data.groups(state, self.accumulate_grad_batches)
         self._restore_rng()

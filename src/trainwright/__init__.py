@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from trainwright.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
     from trainwright.trainer.trainer import Trainer
+    from trainwright.trainer.tuner import Tuner
 
     __version__: str
 
@@ -77,6 +78,7 @@ _HOMES = {
     "TrainState": "trainwright.core.state",
     "TrainwrightError": "trainwright.core.errors",
     "TrainwrightWarning": "trainwright.core.errors",
+    "Tuner": "trainwright.trainer.tuner",
     "WandbLogger": "trainwright.loggers",
     "WorkerError": "trainwright.core.errors",
 }
@@ -113,6 +115,7 @@ __all__ = [  # noqa: RUF022 -- classes first, then the folders: the order in whi
     "TrainState",
     "TrainwrightError",
     "TrainwrightWarning",
+    "Tuner",
     "WandbLogger",
     "WorkerError",
     "__version__",

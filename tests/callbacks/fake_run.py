@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
+from trainwright.core.run import SaveRequest, SchedulerConfig, Stage, Trial
 from trainwright.core.state import Group, SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 
@@ -24,6 +24,8 @@ class Task(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 2)
+        self.batch_size = 1
+        self.lr = 0.1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.layer(x)
@@ -39,6 +41,35 @@ class Peers:
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.heard = 0
+
+
+class FakeRehearsal:
+    """Steps that always fit and never learn."""
+
+    def __enter__(self) -> FakeRehearsal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for action in self.actions:
+            action()
+
+    def __init__(self) -> None:
+        self.actions: list[Callable[[], None]] = []
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        self.actions.append(action)
+
+    def capacity(self) -> int | None:
+        return 8
+
+    def try_out(self, num_steps: int) -> Trial:
+        return Trial(fits=True, batch_size=None, reason="")
+
+    def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
+        for step in range(num_steps):
+            before_step(step)
+            after_step(1.0 / (1 + step))
+        return num_steps
 
 
 class FakeRun:
@@ -66,6 +97,7 @@ class FakeRun:
         self.last_step: StepResult | None = None
         self.callbacks: list[Any] = list(callbacks)
         self.loggers: list[Any] = ["a logger"]
+        self.datamodule: Any = None
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.default_root_dir = root
@@ -175,6 +207,9 @@ class FakeRun:
 
     def task_optimizers(self) -> Sequence[Any]:
         return self.optimizers
+
+    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> FakeRehearsal:
+        return FakeRehearsal()
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         raise AssertionError("not a callback's business")

@@ -26,11 +26,13 @@ def say_nothing(trainer: Any, task: Any) -> None:
 
 
 MAKE: dict[str, Callable[[Path], Callback]] = {
+    "batch_size_finder": lambda root: public.BatchSizeFinder(),
     "device_stats_monitor": lambda root: CALLBACKS.get("device_stats_monitor")(),
     "early_stopping": lambda root: public.EarlyStopping("loss"),
     "ema_weight_averaging": lambda root: public.EMAWeightAveraging(decay=0.5),
     "gradient_accumulation_scheduler": lambda root: public.GradientAccumulationScheduler({1: 2}),
     "lambda": lambda root: public.LambdaCallback(on_fit_end=say_nothing),
+    "learning_rate_finder": lambda root: public.LearningRateFinder(),
     "learning_rate_monitor": lambda root: public.LearningRateMonitor(),
     "loss_spike_detector": lambda root: public.LossSpikeDetector(window=4),
     "model_checkpoint": lambda root: public.ModelCheckpoint(monitor="loss", save_last=True),

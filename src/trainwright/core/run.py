@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -67,6 +68,55 @@ class SaveRequest:
     remote: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How steps that were tried out ended, on all ranks together.
+
+    Attributes:
+        fits: memory was enough on every rank.
+        batch_size: samples that this rank's loader puts into a batch; None when it does not tell.
+        reason: what the first rank that ran out of memory said; empty when `fits`.
+    """
+
+    fits: bool
+    batch_size: int | None
+    reason: str
+
+
+class Rehearsal(Protocol):
+    """Steps that are tried out within a run and leave no trace in it; see `Run.rehearse`."""
+
+    def capacity(self) -> int | None:
+        """Return the largest batch that the data can fill on every rank; None when its length is unknown."""
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Call `action` once everything is put back in the end, before loaders are made anew; not after an error."""
+
+    def try_out(self, num_steps: int) -> Trial:
+        """Run some steps of the present stage with loaders made anew, and put everything back.
+
+        In `fit` these are optimizer steps and then as many validation batches, otherwise batches. Collective: every
+        rank calls it, and all hear the same answer; nothing is communicated while steps run.
+
+        Raises:
+            ConfigurationError: the loader cannot be made.
+            TrainwrightError: another rank failed otherwise than by its memory. What failed on this rank is raised here.
+        """
+
+    def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
+        """Train some steps, over as many epochs as it takes, and put everything back.
+
+        Args:
+            num_steps: at most so many.
+            before_step: called before each with its 0-based index.
+            after_step: called after each with its loss, the mean over everything that all ranks consumed; True ends
+                it. Reading the loss waits for the device.
+
+        Returns:
+            How many steps ran. Collective.
+        """
+
+
 class Run(Protocol):
     """A run as seen from a callback, a task or a logger."""
 
@@ -84,6 +134,7 @@ class Run(Protocol):
     loggers: list[Any]
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
+    datamodule: Any
     default_root_dir: Path
     accumulate_grad_batches: int  # a callback may change it before an epoch's first group
     count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
@@ -240,6 +291,23 @@ class Run(Protocol):
 
         Modules keep the mode they are in; generators are afterwards as they were. For use in `on_train_end`, for what
         a forward pass alone measures. Every rank should call it; it communicates only where the task itself does.
+        """
+
+    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
+        """Try steps out: whatever they change is as before afterwards, and nothing is logged, saved or heard of.
+
+        Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept in host
+        memory meanwhile (see `trainwright.trainer.rewind` for how far that goes); callbacks hear of nothing, loggers
+        are mute, and requests for checkpoints are dropped. The task's own hooks run. Collective.
+
+        Args:
+            alone: each rank runs its steps without the others, so that one that fails leaves none of them waiting.
+            remakes_loaders: the data's loaders are made anew, then and for what follows, because something that they
+                are made from has changed.
+
+        Raises:
+            ConfigurationError: the strategy cannot run steps alone; or loaders that are to be made anew were handed to
+                the Trainer ready-made.
         """
 
     # Optimization, for tasks that do it by hand

@@ -1,0 +1,200 @@
+"""Find the largest batch size that fits into memory, and leave everything else as it was."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.tuned_attribute import TunedAttribute
+from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning, nearest
+from trainwright.core.run import Rehearsal, Run, Stage
+from trainwright.core.task import TaskModule
+
+
+class BatchSizeFinder(Callback):
+    """Search for the largest batch size that memory holds before a stage begins, and set it.
+
+    Some steps are tried with each size, with loaders made anew by the task's or data module's own methods; the loaders
+    must therefore be made from the attribute. Nothing of a try is left, logged or saved; only the attribute changes.
+    With several processes each of them runs the tries without the others; a size that is too large for one of them is
+    too large for all. The size found has run on every rank.
+
+    `"power"` doubles the size until memory runs out or the data holds no batch of that size on every rank;
+    `"binsearch"` then halves the distance between the largest size that fitted and the smallest that did not.
+
+    Args:
+        mode: `"power"` or `"binsearch"`.
+        steps_per_trial: steps to try with each size; in `fit` also as many validation batches.
+        init_val: the first size.
+        max_trials: the search ends after so many sizes that fitted.
+        batch_arg_name: the attribute that holds the size: of the task, its `hparams`, the data module or its `hparams`;
+            all of them are set.
+        margin: share by which the size is reduced in the end, in `"binsearch"`.
+        max_val: no larger size is tried. An operating system may kill a process that wants too much of the host's
+            memory, instead of telling it.
+
+    Attributes:
+        optimal_batch_size: the size found; `init_val` before.
+
+    Override `on_fit_start` to do nothing and call `scale_batch_size` from `on_train_epoch_start` to search at chosen
+    epochs.
+
+    Raises:
+        ConfigurationError: an argument out of range; in a run: the attribute is nowhere, loaders were handed over
+            ready-made or do not follow it, or the strategy cannot try steps on one process alone.
+        TrainwrightError: in a run: not even one sample fits.
+    """
+
+    order = Order.FIRST
+    SUPPORTED_MODES = ("power", "binsearch")
+
+    def __init__(
+        self,
+        mode: Literal["power", "binsearch"] = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        name = mode.lower()
+        if name not in self.SUPPORTED_MODES:
+            raise ConfigurationError(
+                f"BatchSizeFinder(mode={mode!r}): unknown.{nearest(mode, self.SUPPORTED_MODES)} Known: 'power', "
+                "'binsearch'."
+            )
+        counts = {
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "max_val": max_val,
+        }
+        for argument, value in counts.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigurationError(f"BatchSizeFinder({argument}={value!r}): write a whole number of at least 1.")
+        if not 0.0 <= margin < 1.0:
+            raise ConfigurationError(f"BatchSizeFinder(margin={margin!r}): write a share of at least 0 and below 1.")
+        self.optimal_batch_size: int | None = init_val
+        self._mode = name
+        self._steps_per_trial = steps_per_trial
+        self._init_val = init_val
+        self._max_trials = max_trials
+        self._batch_arg_name = batch_arg_name
+        self._margin = margin
+        self._max_val = max_val
+
+    def attribute(self, task: Any, datamodule: Any) -> TunedAttribute:
+        """Return the attribute that holds the batch size.
+
+        Raises:
+            ConfigurationError: it is nowhere; the message lists what there is.
+        """
+        return TunedAttribute(
+            [self._batch_arg_name], task, datamodule, purpose="BatchSizeFinder(batch_arg_name=...)", kind=int
+        )
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        self.attribute(task, trainer.datamodule)
+
+    def scale_batch_size(self, trainer: Run, task: TaskModule) -> None:
+        """Search now, and set the attribute and `optimal_batch_size`. Collective; at a step boundary."""
+        if trainer.fast_dev_run:
+            warnings.warn("fast_dev_run: the batch size is not searched for.", TrainwrightWarning, stacklevel=2)
+            self.optimal_batch_size = None
+            return
+        attribute = self.attribute(task, trainer.datamodule)
+        before = attribute.get()
+        found = before
+        try:
+            with trainer.rehearse(alone=True, remakes_loaders=True) as rehearsal:
+                try:
+                    found = self._search(_Tries(rehearsal, attribute, self._steps_per_trial), rehearsal.capacity())
+                finally:
+                    attribute.set(before)  # as the rehearsal must find it
+                rehearsal.at_end(lambda: attribute.set(found))
+        except BaseException:
+            attribute.set(before)
+            raise
+        self.optimal_batch_size = found
+        trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
+
+    def _search(self, tries: _Tries, capacity: int | None) -> int:
+        """Return the largest size that fitted; every rank decides alike, since all know the same."""
+        limit = self._max_val if capacity is None else min(self._max_val, capacity)
+        if limit < 1:
+            raise ConfigurationError("BatchSizeFinder: there are fewer samples than processes. Use fewer processes.")
+        high: int | None = None  # the smallest size that did not fit
+        low, size = 0, min(self._init_val, limit)
+        fitted = 0
+        while True:
+            if tries.fits(size):
+                low, fitted = size, fitted + 1
+            else:
+                high = size
+            if low == 0 and size == 1:
+                raise TrainwrightError(f"BatchSizeFinder: not even one sample fits into memory: {tries.reason}")
+            size = self._next(low, high, limit)
+            if not low < size or fitted >= self._max_trials:
+                break
+        if self._mode == "binsearch" and self._margin:
+            reduced = max(1, int(low * (1 - self._margin)))
+            # Less than what fitted fits as a rule, but what is promised is a size that has run.
+            return reduced if tries.fits(reduced) else low
+        return low
+
+    def _next(self, low: int, high: int | None, limit: int) -> int:
+        """Return the size to try next; one that is not above `low` ends the search."""
+        if low == 0:
+            assert high is not None  # the first size has been tried
+            return high // 2
+        if high is None:
+            doubled = 2 * low
+            # A power of two that the data cannot fill is not tried as anything less; a binary search goes to the edge.
+            return (
+                min(doubled, limit) if self._mode == "binsearch" or limit == self._max_val else _within(doubled, limit)
+            )
+        return (low + high) // 2 if self._mode == "binsearch" else low
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        self.scale_batch_size(trainer, task)
+
+    def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
+        if trainer.stage == "validate":
+            self.scale_batch_size(trainer, task)
+
+    def on_test_start(self, trainer: Run, task: TaskModule) -> None:
+        self.scale_batch_size(trainer, task)
+
+    def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
+        self.scale_batch_size(trainer, task)
+
+
+def _within(size: int, limit: int) -> int:
+    return size if size <= limit else 0
+
+
+class _Tries:
+    """Tries sizes, and remembers how each ended."""
+
+    def __init__(self, rehearsal: Rehearsal, attribute: TunedAttribute, num_steps: int) -> None:
+        self._rehearsal = rehearsal
+        self._attribute = attribute
+        self._num_steps = num_steps
+        self._known: dict[int, bool] = {}
+        self.reason = ""
+
+    def fits(self, size: int) -> bool:
+        """Tell whether steps with this batch size fit into every rank's memory."""
+        if size not in self._known:
+            self._attribute.set(size)
+            trial = self._rehearsal.try_out(self._num_steps)
+            if trial.batch_size is not None and trial.batch_size != size:
+                raise ConfigurationError(
+                    f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "
+                    f"{trial.batch_size}. Make it from self.{self._attribute.name}, anew at each call of the method."
+                )
+            self._known[size] = trial.fits
+            self.reason = trial.reason or self.reason
+        return self._known[size]

@@ -1,0 +1,250 @@
+"""A range test of learning rates: train a little with ever larger ones, see how the loss falls, suggest one."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+import torch
+
+from trainwright.callbacks.callback import Callback, Order
+from trainwright.callbacks.tuned_attribute import TunedAttribute
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, require_package
+from trainwright.core.run import Run, Stage
+from trainwright.core.task import TaskModule
+
+_MODES = ("exponential", "linear")
+_SMOOTHING = 0.98  # of the running mean of losses
+
+
+class LRFinder:
+    """What a range test found.
+
+    Args:
+        mode: `"exponential"` or `"linear"`: how learning rates grow.
+        lr_min: the first learning rate.
+        lr_max: the last one.
+        num_training: how many learning rates the test was to try.
+
+    Attributes:
+        results: `"lr"`: the learning rates that were tried; `"loss"`: after each the running mean of the losses (of all
+            ranks), corrected for its beginning.
+    """
+
+    def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
+        self.mode = mode
+        self.lr_min = lr_min
+        self.lr_max = lr_max
+        self.num_training = num_training
+        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        self._optimal_idx: int | None = None
+
+    def lr_of(self, step: int) -> float:
+        """Return the learning rate of a 0-based step: `lr_min` for the first, `lr_max` for the last."""
+        share = step / max(self.num_training - 1, 1)
+        if self.mode == "linear":
+            return self.lr_min + share * (self.lr_max - self.lr_min)
+        return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """Return the learning rate at which the loss falls most steeply.
+
+        Args:
+            skip_begin: so many of the first points are left out.
+            skip_end: so many of the last ones.
+
+        Returns:
+            None, with a warning, when fewer than two points with a finite loss are left.
+        """
+        losses, lrs = self.results["loss"], self.results["lr"]
+        places = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
+        self._optimal_idx = None
+        if len(places) < 2:
+            warnings.warn(
+                f"no learning rate can be suggested: {len(places)} of {len(losses)} points are left (skip_begin="
+                f"{skip_begin}, skip_end={skip_end}). Raise num_training, or skip fewer.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+            return None
+        curve = torch.tensor([losses[i] for i in places], dtype=torch.float64)
+        spacing = torch.tensor([lrs[i] for i in places], dtype=torch.float64)
+        slopes = torch.gradient(curve, spacing=[spacing])[0]
+        self._optimal_idx = places[int(slopes.argmin())]
+        return lrs[self._optimal_idx]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw losses over learning rates and return the matplotlib figure.
+
+        Args:
+            suggest: mark the suggested learning rate.
+            show: also show it on the screen.
+            ax: axes to draw on; a new figure unless told.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+        """
+        plt: Any = require_package("matplotlib.pyplot", purpose="LRFinder.plot")
+        figure, axes = plt.subplots() if ax is None else (ax.figure, ax)
+        axes.plot(self.results["lr"], self.results["loss"])
+        if self.mode == "exponential":
+            axes.set_xscale("log")
+        axes.set_xlabel("Learning rate")
+        axes.set_ylabel("Loss")
+        if suggest and (lr := self.suggestion()) is not None and self._optimal_idx is not None:
+            axes.plot(lr, self.results["loss"][self._optimal_idx], markersize=10, marker="o", color="red")
+        if show:
+            plt.show()
+        return figure
+
+
+class LearningRateFinder(Callback):
+    """Test a range of learning rates before training, set the one that looks best, and leave all else as it was.
+
+    Each rank trains as in the run; what the steps changed is put back, and nothing of them is logged or saved.
+
+    Args:
+        min_lr: the smallest learning rate.
+        max_lr: the largest.
+        num_training_steps: how many learning rates, one optimizer step each.
+        mode: `"exponential"` or `"linear"`: how they grow.
+        early_stop_threshold: the test ends when the loss is above so many times the best one; None: it goes on.
+        update_attr: set the attribute, and the running optimizer, to the suggestion.
+        attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`; unless told, `"lr"` or
+            `"learning_rate"`.
+
+    Attributes:
+        optimal_lr: the test's result, an `LRFinder`; None before.
+
+    Override `on_fit_start` to do nothing and call `lr_find` from `on_train_epoch_start` to test at chosen epochs.
+
+    Raises:
+        ConfigurationError: an argument out of range; in a run: the attribute is nowhere, there is not exactly one
+            optimizer, or the task optimizes by hand.
+    """
+
+    order = Order.FIRST
+    SUPPORTED_MODES = _MODES
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: Literal["exponential", "linear"] = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        name = mode.lower()
+        if name not in _MODES:
+            raise ConfigurationError(
+                f"LearningRateFinder(mode={mode!r}): unknown.{nearest(mode, _MODES)} Known: 'exponential', 'linear'."
+            )
+        if not 0 < min_lr < max_lr:
+            raise ConfigurationError(
+                f"LearningRateFinder(min_lr={min_lr!r}, max_lr={max_lr!r}): write 0 < min_lr < max_lr."
+            )
+        if isinstance(num_training_steps, bool) or not isinstance(num_training_steps, int) or num_training_steps < 1:
+            raise ConfigurationError(
+                f"LearningRateFinder(num_training_steps={num_training_steps!r}): write a whole number of at least 1."
+            )
+        self.optimal_lr: LRFinder | None = None
+        self._result = (name, float(min_lr), float(max_lr), num_training_steps)
+        self._early_stop_threshold = early_stop_threshold
+        self._update_attr = update_attr
+        self._attr_name = attr_name
+
+    def attribute(self, task: Any, datamodule: Any) -> TunedAttribute | None:
+        """Return the attribute that holds the learning rate; None when it is not to be set.
+
+        Raises:
+            ConfigurationError: it is nowhere; the message lists what there is.
+        """
+        if not self._update_attr:
+            return None
+        names = [self._attr_name] if self._attr_name else ["lr", "learning_rate"]
+        return TunedAttribute(names, task, datamodule, purpose="LearningRateFinder(attr_name=...)", kind=float)
+
+    def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if stage != "fit":
+            return
+        self.attribute(task, trainer.datamodule)
+        if not task.automatic_optimization:
+            raise ConfigurationError(
+                f"LearningRateFinder: {type(task).__name__} optimizes by hand (automatic_optimization=False), so that "
+                "no loss of a step is known. Search by hand, too."
+            )
+
+    def lr_find(self, trainer: Run, task: TaskModule) -> None:
+        """Test now; sets `optimal_lr` and, with `update_attr`, the learning rate. Collective; at a step boundary."""
+        if trainer.fast_dev_run:
+            warnings.warn("fast_dev_run: the learning rate is not searched for.", TrainwrightWarning, stacklevel=2)
+            return
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"LearningRateFinder: configure_optimizers returned {len(trainer.optimizers)} optimizers; a range test "
+                "needs exactly one."
+            )
+        attribute = self.attribute(task, trainer.datamodule)
+        found = LRFinder(*self._result)
+        with trainer.rehearse(alone=False) as rehearsal:
+            watch = _Watch(found, trainer.optimizers[0], self._early_stop_threshold)
+            rehearsal.train(found.num_training, before_step=watch.before_step, after_step=watch.after_step)
+        self.optimal_lr = found
+        if attribute is None:
+            return
+        lr = found.suggestion()
+        if lr is not None:
+            attribute.set(lr)
+            self.apply(trainer, lr)
+            trainer.print(f"LearningRateFinder: {attribute.name} = {lr:.3g}")
+
+    def apply(self, trainer: Run, lr: float) -> None:
+        """Let the running optimizer and its schedules go on from `lr`; a warm-up keeps its place."""
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                base = group.get("initial_lr")
+                group["lr"] = lr * group["lr"] / base if base else lr
+                if base is not None:
+                    group["initial_lr"] = lr
+        for config in trainer.lr_scheduler_configs:
+            if hasattr(config.scheduler, "base_lrs"):
+                config.scheduler.base_lrs = [lr] * len(config.scheduler.base_lrs)
+
+    def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
+        self.lr_find(trainer, task)
+
+
+class _Watch:
+    """Sets each step's learning rate, follows the loss, and says when to end."""
+
+    def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
+        self._found = found
+        self._optimizer = optimizer
+        self._threshold = threshold
+        self._mean = 0.0
+        self._best = math.inf
+        self._lr = 0.0
+
+    def before_step(self, step: int) -> None:
+        self._lr = self._found.lr_of(step)
+        for group in self._optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(self._lr)
+            else:
+                group["lr"] = self._lr
+
+    def after_step(self, loss: float) -> bool:
+        losses = self._found.results["loss"]
+        self._found.results["lr"].append(self._lr)
+        if math.isnan(loss):  # a skipped step, or a loss that has gone
+            losses.append(loss)
+            return False
+        self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
+        smoothed = self._mean / (1 - _SMOOTHING ** (1 + sum(map(math.isfinite, losses))))
+        diverges = self._threshold is not None and bool(losses) and smoothed > self._threshold * self._best
+        self._best = min(self._best, smoothed)
+        losses.append(smoothed)
+        return diverges

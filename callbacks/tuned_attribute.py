@@ -1,0 +1,84 @@
+"""An attribute that a search may set: where it lies, and what is said when it lies nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+
+class TunedAttribute:
+    """One of several names on the task, in its `hparams`, or on the data module or in its `hparams`.
+
+    Args:
+        names: the first that is found counts.
+        task: the task.
+        datamodule: the data module, or None.
+        purpose: what needs it, for the message.
+        kind: of the values that could be meant, for the message.
+
+    Raises:
+        ConfigurationError: it is nowhere; the message lists attributes of that kind.
+    """
+
+    def __init__(
+        self, names: Iterable[str], task: Any, datamodule: Any, *, purpose: str, kind: type[int] | type[float]
+    ) -> None:
+        names = list(names)
+        owners = [owner for owner in (task, datamodule) if owner is not None]
+        for name in names:
+            self._attributes = [owner for owner in owners if _has(owner, name)]
+            self._hparams = [owner.hparams for owner in owners if name in owner.hparams]
+            if self._attributes or self._hparams:
+                self.name = name
+                return
+        raise ConfigurationError(_nowhere(names, owners, purpose, kind))
+
+    def get(self) -> Any:
+        """Return its value: the task's attribute, else what else there is."""
+        if self._attributes:
+            return getattr(self._attributes[0], self.name)
+        return self._hparams[0][self.name]
+
+    def set(self, value: Any) -> None:
+        """Set it everywhere.
+
+        Raises:
+            ConfigurationError: it is a property without a setter.
+        """
+        for owner in self._attributes:
+            try:
+                setattr(owner, self.name, value)
+            except AttributeError as error:
+                raise ConfigurationError(f"{type(owner).__name__}.{self.name} cannot be set: {error}") from None
+        for hparams in self._hparams:
+            hparams[self.name] = value
+
+
+def _has(owner: Any, name: str) -> bool:
+    of_class = getattr(type(owner), name, None)
+    # A property without a setter shows what lies elsewhere, in hparams as a rule.
+    settable = of_class.fset is not None if isinstance(of_class, property) else isinstance(of_class, (int, float))
+    return name in vars(owner) or settable
+
+
+def _nowhere(names: list[str], owners: list[Any], purpose: str, kind: type) -> str:
+    found: dict[str, str] = {}
+    for owner in owners:
+        for where, values in ((type(owner).__name__, vars(owner)), (f"{type(owner).__name__}.hparams", owner.hparams)):
+            found |= {
+                name: f"{where}.{name} = {value!r}"
+                for name, value in values.items()
+                if type(value) is kind and not name.startswith("_")
+            }
+    wanted = " or ".join(map(repr, names))
+    places = " nor ".join(type(owner).__name__ for owner in owners)
+    holder = f"neither {places} has" if len(owners) > 1 else f"{places} has no"
+    candidates = (
+        f"There are: {', '.join(found.values())}." if found else f"There is no attribute of type {kind.__name__}."
+    )
+    return (
+        f"{purpose}: {holder} {wanted}, as an attribute or in hparams.{nearest(names[0], found)} {candidates} Name the "
+        f"one that is meant, or make the loader (or optimizer) from self.{names[0]}."
+    )

@@ -1,0 +1,359 @@
+"""The largest batch size that fits is found, in either mode, within what the data and the user allow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from tests.callbacks.fake_run import FakeRehearsal
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
+from trainwright.callbacks import BatchSizeFinder
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
+from trainwright.core.run import Trial
+from trainwright.data import DataModule
+from trainwright.trainer.tuner import Tuner
+
+
+class _Hungry(RegressionTask):
+    """Runs out of memory above `fits` samples in a batch, of training or of another step.
+
+    Attributes:
+        sizes: of the batches that ran, and of those that did not.
+    """
+
+    def __init__(self, fits: int = 10**9, num_samples: int = 64, where: str = "training_step") -> None:
+        super().__init__(momentum=0.9)
+        self.batch_size = 3
+        self.fits = fits
+        self.num_samples = num_samples
+        self.where = where
+
+    def _eat(self, batch: Batch, where: str) -> None:
+        SIZES.append((where, len(batch[0])))
+        if where == self.where and len(batch[0]) > self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self._eat(batch, "training_step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._eat(batch, "validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._eat(batch, "test_step")
+        super().test_step(batch, batch_idx)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        self._eat(batch, "predict_step")
+        return self(batch[0])
+
+    def train_dataloader(self) -> Any:
+        return regression_loader(self.num_samples, self.batch_size)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+SIZES: list[tuple[str, int]] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_sizes() -> None:
+    SIZES.clear()
+
+
+def _sizes(where: str = "training_step") -> list[int]:
+    return [size for kind, size in SIZES if kind == where]
+
+
+@pytest.mark.parametrize(
+    ("options", "fits", "expected"),
+    [
+        ({}, 20, 16),
+        ({"mode": "binsearch", "margin": 0.0}, 20, 20),
+        ({"mode": "binsearch"}, 20, 19),
+        ({"mode": "binsearch", "margin": 0.5}, 20, 10),
+        ({"init_val": 5}, 20, 20),
+        ({"init_val": 64}, 20, 16),
+        ({"max_trials": 2}, 10**9, 4),
+        ({"max_val": 24}, 10**9, 24),
+        ({"max_val": 24, "init_val": 30}, 10**9, 24),
+        ({}, 10**9, 64),  # the data's own size
+        ({"init_val": 1}, 1, 1),
+        ({"mode": "BINSEARCH", "margin": 0.0}, 10**9, 64),
+    ],
+    ids=str,
+)
+def test_the_largest_size_that_fits_is_found(options: dict[str, Any], fits: int, expected: int) -> None:
+    task = _Hungry(fits)
+    assert Tuner(quiet_trainer()).scale_batch_size(task, **options) == expected
+    assert task.batch_size == expected
+    assert expected in _sizes()
+
+
+def test_a_size_that_the_data_cannot_fill_is_not_tried() -> None:
+    task = _Hungry(num_samples=100)
+    assert Tuner(quiet_trainer()).scale_batch_size(task) == 64
+    assert max(_sizes()) == 64
+    assert Tuner(quiet_trainer()).scale_batch_size(task, mode="binsearch", margin=0.0) == 100
+
+
+def test_each_size_is_tried_for_so_many_steps_and_validation_batches() -> None:
+    trainer = quiet_trainer(accumulate_grad_batches=2)
+    Tuner(trainer).scale_batch_size(_Hungry(), steps_per_trial=4, max_trials=1)
+    assert _sizes("training_step") == [2] * 8
+    assert _sizes("validation_step") == [2] * 4
+
+
+def test_data_that_is_shorter_than_a_trial_is_read_again() -> None:
+    Tuner(quiet_trainer()).scale_batch_size(_Hungry(num_samples=4), steps_per_trial=5, init_val=4)
+    assert _sizes("training_step") == [4] * 5
+
+
+def test_memory_that_runs_out_in_validation_counts() -> None:
+    assert Tuner(quiet_trainer()).scale_batch_size(_Hungry(9, where="validation_step")) == 8
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_the_other_stages_are_searched_with_their_own_steps(method: Any) -> None:
+    step = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}[method]
+    task = _Hungry(9, where=step)
+    assert Tuner(quiet_trainer()).scale_batch_size(task, method=method) == 8
+    assert {kind for kind, _ in SIZES} == {step}
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_a_callback_searches_before_the_stage_which_uses_what_was_found(stage: str) -> None:
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}[
+        stage
+    ]
+    task = _Hungry(9, where=step)
+    finder = BatchSizeFinder(max_trials=3)
+    trainer = quiet_trainer(callbacks=finder, max_epochs=1, num_sanity_val_steps=0)
+    getattr(trainer, stage)(task)
+    assert finder.optimal_batch_size == task.batch_size == 8
+    assert _sizes(step)[-8:] == [8] * 8  # the stage itself: 64 samples
+    if stage == "fit":
+        assert (trainer.global_step, trainer.state.samples) == (8, 64)
+
+
+class _AtEpochs(BatchSizeFinder):
+    """Searches as the second epoch begins."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        pass
+
+    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.scale_batch_size(trainer, task)
+
+
+def test_a_search_at_a_later_epoch_changes_that_epoch() -> None:
+    task = _Hungry(9)
+    trainer = quiet_trainer(callbacks=_AtEpochs(), max_epochs=2, limit_val_batches=0)
+    trainer.fit(task)
+    assert _sizes()[:22] == [3] * 21 + [1]
+    assert _sizes()[-8:] == [8] * 8
+    assert trainer.state.samples == 128
+
+
+def test_the_task_hears_its_own_hooks_and_callbacks_hear_nothing() -> None:
+    heard: list[str] = []
+
+    class Task(_Hungry):
+        def on_train_start(self) -> None:
+            heard.append("start")
+
+        def on_train_end(self) -> None:
+            heard.append("end")
+
+    class Listens(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            pytest.fail("heard a trial")
+
+        on_validation_end = on_train_start = on_train_epoch_start = setup = teardown = on_train_batch_end  # type: ignore[assignment]
+
+    Tuner(quiet_trainer(callbacks=Listens())).scale_batch_size(Task(), max_trials=2)
+    assert heard == ["start", "end"] * 2
+
+
+def test_the_size_is_set_wherever_it_lies() -> None:
+    class Task(_Hungry):
+        def __init__(self, batch_size: int = 2) -> None:
+            super().__init__(5)
+            self.save_hyperparameters()
+
+    class Data(DataModule):
+        def __init__(self) -> None:
+            self.batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return regression_loader(64, self.batch_size)
+
+    task, data = Task(), Data()
+    assert Tuner(quiet_trainer()).scale_batch_size(task, datamodule=data) == 4
+    assert task.batch_size == task.hparams.batch_size == data.batch_size == 4
+
+
+def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> None:
+    class Task(_Hungry):
+        def __init__(self, bs: int = 4) -> None:
+            super().__init__()
+            del self.batch_size
+            self.save_hyperparameters()
+
+    with pytest.raises(ConfigurationError, match=r"has no 'batch_size'.* Task\.hparams\.bs = 4"):
+        Tuner(quiet_trainer()).scale_batch_size(Task())
+    with pytest.raises(ConfigurationError, match="has no 'batch_size'"):
+        quiet_trainer(callbacks=BatchSizeFinder()).fit(Task(), regression_loader())
+
+
+def test_loaders_that_were_handed_over_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"handed to the Trainer ready-made.*Define train_dataloader"):
+        Tuner(quiet_trainer()).scale_batch_size(_Hungry(), regression_loader())
+
+
+def test_a_loader_that_does_not_follow_the_attribute_is_an_error() -> None:
+    class Task(_Hungry):
+        def train_dataloader(self) -> Any:
+            return regression_loader(64, 16)
+
+    task = Task()
+    with pytest.raises(ConfigurationError, match="batch_size was set to 2, but the loader makes batches of 16"):
+        Tuner(quiet_trainer()).scale_batch_size(task)
+    assert task.batch_size == 3
+
+
+def test_a_task_of_which_not_one_sample_fits_is_an_error() -> None:
+    task = _Hungry(0)
+    with pytest.raises(TrainwrightError, match="not even one sample fits into memory: OutOfMemoryError: CUDA out of"):
+        Tuner(quiet_trainer()).scale_batch_size(task)
+    assert task.batch_size == 3
+
+
+def test_another_error_passes_through() -> None:
+    class Task(_Hungry):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            raise ZeroDivisionError("mine")
+
+    task = Task()
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        Tuner(quiet_trainer()).scale_batch_size(task)
+    assert task.batch_size == 3
+
+
+def test_a_fast_development_run_does_not_search() -> None:
+    with pytest.warns(TrainwrightWarning, match="fast_dev_run"):
+        assert Tuner(quiet_trainer(fast_dev_run=True)).scale_batch_size(_Hungry()) is None
+
+
+def test_a_tuner_beside_a_finder_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has a BatchSizeFinder among its callbacks"):
+        Tuner(quiet_trainer(callbacks=BatchSizeFinder())).scale_batch_size(_Hungry())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"method": "fit", "dataloaders": [1]}, "takes train_dataloaders"),
+        ({"method": "test", "train_dataloaders": [1]}, "takes dataloaders"),
+        ({"method": "tset"}, "Did you mean 'test'"),
+    ],
+)
+def test_loaders_of_another_method_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Tuner(quiet_trainer()).scale_batch_size(_Hungry(), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "powers"}, "Did you mean 'power'"),
+        ({"init_val": 0}, "init_val=0"),
+        ({"steps_per_trial": 1.5}, "steps_per_trial=1.5"),
+        ({"margin": 1.0}, "margin=1.0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        BatchSizeFinder(**arguments)
+
+
+class _Bounded(FakeRehearsal):
+    """Fits up to a size; notes what was tried."""
+
+    def __init__(self, owner: Any, fits: int, capacity: int | None) -> None:
+        super().__init__()
+        self.owner, self.largest, self.holds = owner, fits, capacity
+        self.tried: list[tuple[int, bool]] = []
+
+    def capacity(self) -> int | None:
+        return self.holds
+
+    def try_out(self, num_steps: int) -> Trial:
+        size = self.owner.batch_size
+        self.tried.append((size, size <= self.largest))
+        return Trial(fits=size <= self.largest, batch_size=size, reason="")
+
+
+class _Run:
+    """What a finder asks of a run."""
+
+    fast_dev_run = False
+    datamodule = None
+
+    def __init__(self, rehearsal: _Bounded) -> None:
+        self.rehearsal = rehearsal
+
+    def rehearse(self, **_: Any) -> _Bounded:
+        return self.rehearsal
+
+    def print(self, *_: Any) -> None:
+        pass
+
+
+@settings(deadline=None)
+@given(
+    fits=st.integers(1, 3000),
+    capacity=st.none() | st.integers(1, 3000),
+    init=st.integers(1, 300),
+    max_val=st.integers(1, 5000),
+    mode=st.sampled_from(["power", "binsearch"]),
+    margin=st.sampled_from([0.0, 0.05, 0.4]),
+)
+def test_what_is_found_has_run_and_nothing_is_tried_twice(
+    fits: int, capacity: int | None, init: int, max_val: int, mode: Any, margin: float
+) -> None:
+    task = RegressionTask()
+    task.batch_size = 1  # type: ignore[assignment]  # a plain attribute
+    rehearsal = _Bounded(task, fits, capacity)
+    finder = BatchSizeFinder(mode, init_val=init, max_val=max_val, margin=margin, max_trials=100)
+    finder.scale_batch_size(_Run(rehearsal), task)  # type: ignore[arg-type]
+    found, bound = finder.optimal_batch_size, min(max_val, capacity or max_val)
+    assert (found, True) in rehearsal.tried
+    assert task.batch_size == found
+    assert len(rehearsal.tried) == len(set(rehearsal.tried))
+    assert max(size for size, _ in rehearsal.tried) <= bound
+    if mode == "binsearch":
+        assert found == max(1, int(min(fits, bound) * (1 - margin)))
+    elif init <= min(fits, bound):
+        assert found * 2 > min(fits, bound)  # type: ignore[operator]  # a size was found
+
+
+def test_a_loader_with_drop_last_is_searched_up_to_the_data() -> None:
+    class Task(_Hungry):
+        def train_dataloader(self) -> Any:
+            return DataLoader(regression_data(20), batch_size=self.batch_size, drop_last=True)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(regression_data(9), batch_size=self.batch_size, drop_last=True)
+
+    assert Tuner(quiet_trainer()).scale_batch_size(Task()) == 8

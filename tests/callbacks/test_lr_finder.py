@@ -1,0 +1,215 @@
+"""A range test tries the learning rates it says, suggests where the loss falls most, and sets that one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import StepRecorder, quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks import LearningRateFinder
+from trainwright.callbacks.lr_finder import LRFinder
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.trainer.tuner import Tuner
+
+
+def _find(task: Any = None, **options: Any) -> LRFinder:
+    found = Tuner(quiet_trainer()).lr_find(task or RegressionTask(), regression_loader(64, 8), **options)
+    assert found is not None
+    return found
+
+
+def test_exponential_learning_rates_go_from_the_smallest_to_the_largest_by_equal_factors() -> None:
+    lrs = _find(min_lr=1e-6, max_lr=1e-2, num_training=5, update_attr=False).results["lr"]
+    assert lrs == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
+
+
+def test_linear_learning_rates_go_by_equal_steps() -> None:
+    lrs = _find(min_lr=0.1, max_lr=0.5, num_training=5, mode="linear", update_attr=False).results["lr"]
+    assert lrs == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_the_steps_use_the_learning_rates_that_are_reported() -> None:
+    used: list[float] = []
+
+    class Task(RegressionTask):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            used.append(optimizer.param_groups[0]["lr"])
+
+    assert _find(Task(), num_training=20, update_attr=False).results["lr"] == used
+
+
+def test_losses_are_a_running_mean_that_starts_with_the_first_loss() -> None:
+    losses = iter([4.0, 2.0, 1.0])
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return 0 * self.loss(batch) + next(losses)
+
+    found = _find(Task(), num_training=3, update_attr=False)
+    weights = [0.02 * 0.98**2, 0.02 * 0.98, 0.02]
+    third = sum(w * x for w, x in zip(weights, [4.0, 2.0, 1.0], strict=True)) / (1 - 0.98**3)
+    assert found.results["loss"][0] == pytest.approx(4.0)
+    assert found.results["loss"][2] == pytest.approx(third)
+
+
+def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
+    found = LRFinder("linear", 1.0, 8.0, 8)
+    found.results = {"lr": [1.0, 2, 3, 4, 5, 6, 7, 8], "loss": [9.0, 8.9, 8.5, 4, 1, 0.9, math.nan, 20]}
+    assert found.suggestion(skip_begin=1, skip_end=1) == 4.0
+    assert found.suggestion(skip_begin=1, skip_end=0) == 4.0
+    assert found.suggestion(skip_begin=5, skip_end=0) is not None
+
+
+def test_too_few_points_give_no_suggestion_but_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="0 of 5 points are left"):
+        found = _find(num_training=5)
+    with pytest.warns(TrainwrightWarning, match="Raise num_training"):
+        assert found.suggestion() is None
+
+
+def test_a_loss_that_explodes_ends_the_test() -> None:
+    stopped = _find(min_lr=1e-3, max_lr=1e4, update_attr=False).results["loss"]
+    assert 5 < len(stopped) < 100
+    assert stopped[-1] > 4 * min(stopped)
+    whole = _find(min_lr=1e-3, max_lr=1e4, update_attr=False, early_stop_threshold=None).results["loss"]
+    assert len(whole) == 100
+
+
+@pytest.mark.parametrize("name", ["lr", "learning_rate", "speed"])
+def test_the_attribute_takes_the_suggestion(name: str) -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.lr
+            setattr(self, name, 0.5)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=getattr(self, name))
+
+    task = Task()
+    found = _find(task, attr_name=name if name == "speed" else "")
+    assert getattr(task, name) == found.suggestion()
+
+
+def test_the_attribute_stays_when_it_is_not_to_be_set() -> None:
+    task = RegressionTask()
+    _find(task, update_attr=False)
+    assert task.lr == 0.05
+
+
+def test_an_attribute_that_is_nowhere_is_an_error_that_lists_candidates() -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.lr
+            self.rate = 0.5
+
+    with pytest.raises(ConfigurationError, match=r"has no 'lr' or 'learning_rate'.* Task\.rate = 0\.5"):
+        _find(Task())
+
+
+def test_a_callback_searches_before_the_fit_which_uses_what_was_found() -> None:
+    finder, recorder = LearningRateFinder(), StepRecorder()
+    task = RegressionTask()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[finder, recorder])
+    trainer.fit(task, regression_loader(64, 8))
+    assert finder.optimal_lr is not None
+    assert task.lr == finder.optimal_lr.suggestion()
+    assert recorder.lrs == [[task.lr]] * 8
+    assert trainer.global_step == 8
+
+
+def test_schedules_go_on_from_the_learning_rate_that_was_found() -> None:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4)
+            return [optimizer], [{"scheduler": warm_up, "interval": "step"}]
+
+    recorder, task = StepRecorder(), Task()
+    quiet_trainer(max_steps=4, callbacks=[LearningRateFinder(), recorder]).fit(task, regression_loader(64, 8))
+    assert [lr for [lr] in recorder.lrs] == pytest.approx([task.lr * share for share in (0.25, 0.5, 0.75, 1.0)])
+
+
+def test_two_optimizers_are_refused() -> None:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[3].parameters(), 0.1)]
+
+    with pytest.raises(ConfigurationError, match="returned 2 optimizers"):
+        _find(Task())
+
+
+def test_a_task_that_optimizes_by_hand_is_refused() -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+        _find(Task())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "exponentail"}, "Did you mean 'exponential'"),
+        ({"min_lr": 0.0}, "0 < min_lr < max_lr"),
+        ({"min_lr": 2.0}, "0 < min_lr < max_lr"),
+        ({"num_training": 0}, "num_training_steps=0"),
+        ({"method": "test"}, "method='fit'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        _find(**options)
+
+
+def test_a_tuner_beside_a_finder_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has a LearningRateFinder among its callbacks"):
+        Tuner(quiet_trainer(callbacks=LearningRateFinder())).lr_find(RegressionTask(), regression_loader())
+
+
+def test_a_fast_development_run_does_not_search() -> None:
+    with pytest.warns(TrainwrightWarning, match="fast_dev_run"):
+        assert Tuner(quiet_trainer(fast_dev_run=True)).lr_find(RegressionTask(), regression_loader()) is None
+
+
+@pytest.mark.slow
+@pytest.mark.requires("matplotlib", reason="it draws the plot")
+def test_a_plot_shows_the_losses_and_the_suggestion() -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = _find()
+    figure = found.plot(suggest=True)
+    [axes] = figure.axes
+    assert axes.get_xscale() == "log"
+    assert list(axes.lines[0].get_ydata()) == found.results["loss"]
+    assert axes.lines[1].get_xdata() == [found.suggestion()]
+    assert found.plot(ax=axes) is figure
+    plt.close(figure)
+
+
+def _on_rank() -> tuple[dict[str, list[float]], float]:
+    task = RegressionTask()
+    found = Tuner(quiet_trainer(devices="auto")).lr_find(task, regression_loader(64, 4))
+    assert found is not None
+    return found.results, task.lr
+
+
+@pytest.mark.distributed
+def test_ranks_find_what_one_process_with_their_batches_finds() -> None:
+    first, second = run_distributed(_on_rank, 2, init=False)
+    assert first == second
+    alone = RegressionTask()
+    found = _find(alone)
+    assert first[0]["loss"] == pytest.approx(found.results["loss"], rel=1e-4)
+    assert first[1] == pytest.approx(alone.lr)
