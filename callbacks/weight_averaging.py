@@ -99,7 +99,7 @@ class WeightAveraging(Callback):
             self._latest_update_epoch = loaded["latest_update_epoch"]
             if loaded["num_averaged"]:
                 weights.restore(loaded["num_averaged"], current=loaded["current_model_state"])
-        else:
+        else:  # a new run, or one that goes on from a checkpoint without an average, which the Trainer warns of
             self._latest_update_step = min(self._latest_update_step, trainer.state.step)
             self._latest_update_epoch = min(self._latest_update_epoch, trainer.state.epoch - 1)
         self._weights = weights
