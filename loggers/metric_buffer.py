@@ -9,7 +9,7 @@ part in, whatever it has logged. Memory does not grow with the number of steps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.tree import batch_size as find_batch_size
+from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_state
 from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, combine, entry_of, gather_entries
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
@@ -63,6 +64,33 @@ class MetricBuffer:
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, Slot] = {}
+        self._device = torch.device("cpu")
+        self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the present epoch of training has aggregated so far, by key; waits for the device.
+
+        Metric objects are not in it: see `epoch_state.objects_state`.
+        """
+        slots = self._stages["train"].slots.values()
+        return {slot.key: slot_state(slot) for slot in slots if slot.has_epoch_values or slot.last is not None}
+
+    def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
+        """Go on with an epoch of training that `state_dict` was asked in; called after `begin`.
+
+        Args:
+            states: what it returned.
+            device: of this rank.
+        """
+        metrics, self._device = self._stages["train"], device
+        for key, state in states.items():
+            slot = make_slot(state)
+            if slot is None:
+                self._unclaimed[key] = state
+                continue
+            fill_slot(slot, state, device)
+            slot.is_free = True  # the code may have changed since
+            metrics.slots[key] = slot
 
     @property
     def stage(self) -> EpochStage | None:
@@ -85,6 +113,8 @@ class MetricBuffer:
         metrics.by_name.clear()
         for slot in metrics.slots.values():
             slot.begin_epoch()
+        if stage == "train":
+            self._unclaimed.clear()
 
     def switch(self, stage: EpochStage) -> None:
         """Make `stage` the present one and change nothing else, as when training goes on after a validation.
@@ -207,7 +237,11 @@ class MetricBuffer:
             settings = settings._replace(reduction=slot.settings.reduction)
         if slot is None:
             slot = metrics.slots[name + suffix] = Slot(name, suffix, settings)
+            if self._stage == "train" and slot.key in self._unclaimed and slot.kind == "custom":
+                fill_slot(slot, self._unclaimed.pop(slot.key), self._device)
         elif slot.is_free:
+            if slot.settings.reduction != settings.reduction:
+                slot.clear_epoch()
             slot.configure(settings)
         elif slot.settings != settings:
             changed = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,6 +19,7 @@ from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
+from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest
 from trainwright.trainer.saved_entries import Entries
@@ -49,7 +51,8 @@ def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
 
 def _own_state(run: RunFacts) -> dict[str, Any]:
     """What a resume needs of each rank."""
-    return {"rng": rng_state(run.strategy.device), "loader": run.loader_state()}
+    metrics = {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
+    return {"rng": rng_state(run.strategy.device), "loader": run.loader_state(), "metrics": metrics}
 
 
 def _collect(
@@ -76,6 +79,7 @@ def _collect(
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "left_out": run.rollback_state(),
+            "metrics": [of_rank["metrics"] for of_rank in of_ranks],
             "seed": run.seed,
             "run_id": run.run_id,
             "job": run.attempt.key,
@@ -158,14 +162,36 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     saved.restore_callbacks(run)
     saved.restore_loggers(run)
     saved.restore_datamodule(run)
-    rank = run.global_rank
+    if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
+        run.restore_later(partial(_restore_metrics, run, snapshot.trainer.get("metrics", []), path))
     if len(snapshot.rng) == run.world_size:
-        run.restore_rng_later(lambda: set_rng_state(snapshot.rng[rank], run.strategy.device))
+        run.restore_later(partial(set_rng_state, snapshot.rng[run.global_rank], run.strategy.device))
     elif "rng" not in snapshot.missing:
         moved = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
             f"{' The order of the data goes on exactly.' if data else ''}",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
+def _restore_metrics(run: RunFacts, of_ranks: list[dict[str, Any]], path: Path) -> None:
+    """Go on with what the epoch has aggregated so far; called once it is begun, on every rank."""
+    device, rank = run.strategy.device, run.global_rank
+    if len(of_ranks) == run.world_size:
+        run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
+        lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
+    else:
+        lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
+        keys = {key: None for of_rank in of_ranks for key in of_rank["logged"]}
+        held = {key: [of_rank["logged"][key] for of_rank in of_ranks if key in of_rank["logged"]] for key in keys}
+        if rank == 0:  # what all have aggregated is added up with what each adds from now on
+            run.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
+    if lost and run.is_global_zero:
+        warnings.warn(
+            f"{path}: the metric objects {', '.join(lost)} begin the epoch anew: they are not in this task, or the "
+            "number of processes has changed.",
             TrainwrightWarning,
             stacklevel=2,
         )

@@ -115,7 +115,7 @@ class RunFacts(ABC):
     _logged_metrics: dict[str, float]
     _progress_bar_metrics: dict[str, float]
     _eval_data: dict[str, EvaluationData]
-    _rng_to_restore: Callable[[], None] | None
+    _to_restore: list[Callable[[], None]]
     safe_point: Any
     clip: GradientClip | None
     _sources: Sources
@@ -173,9 +173,9 @@ class RunFacts(ABC):
         state = self.state
         return Position(state.step, state.batches, self.eval_batches_done, self.evaluating or self.stage or "ending")
 
-    def restore_rng_later(self, restore: Callable[[], None]) -> None:
-        """Put the random number generators back as the last act before training goes on."""
-        self._rng_to_restore = restore
+    def restore_later(self, restore: Callable[[], None]) -> None:
+        """Put something back as the last act before training goes on, in the order of these calls."""
+        self._to_restore.append(restore)
 
     # The task and where it stands
 

@@ -98,7 +98,7 @@ class Rollbacks(RunFacts):
                 self._position["position"] = None
 
     @abstractmethod
-    def _restore_rng(self) -> None: ...
+    def _restore_last(self) -> None: ...
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
         """Go back to an earlier checkpoint at the next safe point; see `Run.request_rollback`."""
@@ -176,7 +176,7 @@ class Rollbacks(RunFacts):
         self.fire("on_fit_start")
         self.fire("on_train_start")
         if state.batch_in_epoch == 0:
-            self._restore_rng()
+            self._restore_last()
 
     def _leave_out_since(self, left: dict[str, Any], stop: dict[str, int], reason: str) -> None:
         """Record what lies between the place that was just restored and the one that was left."""

@@ -117,7 +117,7 @@ class StageRunner(Rollbacks):
         self._eval_data: dict[str, EvaluationData] = {}
         self._validation: ValidationSchedule | None = None
         self._position: dict[str, Any] | None = None
-        self._rng_to_restore: Callable[[], None] | None = None
+        self._to_restore: list[Callable[[], None]] = []
         self._origin: Path | None = None
         self._warned_of_loss = False
         self._stop_agreed = False
@@ -442,9 +442,9 @@ class StageRunner(Rollbacks):
         self._train_data = None  # made anew with the run's own seed
         self._position = dict(saved) or None
 
-    def _restore_rng(self) -> None:
-        restore, self._rng_to_restore = self._rng_to_restore, None
-        if restore is not None:
+    def _restore_last(self) -> None:
+        to_restore, self._to_restore = self._to_restore, []
+        for restore in to_restore:
             restore()
 
     # Wishes

@@ -255,7 +255,7 @@ class Trainer(EvaluationRunner):
         self.fire("on_train_start")
         self._clock = time.perf_counter()
         if self.state.batch_in_epoch == 0:
-            self._restore_rng()
+            self._restore_last()
         self._agree()
         while not self._is_over():
             self.with_rollbacks(self._train_epoch)
@@ -342,7 +342,7 @@ class Trainer(EvaluationRunner):
         self._validates = self.has_validation
         self.quiet_groups = 0
         groups = data.groups(state, self.accumulate_grad_batches)
-        self._restore_rng()
+        self._restore_last()
         self.metrics.in_step = True
         return groups
 

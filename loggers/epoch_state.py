@@ -1,0 +1,162 @@
+"""What metrics have aggregated of an epoch that is not over, for a checkpoint in its middle and for the resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainwright.loggers.metric_slot import Settings, Slot, is_metric_object, pick
+
+State = dict[str, Any]
+
+
+def slot_state(slot: Slot) -> State:
+    """Return what a slot holds, as a tree of plain values and host tensors; waits for the device.
+
+    Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
+    """
+    reduction = slot.settings.reduction if isinstance(slot.settings.reduction, str) else None
+    return {
+        "name": slot.name,
+        "suffix": slot.suffix,
+        "settings": {**slot.settings._asdict(), "reduction": reduction},
+        "values": _pack(slot.values),
+        "weights": list(slot.weights),
+        "weight": slot.weight,
+        "host_total": slot.host_total,
+        "host_extreme": slot.host_extreme,
+        "totals": {str(device): total.cpu() for device, total in slot.totals.items()},
+        "chunks": [chunk.cpu() if isinstance(chunk, Tensor) else list(chunk) for chunk in slot.chunks],
+        "last": _pack([slot.last]) if isinstance(slot.last, (float, Tensor)) else None,
+        "last_weight": slot.last_weight,
+    }
+
+
+def fill_slot(slot: Slot, state: Mapping[str, Any], device: torch.device) -> None:
+    """Give a slot back what `slot_state` returned; what was on a device goes to `device`."""
+    slot.values = _unpack(state["values"], device)
+    slot.weights = list(state["weights"])
+    slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
+    slot.totals = {_place(name, device): total.to(_place(name, device)) for name, total in state["totals"].items()}
+    slot.chunks = [chunk.to(device) if isinstance(chunk, Tensor) else list(chunk) for chunk in state["chunks"]]
+    if state["last"] is not None:
+        slot.last, slot.last_weight = _unpack(state["last"], device)[0], state["last_weight"]
+
+
+def make_slot(state: Mapping[str, Any]) -> Slot | None:
+    """Return an empty slot for a state; None if a function of the user's own reduces it, which only `log` knows."""
+    if state["settings"]["reduction"] is None:
+        return None
+    return Slot(state["name"], state["suffix"], Settings(**state["settings"]))
+
+
+def merge(states: Sequence[Mapping[str, Any]]) -> State:
+    """Return the state that holds what all of these hold together: several ranks' aggregates on one of them."""
+    merged = {**states[0], "values": _pack([]), "weights": [], "totals": {}, "chunks": [], "last": None}
+    kind = merged["settings"]["reduction"]
+    values = [value for state in states for value in _own_values(state)]
+    if kind is None:
+        merged["chunks"] = [values]
+        return merged
+    merged["weight"] = sum(state["weight"] + sum(state["weights"]) for state in states)
+    extreme: float | None = None
+    for value in values:
+        extreme = value if extreme is None else pick(extreme, value, kind)
+    merged["host_total"], merged["host_extreme"] = sum(values), extreme
+    return merged
+
+
+def _own_values(state: Mapping[str, Any]) -> list[float]:
+    """The numbers whose reduction, by the state's own kind, is what it holds; weighted for sums and means."""
+    kind, host = state["settings"]["reduction"], torch.device("cpu")
+    pending = [float(value) for value in _unpack(state["values"], host)]
+    if kind is None:
+        chunks = (chunk.tolist() if isinstance(chunk, Tensor) else chunk for chunk in state["chunks"])
+        return [value for chunk in chunks for value in chunk] + pending
+    totals = [float(total) for total in state["totals"].values()]
+    if kind in ("mean", "sum"):
+        weighted = [value * weight for value, weight in zip(pending, state["weights"], strict=True)]
+        return [state["host_total"], *totals, *weighted]
+    return [*([] if state["host_extreme"] is None else [state["host_extreme"]]), *totals, *pending]
+
+
+def _pack(values: Sequence[float | Tensor]) -> State:
+    """Return values as one list of floats and one host tensor for each device type and dtype, with their order."""
+    floats: list[float] = []
+    groups: dict[str, list[Tensor]] = {}
+    order: list[str] = []
+    for value in values:
+        if isinstance(value, float):
+            floats.append(value)
+            order.append("")
+        else:
+            name = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
+            groups.setdefault(name, []).append(value)
+            order.append(name)
+    tensors = {name: torch.stack(group).cpu() for name, group in groups.items()}
+    return {"order": order, "floats": floats, "tensors": tensors}
+
+
+def _unpack(packed: Mapping[str, Any], device: torch.device) -> list[Any]:
+    floats = iter(packed["floats"])
+    tensors = {
+        name: iter(stacked.to(_place(name.partition("/")[0], device)).unbind())
+        for name, stacked in packed["tensors"].items()
+    }
+    return [next(tensors[name]) if name else next(floats) for name in packed["order"]]
+
+
+def _place(name: str, device: torch.device) -> torch.device:
+    """Return where a value belongs that was on the device `name`: the host stays the host."""
+    return torch.device("cpu") if name == "cpu" else device
+
+
+def objects_state(module: torch.nn.Module) -> State:
+    """Return the states of the torchmetrics objects in a module that have been updated, by their names in it.
+
+    Their states are in no state dict unless a user asks for it (`persistent`).
+    """
+    return {
+        name: {
+            "update_count": part.update_count,
+            "state": {key: _to_host(value) for key, value in part.metric_state.items()},
+        }
+        for name, part in _metric_parts(module)
+        if part.update_called
+    }
+
+
+def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Give metric objects their states back; returns the names of those that the module does not have."""
+    parts = dict(_metric_parts(module))
+    for name, saved in states.items():
+        part = parts.get(name)
+        if part is None:
+            continue
+        for key, value in saved["state"].items():
+            setattr(part, key, _to(value, device))
+        # torchmetrics has no public way to say that a metric has been updated.
+        part._update_count, part._computed = saved["update_count"], None
+    return [name for name in states if name not in parts]
+
+
+def _metric_parts(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
+    """Yield the Metrics in a module, those in collections one by one."""
+    for name, part in module.named_modules():
+        if not is_metric_object(part):
+            continue
+        if isinstance(part, torch.nn.ModuleDict):
+            part.values(copy_state=False)  # type: ignore[call-arg]  # those that share a state are told of it here only
+        elif hasattr(part, "update_called"):
+            yield name, part
+
+
+def _to_host(value: Any) -> Any:
+    return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)

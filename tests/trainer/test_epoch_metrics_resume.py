@@ -1,0 +1,128 @@
+"""Metrics of an epoch that was stopped in its middle: the resumed run comes to the numbers of one that never ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric, MetricCollection, MinMetric
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.task import TaskModule
+
+pytestmark = pytest.mark.filterwarnings("ignore:ModelCheckpoint.*not found:UserWarning")
+
+_EPOCHS, _STEPS = 2, 12
+
+
+def _median(values: torch.Tensor) -> torch.Tensor:
+    return values.median()
+
+
+class Counting(TaskModule):
+    """Logs in every way that aggregates an epoch, and keeps what came of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            self.net = nn.Linear(3, 1)
+        self.whole_mean = MeanMetric()
+        self.pair = MetricCollection({"low": MinMetric(), "mean": MeanMetric()})
+        self.epochs: list[dict[str, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Log numbers of both kinds, with several reductions."""
+        loss = self.net(batch[0]).square().mean()
+        options: dict[str, Any] = {"on_step": False, "on_epoch": True}
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=1 + batch_idx % 3)
+        for reduction in ("sum", "min", "max"):
+            self.log(reduction, loss * 1.1, reduce_fx=reduction, **options)
+        self.log("host", float(loss.detach()) / 3, **options)
+        self.log("mixed", loss if batch_idx % 2 else float(loss.detach()), **options)
+        self.log("median", loss, reduce_fx=_median, **options)
+        if batch_idx == 1:
+            self.log("early", loss, **options)
+        self.whole_mean.update(loss.detach())
+        self.log("object", self.whole_mean, **options)
+        self.pair.update(loss.detach())
+        self.log("pair", self.pair, **options)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        """Take what the epoch before has come to."""
+        self._take()
+
+    def on_train_end(self) -> None:
+        """Take what the last epoch has come to."""
+        self._take()
+
+    def _take(self) -> None:
+        metrics = dict(self.trainer.callback_metrics)
+        if "sum" in metrics:
+            self.epochs.append({name: value for name, value in metrics.items() if not name.startswith("loss_step")})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return plain SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train(folder: Path, ckpt_path: Path | None = None, **arguments: Any) -> list[dict[str, float]]:
+    """Run to the end with a checkpoint of every second step; return each finished epoch's metrics."""
+    torch.manual_seed(3)
+    task = Counting()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(devices="auto", max_epochs=_EPOCHS, callbacks=[saver], **arguments)
+    world = trainer.settings.selection.topology.world_size
+    data = TensorDataset(torch.randn(_STEPS * 4, 3, generator=torch.Generator().manual_seed(5)))
+    trainer.fit(task, DataLoader(data, batch_size=4 // world, shuffle=True), ckpt_path=ckpt_path)
+    return task.epochs
+
+
+def _compare(folder: Path) -> list[dict[str, float]]:
+    whole = train(folder / "whole")
+    assert len(whole) == _EPOCHS
+    assert {"loss", "loss_epoch", "sum", "min", "max", "host", "mixed", "median", "early", "object"} <= set(whole[0])
+    assert {"pair/low", "pair/mean"} <= set(whole[0])
+    for step in (2, 6, 12, 18):
+        resumed = train(folder / f"from-{step}", folder / "whole" / f"step={step}")
+        assert resumed == whole[step // _STEPS :], step
+    return whole
+
+
+def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
+    _compare(tmp_path)
+
+
+def test_more_values_than_are_folded_at_a_time_come_to_the_very_same_numbers(tmp_path: Path) -> None:
+    from trainwright.loggers import metric_slot
+
+    assert metric_slot.FOLD_EVERY > _STEPS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainwright.loggers.metric_buffer.FOLD_EVERY", 4)
+        _compare(tmp_path)
+
+
+@pytest.mark.distributed
+def test_two_processes_come_to_the_very_same_numbers(tmp_path: Path) -> None:
+    first, second = run_distributed(_compare, 2, tmp_path, init=False, timeout=150)
+    shared = [name for name in first[0] if name != "loss"]
+    assert [[epoch[name] for name in shared] for epoch in first] == [[e[name] for name in shared] for e in second]
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*the random number generators start anew:UserWarning")
+def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> None:
+    of_two = run_distributed(train, 2, tmp_path / "two", init=False, timeout=100)[0]
+    with pytest.warns(TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean begin the epoch"):
+        of_one = train(tmp_path / "one", tmp_path / "two" / "step=6")
+    for name in ("host", "mixed", "early"):
+        # Means only: one process logs a step's mean where two log those of its halves, which sums and extremes show.
+        assert of_one[0][name] == pytest.approx(of_two[0][name], rel=1e-6), name
