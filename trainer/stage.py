@@ -253,8 +253,7 @@ class StageRunner(Rollbacks):
     def _load(self, stage: Stage, load: LoadRequest) -> None:
         if stage == "fit" and self.is_global_zero and not self.rehearsing and self.checkpoint_dir.is_dir():
             clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
-        path = left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None
-        path = self.broadcast(path)
+        path = self.broadcast(left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None)
         if path is not None:
             load = LoadRequest(path)
         elif load.ckpt_path is not None:
@@ -262,9 +261,8 @@ class StageRunner(Rollbacks):
         if path is None:
             return
         if not load.resumes(stage):
-            start = checkpointing.begin_from_weights if stage == "fit" else checkpointing.load_weights
-            start(self, path, load)
-            return
+            load_weights = checkpointing.begin_from_weights if stage == "fit" else checkpointing.load_weights
+            return load_weights(self, path, load)
         checkpointing.check_fits(self, path)
         self.enter_checkpoint(path, load)
         self.safe_point.adopt(path)
