@@ -101,7 +101,7 @@ class RunFacts(ABC):
     on_nonfinite: Policy | None
     _warned_of_loss: bool
     count_tokens: bool
-    rehearsing: bool
+    rehearsing: bool = False
     default_root_dir: Path
     accumulate_grad_batches: int
     log_every_n_steps: int

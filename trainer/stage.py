@@ -78,7 +78,6 @@ class StageRunner(Rollbacks):
         self.run_id = secrets.token_hex(8)
         self.seed: int | None = arguments["seed"]
         self.interrupted = False
-        self.rehearsing = False
         self.on_nonfinite = arguments["on_nonfinite"]
         self._forget_rollbacks(arguments["max_rollbacks"])
         self._task: TaskModule | None = None
@@ -389,7 +388,6 @@ class StageRunner(Rollbacks):
         return self._train_data
 
     def evaluation_data(self, kind: str) -> EvaluationData:
-        """The prepared data of one kind of evaluation; made at the first asking."""
         data = self._eval_data.get(kind)
         if data is None:
             loaders = self._sources.make(kind, self.task)
