@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -29,6 +30,12 @@ def fail(rank: int, world: int) -> None:
         if KIND == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         raise ArithmeticError("seven is odd")
+
+
+def begin_and_fail(rank: int, world: int) -> None:
+    """Fail while an exchange is under way that the others do not take part in."""
+    dist.all_reduce(torch.ones(4), async_op=True)
+    fail(rank, world)
 
 
 class Samples(Dataset[Any]):
@@ -62,9 +69,9 @@ class FailingTask(TaskModule):
             time.sleep(600)
         hidden = self.first(batch)
         if batch_idx == _AT and KIND == "backward":
-            if rank < world - 1:  # it comes too late for what the other has sent already
-                time.sleep(3)
-            hidden.register_hook(lambda grad: fail(rank, world))
+            if rank < world - 1:  # it never takes part in what the other has begun
+                time.sleep(600)
+            hidden.register_hook(lambda grad: begin_and_fail(rank, world))
         return self.second(hidden).pow(2).mean()
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:

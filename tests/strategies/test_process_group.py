@@ -6,12 +6,14 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
 from trainwright.strategies.process_group import Processes, ProcessGroup
+from trainwright.strategies.standing import Position
 
 _STAGES = 12
 
@@ -69,6 +71,28 @@ def test_what_is_exchanged_on_the_host_is_the_same_on_every_rank() -> None:
             "any": True,
             "none": False,
         }
+
+
+def _leave_with_an_exchange_under_way() -> float:
+    from trainwright.core.process import detect
+
+    group = ProcessGroup(detect())
+    group.open(torch.device("cpu"))
+    if group.rank == 0:
+        time.sleep(8)  # and never takes part
+        return 0.0
+    dist.all_reduce(torch.ones(4), async_op=True)
+    with pytest.raises(ArithmeticError), group.watched(lambda: Position(0, 0, 0, "fit")):
+        raise ArithmeticError
+    start_s = time.monotonic()
+    group.close()
+    return time.monotonic() - start_s
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_failed_rank_does_not_wait_for_what_is_under_way() -> None:
+    assert run_distributed(_leave_with_an_exchange_under_way, 2, init=False)[1] < 4
 
 
 def test_one_process_exchanges_with_itself() -> None:
