@@ -50,6 +50,15 @@ class Processes:
     def close(self) -> None:
         """Leave the others. Does not wait for them."""
 
+    @contextlib.contextmanager
+    def reunited(self, device: torch.device) -> Iterator[Processes]:
+        """Give the processes that are left of this run for something that all of them do together. Collective.
+
+        During a stage these are all of them. After one they meet once more, unless the Trainer had started the others:
+        those have ended, and this process is alone.
+        """
+        yield self
+
     def recall(self, key: str, value: str) -> str | None:
         """Return what the job's first attempt gave as `value` for `key`; this is that attempt when nothing is there.
 
@@ -125,6 +134,8 @@ class ProcessGroup(Processes):
         self._store: Any = None
         self._detector: HangDetector | None = None
         self._failed = False
+        self._is_open = False
+        self._others_end = False
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -144,6 +155,21 @@ class ProcessGroup(Processes):
             self._made_here = True
             _groups_made += 1
         self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
+        self._is_open, self._others_end = True, variable(STARTED_BY_TRAINER) is not None
+
+    @contextlib.contextmanager
+    def reunited(self, device: torch.device) -> Iterator[Processes]:
+        if self._is_open:
+            yield self
+        elif self._others_end:
+            yield Processes()
+        else:
+            self.open(device)
+            try:
+                yield self
+                self.barrier()
+            finally:
+                self.close()
 
     def _meet(self, store: Any) -> None:
         """Wait for all ranks here, where Ctrl-C works and the missing ones can be named.
@@ -202,7 +228,7 @@ class ProcessGroup(Processes):
                 _abandon_groups()
             else:
                 dist.destroy_process_group()
-        self._made_here = False
+        self._made_here = self._is_open = False
         self._host_group = self._store = None
         if self._detector is not None:
             self._detector.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -112,16 +113,29 @@ class SafePoint:
             Its folder on this machine.
         """
         path = remote_saves.twin(self._run, place) if is_url(place) else Path(place)
-        snapshot = checkpointing.capture(self._run, weights_only=weights_only)
+        with self._reunited():
+            snapshot = checkpointing.capture(self._run, weights_only=weights_only)
 
-        def work() -> None:
-            self._wait()
-            write_checkpoint(path, snapshot)
-            if is_url(place):
-                remote_saves.upload_to(self._run, path, place)
+            def work() -> None:
+                self._wait()
+                write_checkpoint(path, snapshot)
+                if is_url(place):
+                    remote_saves.upload_to(self._run, path, place)
 
-        checkpointing.on_main_rank(self._run, work, f"write {place}")
+            checkpointing.on_main_rank(self._run, work, f"write {place}")
         return path
+
+    @contextlib.contextmanager
+    def _reunited(self) -> Iterator[None]:
+        """Have the run's strategy speak to whoever is left of its processes, also after a stage."""
+        strategy = self._run.strategy
+        before = strategy.processes
+        with before.reunited(strategy.device) as left:
+            strategy.processes = left
+            try:
+                yield
+            finally:
+                strategy.processes = before
 
     def find(self, step: int) -> Path | None:
         """Return the full checkpoint of `step` that this run has published in its folder, if any; main rank only."""

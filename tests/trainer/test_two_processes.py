@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from tests.helpers.distributed import run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import Tally, quiet_trainer, weights_of
+from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import WorkerError
 from trainwright.core.task import TaskModule
 
@@ -157,3 +159,30 @@ def test_a_step_without_loss_on_one_rank_is_an_error_that_says_what_to_do() -> N
 
     with pytest.raises(WorkerError, match=r"returned None on rank 1: .* Return a loss of zero"):
         quiet_trainer(devices=2, max_epochs=1).fit(Task(), regression_loader(8))
+
+
+# After the stage
+
+
+def _save_after_the_fit(folder: Path) -> bool:
+    task = RegressionTask()
+    trainer = quiet_trainer(devices="auto", max_epochs=1)
+    trainer.fit(task, regression_loader(4))
+    trainer.save_checkpoint(folder / "after")
+    more = quiet_trainer(devices="auto", max_epochs=2)
+    more.fit(RegressionTask(), regression_loader(4), ckpt_path=folder / "after")
+    return more.global_step == 2 * trainer.global_step
+
+
+def test_all_ranks_of_a_launcher_can_save_after_the_fit(tmp_path: Path) -> None:
+    assert run_distributed(_save_after_the_fit, 2, tmp_path, init=False) == [True, True]
+    saved = read_checkpoint(tmp_path / "after")
+    assert (saved.world_size, len(saved.rng)) == (2, 2)
+
+
+def test_the_process_that_is_left_can_save_after_the_fit(tmp_path: Path) -> None:
+    trainer, task = quiet_trainer(devices=2, max_epochs=1), RegressionTask()
+    trainer.fit(task, regression_loader(4))
+    saved = read_checkpoint(trainer.save_checkpoint(tmp_path / "after"))
+    assert (saved.world_size, saved.state["step"]) == (1, trainer.global_step)
+    torch.testing.assert_close(saved.model, task.state_dict(), rtol=0, atol=0)
