@@ -32,7 +32,8 @@ _ELSEWHERE = {
     "plugins": "strategy=…, precision=…",
     "profiler": "a callback around torch.profiler",
     "track_grad_norm": "trainer.last_step.grad_norm",
-    "auto_lr_find": "your own search",
+    "auto_lr_find": "Tuner(trainer).lr_find(…), or callbacks=[LearningRateFinder()]",
+    "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(…), or callbacks=[BatchSizeFinder()]",
     "terminate_on_nan": "on_nonfinite='raise'",
 }
 

@@ -254,7 +254,7 @@ class StageRunner(Rollbacks):
             clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
         path = self.broadcast(left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None)
         if path is not None:
-            load = LoadRequest(path)
+            load = replace(load, ckpt_path=path, weights_only=False)
         elif load.ckpt_path is not None:
             path = checkpointing.on_main_rank(self, lambda: choose(self, load, stage), "find a checkpoint to load")
         if path is None:

@@ -225,3 +225,15 @@ def _seal_size(checkpoint: Path, file: str, size: int) -> None:
         for name, part in manifest.parts.items()
     }
     (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+
+
+def test_p28_a_shard_that_the_manifest_has_not_sealed_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_small(tmp_path / "saved")
+    index = checkpoint / "model" / "model.safetensors.index.json"
+    text = index.read_text().replace("model-00001-of-00001.safetensors", "another.safetensors")
+    model = checkpoint / "model"
+    os.link(model / "model-00001-of-00001.safetensors", model / "another.safetensors")
+    index.write_text(text)
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match=r"names the shard 'another.safetensors', which the manifest does not"):
+        read_checkpoint(checkpoint)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,9 @@ def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> t
     return files, {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
-def read_model(folder: Path, device: torch.device | str = "cpu", *, copy: bool = True) -> dict[str, Any]:
+def read_model(
+    folder: Path, device: torch.device | str = "cpu", *, copy: bool = True, files: Collection[str] | None = None
+) -> dict[str, Any]:
     """Read what `write_model` wrote, or any folder of Hugging Face safetensors.
 
     Args:
@@ -150,6 +152,7 @@ def read_model(folder: Path, device: torch.device | str = "cpu", *, copy: bool =
         device: where the tensors go.
         copy: see `read_safetensors`; False avoids a second copy in host memory when the values are only copied into
             a module.
+        files: the only ones that may be read, besides the index: those that a manifest has sealed. None: any.
 
     Returns:
         Name → tensor; tied names hold the same tensor.
@@ -175,6 +178,8 @@ def read_model(folder: Path, device: torch.device | str = "cpu", *, copy: bool =
     tensors: dict[str, torch.Tensor] = {}
     for file, names in by_file.items():
         shard = inside(folder, file, str(path))
+        if files is not None and file not in files:
+            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
         if not shard.is_file():
             raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
         tensors |= read_safetensors(shard, device=device, names=names, copy=copy)

@@ -294,7 +294,8 @@ def _read_parts(
     if "rng" in present:
         trees["rng"] = [read_tree(folder, stem) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
     if "model" in present:
-        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy)
+        sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
+        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy, files=sealed)
     return trees
 
 
