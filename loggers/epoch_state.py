@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainwright.loggers.metric_slot import Settings, Slot, is_metric_object, pick
+from trainwright.loggers.metric_slot import Settings, Slot, accumulator_dtype, is_metric_object, pick
 
 State = dict[str, Any]
 
 
 def slot_state(slot: Slot) -> State:
-    """Return what a slot holds, as a tree of plain values and host tensors; waits for the device.
+    """Return what a slot holds, as a tree of plain values; waits for the device.
 
     Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
     """
@@ -28,8 +28,8 @@ def slot_state(slot: Slot) -> State:
         "weight": slot.weight,
         "host_total": slot.host_total,
         "host_extreme": slot.host_extreme,
-        "totals": {str(device): total.cpu() for device, total in slot.totals.items()},
-        "chunks": [chunk.cpu() if isinstance(chunk, Tensor) else list(chunk) for chunk in slot.chunks],
+        "totals": {device.type: float(total) for device, total in slot.totals.items()},
+        "chunks": [_pack(chunk if isinstance(chunk, list) else list(chunk.unbind())) for chunk in slot.chunks],
         "last": _pack([slot.last]) if isinstance(slot.last, (float, Tensor)) else None,
         "last_weight": slot.last_weight,
     }
@@ -40,8 +40,10 @@ def fill_slot(slot: Slot, state: Mapping[str, Any], device: torch.device) -> Non
     slot.values = _unpack(state["values"], device)
     slot.weights = list(state["weights"])
     slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
-    slot.totals = {_place(name, device): total.to(_place(name, device)) for name, total in state["totals"].items()}
-    slot.chunks = [chunk.to(device) if isinstance(chunk, Tensor) else list(chunk) for chunk in state["chunks"]]
+    for name, total in state["totals"].items():
+        place = _place(name, device)
+        slot.totals[place] = torch.tensor(total, dtype=accumulator_dtype(place), device=place)
+    slot.chunks = [_chunk(_unpack(chunk, device)) for chunk in state["chunks"]]
     if state["last"] is not None:
         slot.last, slot.last_weight = _unpack(state["last"], device)[0], state["last_weight"]
 
@@ -59,7 +61,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
     kind = merged["settings"]["reduction"]
     values = [value for state in states for value in _own_values(state)]
     if kind is None:
-        merged["chunks"] = [values]
+        merged["chunks"] = [_pack(values)]
         return merged
     merged["weight"] = sum(state["weight"] + sum(state["weights"]) for state in states)
     extreme: float | None = None
@@ -74,9 +76,9 @@ def _own_values(state: Mapping[str, Any]) -> list[float]:
     kind, host = state["settings"]["reduction"], torch.device("cpu")
     pending = [float(value) for value in _unpack(state["values"], host)]
     if kind is None:
-        chunks = (chunk.tolist() if isinstance(chunk, Tensor) else chunk for chunk in state["chunks"])
-        return [value for chunk in chunks for value in chunk] + pending
-    totals = [float(total) for total in state["totals"].values()]
+        chunks = (_unpack(chunk, host) for chunk in state["chunks"])
+        return [float(value) for chunk in chunks for value in chunk] + pending
+    totals = list(state["totals"].values())
     if kind in ("mean", "sum"):
         weighted = [value * weight for value, weight in zip(pending, state["weights"], strict=True)]
         return [state["host_total"], *totals, *weighted]
@@ -84,29 +86,37 @@ def _own_values(state: Mapping[str, Any]) -> list[float]:
 
 
 def _pack(values: Sequence[float | Tensor]) -> State:
-    """Return values as one list of floats and one host tensor for each device type and dtype, with their order."""
-    floats: list[float] = []
-    groups: dict[str, list[Tensor]] = {}
-    order: list[str] = []
+    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype."""
+    kinds: list[str] = []
+    tensors: dict[str, list[Tensor]] = {}
+    numbers: dict[str, list[float]] = {}
     for value in values:
         if isinstance(value, float):
-            floats.append(value)
-            order.append("")
+            kinds.append("")
+            numbers.setdefault("", []).append(value)
         else:
-            name = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
-            groups.setdefault(name, []).append(value)
-            order.append(name)
-    tensors = {name: torch.stack(group).cpu() for name, group in groups.items()}
-    return {"order": order, "floats": floats, "tensors": tensors}
+            kinds.append(f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}")
+            tensors.setdefault(kinds[-1], []).append(value)
+    for kind, group in tensors.items():
+        numbers[kind] = torch.stack(group).tolist()  # one copy; a Python number holds any of them exactly
+    return {"kinds": kinds, "numbers": numbers}
 
 
 def _unpack(packed: Mapping[str, Any], device: torch.device) -> list[Any]:
-    floats = iter(packed["floats"])
-    tensors = {
-        name: iter(stacked.to(_place(name.partition("/")[0], device)).unbind())
-        for name, stacked in packed["tensors"].items()
-    }
-    return [next(tensors[name]) if name else next(floats) for name in packed["order"]]
+    found: dict[str, Iterator[Any]] = {}
+    for kind, numbers in packed["numbers"].items():
+        if kind:
+            place, _, dtype = kind.partition("/")
+            found[kind] = iter(
+                torch.tensor(numbers, dtype=getattr(torch, dtype), device=_place(place, device)).unbind()
+            )
+        else:
+            found[kind] = iter(numbers)
+    return [next(found[kind]) for kind in packed["kinds"]]
+
+
+def _chunk(values: list[Any]) -> Tensor | list[float]:
+    return torch.stack(values) if values and isinstance(values[0], Tensor) else values
 
 
 def _place(name: str, device: torch.device) -> torch.device:

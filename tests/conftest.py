@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import random
@@ -46,6 +47,15 @@ def is_present(what: str) -> bool:
     if kind == "cuda":
         return torch.cuda.is_available() and torch.cuda.device_count() >= int(number or 1)
     return importlib.util.find_spec(what) is not None
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Keep what is alive already from the collector: code under test that collects would go through all of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

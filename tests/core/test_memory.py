@@ -12,6 +12,8 @@ import torch
 from trainwright.core.errors import TrainwrightError
 from trainwright.core.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
 
+pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
+
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "400000000000000 bytes. Error code 12 (Cannot allocate memory)"

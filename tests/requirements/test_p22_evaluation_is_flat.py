@@ -44,7 +44,8 @@ class _Weighs(Callback):
 
     def _weigh(self, batch_idx: int) -> None:
         if batch_idx % 15 == 14:
-            found = [o.untyped_storage() for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+            tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
+            found = [o.untyped_storage() for o in tensors if o.layout == torch.strided]  # others have none
             storages = {storage.data_ptr(): storage.nbytes() for storage in found}
             self.peak_bytes = max(self.peak_bytes, sum(storages.values()))
 

@@ -24,6 +24,8 @@ from trainwright.core.rng import seed_everything
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.tuner import Tuner
 
+pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
+
 DEVICE_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 HOST_MESSAGE = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 

@@ -110,6 +110,7 @@ def start(ends: Ends) -> Iterator[Start]:
 # A rank that stands still
 
 
+@pytest.mark.slow
 def test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack(
     assert "trainwright-hang-detector" in text  # the stacks of the other threads as well
 
 
+@pytest.mark.slow
 def test_a_run_that_was_only_slow_is_said_to_have_moved_on_and_is_reported_again_when_it_stands_again(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_run_that_was_only_slow_is_said_to_have_moved_on_and_is_reported_again
         assert f"fit, step {step}" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_moves_is_not_reported(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = start(1, hang_timeout_s=1.0)
     for _ in range(25):
@@ -157,6 +160,7 @@ def test_without_a_hang_timeout_nothing_is_reported(start: Start, capfd: pytest.
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
     start: Start, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,6 +176,7 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
     assert "last seen: fit, step 7" in text
 
 
+@pytest.mark.slow
 def test_the_next_rank_reports_when_rank_0_does_not_answer(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
     ranks = start(2, hang_timeout_s=0.5)
     ranks.watches[0].close()
@@ -230,6 +235,7 @@ def test_a_survivor_that_cannot_notice_ends_and_prints_the_cause(
     assert "ArithmeticError: seven is odd\n" in text
 
 
+@pytest.mark.slow
 def test_survivors_let_a_failed_rank_finish_its_save_first(
     start: Start, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +254,7 @@ def test_a_failed_rank_that_neither_saves_nor_leaves_is_not_waited_for(start: St
     eventually(lambda: ends)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
 def test_a_rank_that_leaves_on_purpose_has_not_failed(start: Start, ends: Ends, error: BaseException) -> None:
     ranks = start(2)
