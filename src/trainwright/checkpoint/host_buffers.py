@@ -132,7 +132,7 @@ class HostBuffers:
         return copies
 
 
-def _copy_on_host(copies: Iterator[_Copy], num_threads: int) -> None:
+def _copy_on_host(copies: Iterable[_Copy], num_threads: int) -> None:
     # NumPy copies as the C library does and lets go of the interpreter. torch's own copy divides each tensor among all
     # its threads and waits for the slowest, which takes twice as long where another process needs a core.
     if num_threads == 1:
