@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,8 +99,11 @@ def run(what: str, folder: Path) -> tuple[float, float]:
     """Run one measurement; returns MB of the peak above what stood before, and above what stands afterwards."""
     program = _PROGRAM.replace("MB *", f"{TENSOR_MB} *").replace("range(NUM)", f"range({NUM_TENSORS})")
     done = subprocess.run(
-        [sys.executable, "-c", program, what, str(folder)], capture_output=True, text=True, timeout=300, check=False
-    )
+        [sys.executable, "-c", program, what, str(folder)],
+        capture_output=True, text=True, timeout=300, check=False,
+        # Otherwise the C library keeps some of what is freed, now more and now less.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     numbers = [float(word) for word in done.stdout.split()]
     print(what, numbers)
