@@ -84,4 +84,6 @@ class Rehearses(ABC):
 
     def _rejoin_others(self) -> None:
         """Put together again what `_leave_others` took apart. Collective."""
-        raise NotImplementedError(f"{type(self).__name__} leaves the others and does not say how it comes back")
+        raise ConfigurationError(
+            f"{type(self).__name__} overrides _leave_others but not _rejoin_others, which brings it back. Define both."
+        )
