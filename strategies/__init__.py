@@ -9,6 +9,7 @@ from trainwright.core.registry import Registry, import_object
 if TYPE_CHECKING:
     from trainwright.strategies.capabilities import Capabilities
     from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
@@ -18,17 +19,20 @@ STRATEGIES: Registry[Any] = Registry(
     {
         "single": "trainwright.strategies.single:SingleDeviceStrategy",
         "ddp": "trainwright.strategies.ddp:DDPStrategy",
+        "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
+        "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
     },
 )
 
 _PUBLIC = {
     "Capabilities": "trainwright.strategies.capabilities",
     "DDPStrategy": "trainwright.strategies.ddp",
+    "FSDPStrategy": "trainwright.strategies.fsdp",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
 }
-__all__ = ["STRATEGIES", "Capabilities", "DDPStrategy", "Precision", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["STRATEGIES", "Capabilities", "DDPStrategy", "FSDPStrategy", "Precision", "SingleDeviceStrategy", "Strategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,10 +13,13 @@ class Capabilities:
         gradients: whether `p.grad` holds the whole gradient (`"full"`), a piece (`"sharded"`) or nothing (`"hidden"`).
         manual_optimization: tasks may run backward and optimizers themselves.
         lockstep_evaluation: every rank must run the same number of evaluation batches.
+        whole_weights: outside of a step every rank holds the parameters and the optimizers' state whole, so that
+            anyone may copy or exchange them and one rank can write them alone.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
     """
 
     gradients: str = "full"
     manual_optimization: bool = True
     lockstep_evaluation: bool = False
+    whole_weights: bool = True
     owns_optimizer_step: bool = False

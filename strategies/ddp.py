@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +14,14 @@ from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
+from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup
 from trainwright.strategies.step_module import StepModule
-from trainwright.strategies.strategy import MakeOptimizers, Strategy
+from trainwright.strategies.strategy import MakeOptimizers
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(DataParallel):
     """Trains one replica per process with torch's DistributedDataParallel.
 
     Args:
@@ -51,10 +50,7 @@ class DDPStrategy(Strategy):
         process_group_backend: str | None = None,
         sync_batchnorm: bool = False,
     ) -> None:
-        super().__init__()
-        self.timeout = None if timeout is None else _timedelta("timeout", timeout)
-        self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
-        self.process_group_backend = process_group_backend
+        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
         self.sync_batchnorm = sync_batchnorm
         self.ddp_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -68,10 +64,6 @@ class DDPStrategy(Strategy):
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
         self._is_alone = self._was_wrapped = False
-
-    @property
-    def is_distributed(self) -> bool:
-        return True
 
     def configure(
         self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
@@ -88,11 +80,6 @@ class DDPStrategy(Strategy):
                 "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Leave it out, or use "
                 "GroupNorm or LayerNorm."
             )
-
-    def _make_processes(self, topology: Topology) -> Processes:
-        return ProcessGroup(
-            topology, timeout=self.timeout, backend=self.process_group_backend, hang_timeout=self.hang_timeout
-        )
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
         if self.sync_batchnorm:
@@ -153,8 +140,7 @@ class DDPStrategy(Strategy):
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         if self._is_alone:
             return value * self.dp_size
-        dist.all_reduce(value)
-        return value
+        return super()._sum_over_ranks(value)
 
     def _average_gradients(self) -> None:
         """Average all gradients in one exchange per dtype.
@@ -185,13 +171,7 @@ class DDPStrategy(Strategy):
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
         if self._is_alone:
             return torch.stack([tensor if sync_grads else tensor.detach()] * self.dp_size)
-        if sync_grads:
-            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
-
-            return torch.stack(all_gather_with_grad(tensor))  # type: ignore[no-untyped-call]  # likewise
-        found = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        dist.all_gather(found, tensor.contiguous())
-        return torch.stack(found)
+        return super().all_gather(tensor, sync_grads)
 
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""
@@ -206,26 +186,3 @@ class DDPStrategy(Strategy):
     def teardown(self) -> None:
         self._unwrap()
         super().teardown()
-
-
-def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:
-    if value is None or value == "auto":
-        found: Literal["auto"] | None = value
-        return found
-    length = _timedelta("hang_timeout", value)
-    longest = timeout or DEFAULT_TIMEOUT
-    if length >= longest:
-        raise ConfigurationError(
-            f"hang_timeout={value!r} is not shorter than timeout={longest}, at which a collective fails: nothing would "
-            "be reported before. Make one longer or the other shorter, or pass hang_timeout=None."
-        )
-    return length
-
-
-def _timedelta(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    if isinstance(value, datetime.timedelta):
-        return value
-    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
-    if duration.unit != "seconds" or duration.value <= 0:
-        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
-    return datetime.timedelta(seconds=duration.value)

@@ -60,7 +60,7 @@ class FiniteCheck:
             grad = parameter.grad
             if grad is not None and id(parameter) in stepped:
                 names.append(name)
-                flags.append(_values(grad).isfinite().all().to(loss.device))
+                flags.append(self._gradient_values(grad).isfinite().all().to(loss.device))
         finite = torch.stack(flags).tolist() if flags else []
         return NonFinite(float(loss), [name for name, good in zip(names, finite, strict=True) if not good])
 
@@ -86,9 +86,9 @@ class FiniteCheck:
 
         The maximum, unlike the 2-norm, is finite exactly when all elements are, also where their squares overflow.
         """
-        grads = [_values(p.grad) for p in parameters_of(self.optimizers) if p.grad is not None]
+        grads = [self._gradient_values(p.grad) for p in parameters_of(self.optimizers) if p.grad is not None]
         return nn.utils.get_total_norm([grad for grad in grads if grad.numel()], float("inf"))
 
-
-def _values(grad: torch.Tensor) -> torch.Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    def _gradient_values(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a gradient that this rank holds. Not collective."""
+        return grad.coalesce().values() if grad.is_sparse else grad

@@ -16,6 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable, overrides
+from trainwright.checkpoint.model import load_plain_state
+from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
@@ -160,13 +162,17 @@ class Strategy(StepByHand, FiniteCheck, Rehearses):
             task.configure_model()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
-        task.to(self.device)
+        self._place(task)
         self.optimizers = make_optimizers() if make_optimizers is not None else []
         self._context = self.precision.forward_context(self.device.type)
         if self.precision.scaled and make_optimizers is not None:
             self._scaler = torch.amp.GradScaler(self.device.type)
         self._eval_step = self._step = self._compile(StepModule(task)) if self.compile_options is not None else None
         return self.optimizers
+
+    def _place(self, task: TaskModule) -> None:
+        """Bring the task's parameters and buffers to where they are trained."""
+        task.to(self.device)
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         """Compile a step module; what the task logs stays outside of the graph."""
@@ -358,7 +364,7 @@ class Strategy(StepByHand, FiniteCheck, Rehearses):
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
         if self._own_clip is None:
-            return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
+            return None if clip is None else self.clip_parameters(parameters_of(self.optimizers), clip)
         for optimizer in self.optimizers:
             self._own_clip(optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm)
         return None
@@ -419,13 +425,46 @@ class Strategy(StepByHand, FiniteCheck, Rehearses):
         if self._scaler is not None and "scaler" in state:
             self._scaler.load_state_dict(state["scaler"])
 
-    def model_state(self) -> dict[str, torch.Tensor]:
-        """Return the task's whole weights and buffers by their own names; references, not copies."""
+    def model_state(self) -> dict[str, Any]:
+        """Return the task's whole weights and buffers by their own names, not to be changed.
+
+        References where this process holds them whole, copies on the host otherwise: then collective, and on other
+        ranks than the main one the tensors have a shape and no values (device `meta`).
+        """
         return dict(self.task.state_dict())
 
-    def load_model_state(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
-        """Load weights and buffers by their own names into the prepared task."""
-        self.task.load_state_dict(state, strict=strict)
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        """Load whole weights and buffers by their own names into the prepared task, on every rank. Not collective.
+
+        Returns:
+            The task's names that are not in `state`, and those of `state` that are not in the task.
+
+        Raises:
+            CheckpointError: shapes differ, or names do and `strict`.
+        """
+        return load_plain_state(self.task, state, strict=strict)
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        """Return each optimizer's whole state by parameter name (see `named_optimizer_state`); as `model_state`."""
+        names = self._parameter_names()
+        return [named_optimizer_state(optimizer, names) for optimizer in self.optimizers]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load one of what `optimizer_states` returned, on every rank. Not collective.
+
+        Raises:
+            CheckpointError: it does not fit (see `load_named_optimizer_state`); the optimizer is left as it was.
+        """
+        load_named_optimizer_state(optimizer, state, self._parameter_names())
+
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        return {parameter: name for name, parameter in self.task.named_parameters()}
+
+    def make_whole(self) -> None:
+        """Give the task and the optimizers whole tensors again where they were cut. Collective.
+
+        Called once a stage has succeeded, before the processes part; a stage that fails leaves them as they are.
+        """
 
     def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         """Clip the gradients of some parameters in place; returns their norm before (None for `"value"`)."""

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint import Snapshot, read_checkpoint
 from trainwright.checkpoint.layout import PARTS
-from trainwright.checkpoint.model import load_plain_state
-from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
@@ -42,10 +40,17 @@ def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, flo
 def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
     """Collect what this rank has without asking the others, for use in an exception path.
 
+    With other ranks, whose generators a resume would need, that is the weights only.
+
     Raises:
-        CheckpointError: there are other ranks, whose generators a resume would need: weights only.
+        CheckpointError: the weights lie in pieces on several ranks.
     """
     alone = run.world_size == 1
+    if not alone and not run.strategy.capabilities.whole_weights:
+        raise CheckpointError(
+            f"the weights lie in pieces on {run.world_size} ranks, and a rank cannot collect them when another may "
+            "have failed. The earlier checkpoints are whole."
+        )
     return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
 
 
@@ -85,11 +90,10 @@ def _collect(
             "job": run.attempt.key,
             "precision": strategy.precision.name,
         }
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in task.named_parameters()}
     return Snapshot(
         state=run.state.to_dict(),
         model=model,
-        optimizers=[] if weights_only else [named_optimizer_state(o, names) for o in run.optimizers],
+        optimizers=[] if weights_only else strategy.optimizer_states(),
         trainer=trainer,
         rng=[of_rank["rng"] for of_rank in of_ranks],
         metrics=metrics,
@@ -211,11 +215,10 @@ def _restore_optimizers(run: RunFacts, snapshot: Snapshot, path: Path, request: 
             )
         warnings.warn(f"{text} They start anew.", TrainwrightWarning, stacklevel=3)
         return own
-    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in run.task.named_parameters()}
     fresh = []
     for optimizer, state in zip(own, saved, strict=True):
         try:
-            load_named_optimizer_state(optimizer, state, names)
+            run.strategy.load_optimizer_state(optimizer, state)
         except CheckpointError as error:
             if not allowed:
                 raise
@@ -259,7 +262,7 @@ def restore_weights(run: RunFacts, snapshot: Snapshot, path: Path, request: Load
     }
     run.fire("on_load_checkpoint", shown)
     strict = run.task.strict_loading if request.strict is None else request.strict
-    missing, left_over = load_plain_state(run.task, shown["state_dict"], strict=strict)
+    missing, left_over = run.strategy.load_model_state(shown["state_dict"], strict=strict)
     # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
     if request.strict is False and (missing or left_over):
         texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (

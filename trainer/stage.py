@@ -173,6 +173,7 @@ class StageRunner(Rollbacks):
                     self._set_up(stage, load)
                     with self.preemption.watching(self):
                         result = body(self)
+                    self.strategy.make_whole()
                     self.strategy.processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
             return result

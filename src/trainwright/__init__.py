@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         TensorBoardLogger,
         WandbLogger,
     )
-    from trainwright.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from trainwright.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -56,6 +56,7 @@ _HOMES = {
     "CSVLogger": "trainwright.loggers",
     "DataModule": "trainwright.data",
     "DDPStrategy": "trainwright.strategies",
+    "FSDPStrategy": "trainwright.strategies",
     "Duration": "trainwright.core.duration",
     "EarlyStopping": "trainwright.callbacks",
     "find_executable_batch_size": "trainwright.core.memory",
@@ -93,6 +94,7 @@ __all__ = [  # noqa: RUF022 -- classes first, then the folders: the order in whi
     "CSVLogger",
     "DataModule",
     "DDPStrategy",
+    "FSDPStrategy",
     "Duration",
     "EarlyStopping",
     "find_executable_batch_size",

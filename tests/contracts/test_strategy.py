@@ -18,7 +18,7 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 # name → (the Trainer's argument, processes)
-STRATEGIES: dict[str, tuple[str, int]] = {"single": ("single", 1), "ddp": ("ddp", 2)}
+STRATEGIES: dict[str, tuple[str, int]] = {"single": ("single", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
 ALL = list(STRATEGIES)
 OTHERS = [name for name in ALL if name != "single"]
 

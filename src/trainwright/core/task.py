@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -80,6 +80,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     def configure_callbacks(self) -> Any:
         """Return the callback(s) that belong to this task; each replaces the Trainer's of the same type."""
         return []
+
+    def shard_units(self) -> Iterable[nn.Module] | None:
+        """Return the parts that a sharding strategy cuts and gathers one at a time, for example `self.blocks`.
+
+        They must be called as modules (`block(x)`) in the steps. Parameters outside of them are gathered for the whole
+        step. Asked once the model is built; None: the strategy's own arguments say it.
+        """
+        return None
 
     def num_items(self, batch: Any) -> int | torch.Tensor | None:
         """Return over how many items `training_step`'s loss of this micro-batch is the mean.

@@ -1,0 +1,83 @@
+"""What strategies of several processes share that see different data: how they meet, and what crosses between them."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
+from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup
+from trainwright.strategies.strategy import Strategy
+
+
+class DataParallel(Strategy):
+    """Joins the processes of a run; what each holds of the model is a sub-class's.
+
+    Args:
+        timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
+        hang_timeout: how long a rank may stand still before it is printed where each rank stands; `"auto"`: half of
+            `timeout`, ten minutes at most; None: never.
+        process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.timeout = None if timeout is None else _timedelta("timeout", timeout)
+        self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
+        self.process_group_backend = process_group_backend
+
+    @property
+    def is_distributed(self) -> bool:
+        return True
+
+    def _make_processes(self, topology: Topology) -> Processes:
+        return ProcessGroup(
+            topology, timeout=self.timeout, backend=self.process_group_backend, hang_timeout=self.hang_timeout
+        )
+
+    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(value)
+        return value
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
+
+            return torch.stack(all_gather_with_grad(tensor))  # type: ignore[no-untyped-call]  # torch has no types here
+        found = [torch.empty_like(tensor) for _ in range(self.dp_size)]
+        dist.all_gather(found, tensor.contiguous())
+        return torch.stack(found)
+
+
+def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:
+    if value is None or value == "auto":
+        found: Literal["auto"] | None = value
+        return found
+    length = _timedelta("hang_timeout", value)
+    longest = timeout or DEFAULT_TIMEOUT
+    if length >= longest:
+        raise ConfigurationError(
+            f"hang_timeout={value!r} is not shorter than timeout={longest}, at which a collective fails: nothing would "
+            "be reported before. Make one longer or the other shorter, or pass hang_timeout=None."
+        )
+    return length
+
+
+def _timedelta(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
+    if isinstance(value, datetime.timedelta):
+        return value
+    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    if duration.unit != "seconds" or duration.value <= 0:
+        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
+    return datetime.timedelta(seconds=duration.value)

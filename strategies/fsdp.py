@@ -1,0 +1,461 @@
+"""Fully sharded data parallelism with torch's `fully_shard` (FSDP2): every rank keeps a piece of each tensor.
+
+Parameters, gradients and the optimizers' states lie in pieces on the ranks. A unit of the model (see
+`TaskModule.shard_units`) is gathered when it is called and freed again; its gradients are averaged over the ranks and
+cut while backward runs. Source: Zhao et al., "PyTorch FSDP" (2023); Rajbhandari et al., "ZeRO" (2020).
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.checkpoint.model import plain_name
+from trainwright.core.duration import Duration
+from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.binding import need_closure
+from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.fsdp_options import check_arguments, read_fsdp_config, refuse_removed
+from trainwright.strategies.gradients import GradientClip
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.shard_scaler import ShardScaler
+from trainwright.strategies.shard_traces import ShardTraces
+from trainwright.strategies.shard_units import WrapPolicy, find_units, matching, replace_module, replace_parameters
+from trainwright.strategies.shards import local_piece, piece_of, whole
+from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.strategy import MakeOptimizers
+
+
+class FSDPStrategy(DataParallel):
+    """Trains one model that lies in pieces on all processes.
+
+    Args:
+        sharding_strategy: `"FULL_SHARD"`; `"SHARD_GRAD_OP"`: what a forward has gathered stays until its backward;
+            `"HYBRID_SHARD"`: cut within groups of ranks, replicated over them; `"NO_SHARD"`: replicated.
+        device_mesh: (replicas, ranks that share one model); by default a replica on each node for `"HYBRID_SHARD"`,
+            and one over all ranks for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
+        auto_wrap_policy: which modules are units: classes or their names, or a function of a module; what the task's
+            `shard_units` returns unless told.
+        min_num_params: instead: every part with so many parameters that lie in no unit within it.
+        reshard_after_forward: True, False, or into how many pieces a unit is cut between its forward and its backward;
+            None: as `sharding_strategy` says.
+        mixed_precision: torch's policy; with the precisions `"16-mixed"` and `"bf16-mixed"`, by default, parameters
+            are gathered in that dtype and gradients averaged in float32.
+        cpu_offload: pieces, and with them the optimizers' steps and states, stay on the host.
+        activation_checkpointing: units whose activations are computed anew in backward: True for all of them, or
+            classes, names or a function, as in `auto_wrap_policy`.
+        forward_prefetch: how many of the next units are gathered ahead, for models that call them in their order.
+        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+        removed: none; FSDP1's further options raise an error that says what has become of them.
+
+    Raises:
+        ConfigurationError: a value or an argument that is unknown, or two that exclude each other.
+    """
+
+    capabilities = Capabilities(
+        gradients="sharded", manual_optimization=False, lockstep_evaluation=True, whole_weights=False
+    )
+
+    def __init__(
+        self,
+        *,
+        sharding_strategy: str = "FULL_SHARD",
+        device_mesh: tuple[int, int] | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        min_num_params: int | None = None,
+        reshard_after_forward: bool | int | None = None,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool = False,
+        activation_checkpointing: bool | WrapPolicy = False,
+        forward_prefetch: int = 0,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+        **removed: Any,
+    ) -> None:
+        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
+        arguments = tuple(name for name in inspect.signature(FSDPStrategy).parameters if name != "removed")
+        refuse_removed(removed, arguments)
+        check_arguments(
+            sharding_strategy, device_mesh, auto_wrap_policy, min_num_params, reshard_after_forward, forward_prefetch
+        )
+        self.sharding_strategy = sharding_strategy
+        self.device_mesh = device_mesh
+        self.auto_wrap_policy = auto_wrap_policy
+        self.min_num_params = min_num_params
+        self.reshard_after_forward = reshard_after_forward
+        self.mixed_precision = mixed_precision
+        self.cpu_offload = cpu_offload
+        self.activation_checkpointing = activation_checkpointing
+        self.forward_prefetch = forward_prefetch
+        self._mesh: DeviceMesh | None = None
+        self._root: Any = None
+        self._units: list[Any] = []
+        self._traces: ShardTraces | None = None
+        self._checkpointed: list[tuple[nn.Module, nn.Module]] = []
+        self._syncs = True
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
+        """Make the strategy from Hugging Face Accelerate's `fsdp_config` and from further arguments of its own.
+
+        Raises:
+            ConfigurationError: see `read_fsdp_config`.
+        """
+        return cls(**read_fsdp_config(config), **arguments)
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        super().configure(
+            device_type=device_type,
+            device_indices=device_indices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compile_options=compile_options,
+        )
+        replicas, pieces = self._mesh_shape()
+        world = len(device_indices) * num_nodes
+        if replicas * pieces != world:
+            best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
+            raise ConfigurationError(
+                f"device_mesh={(replicas, pieces)} has {replicas * pieces} places, and the run has {world} "
+                f"process(es). Use device_mesh={best}, or as many processes."
+            )
+
+    def _mesh_shape(self) -> tuple[int, int]:
+        """Return the number of replicas, and of pieces of each."""
+        world = len(self.device_indices) * self.num_nodes
+        if self.device_mesh is not None:
+            replicas, pieces = self.device_mesh
+            return replicas, pieces
+        if self.sharding_strategy == "NO_SHARD":
+            return world, 1
+        if self.sharding_strategy == "HYBRID_SHARD":
+            if self.num_nodes == 1:
+                raise ConfigurationError(
+                    "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Say how "
+                    f"many replicas there are and over how many ranks each is cut, such as device_mesh=(1, {world})."
+                )
+            return self.num_nodes, len(self.device_indices)
+        return 1, world
+
+    # Model and optimizers
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+        if make_optimizers is not None and not task.automatic_optimization:
+            raise ConfigurationError(
+                f"{type(task).__name__} optimizes by hand (automatic_optimization is False): FSDP gathers weights "
+                "around a whole training_step and cannot run backward inside it. Use strategy='ddp', or automatic "
+                "optimization."
+            )
+        if any(isinstance(parameter, DTensor) for parameter in task.parameters()):
+            raise ConfigurationError(
+                f"{type(task).__name__}'s weights are pieces of what a run had that failed. Build the task anew, and "
+                "pass ckpt_path to go on."
+            )
+        optimizers = super().prepare(task, make_optimizers)
+        self._check_optimizers(optimizers)
+        if self._scaler is not None:
+            self._scaler = ShardScaler(self.device.type)
+        self._step, self._eval_step = self._root, self._evaluate
+        return optimizers
+
+    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
+        own = {id(parameter) for parameter in self.task.parameters()}
+        for optimizer in optimizers:
+            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__} holds parameters that are not the task's own, as one that was built "
+                    "before the model was cut into pieces does. Build it in configure_optimizers, from "
+                    "self.parameters()."
+                )
+        if need_closure(optimizers, self.precision):
+            raise ConfigurationError(
+                f"{', '.join(type(o).__name__ for o in optimizers)} evaluates the loss several times in a step and "
+                "looks at whole vectors, which lie in pieces here. Use strategy='ddp', or another optimizer."
+            )
+
+    def _compile(self, module: nn.Module) -> Callable[..., Any]:
+        return module  # units are compiled one by one, before they are cut
+
+    def _place(self, task: TaskModule) -> None:
+        """Cut the model, one unit after the other, with rank 0's values. Collective.
+
+        No device ever holds more than its pieces and one whole unit.
+        """
+        units = find_units(task, self.auto_wrap_policy, self.min_num_params)
+        units = self._checkpoint_activations(task, units)
+        if self.compile_options is not None:
+            self._compile_units(units)
+        replicas, pieces = self._mesh_shape()
+        if replicas == 1:
+            mesh = init_device_mesh(self.device_type, (pieces,), mesh_dim_names=("dp_shard",))
+        else:
+            mesh = init_device_mesh(self.device_type, (replicas, pieces), mesh_dim_names=("dp_replicate", "dp_shard"))
+        self._mesh = mesh
+        root = StepModule(task)
+        built = self.processes.broadcast_object(
+            [name for name, tensor in [*task.named_parameters(), *task.named_buffers()] if tensor.is_meta]
+        )
+        self._traces = ShardTraces(root)
+        for unit in units:
+            self._shard(unit, built, reshard=self._reshard_units())
+        self._shard(root, built, reshard=None if self.reshard_after_forward is None else self._reshard_units())
+        self._traces.note()
+        self._root, self._units = root, units
+        for i, unit in enumerate(self._units):
+            unit.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
+
+    def _reshard_units(self) -> bool | int:
+        if self.reshard_after_forward is not None:
+            return self.reshard_after_forward
+        return self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+
+    def _shard(self, module: nn.Module, built: list[str], *, reshard: bool | int | None) -> None:
+        """Cut what is left whole in a module. Collective.
+
+        Args:
+            module: a unit, or the root.
+            built: names of the tensors that no rank has values for yet.
+            reshard: what happens to the gathered parameters after its forward.
+        """
+        self._materialize(module, built)
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(self.device)
+                dist.broadcast(tensor.detach(), src=0)
+        policy = self.mixed_precision
+        if policy is None:
+            # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
+            policy = MixedPrecisionPolicy(
+                param_dtype=self.precision.autocast_dtype,
+                reduce_dtype=None if self.precision.autocast_dtype is None else torch.float32,
+                cast_forward_inputs=not isinstance(module, StepModule),
+            )
+        offload: OffloadPolicy = OffloadPolicy()
+        if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
+            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
+        fully_shard(module, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+    def _materialize(self, module: nn.Module, built: list[str]) -> None:
+        """Give memory to what was built on the device `meta`, and values to what rank 0 has none for either."""
+        names = {id(t): n for n, t in [*self.task.named_parameters(), *self.task.named_buffers()]}
+        new: dict[int, nn.Parameter] = {}
+        to_reset: list[tuple[nn.Module, str]] = []
+        for owner in module.modules():
+            for key, parameter in owner.named_parameters(recurse=False):
+                if parameter.is_meta and not isinstance(parameter, DTensor):
+                    made = torch.empty_like(parameter, device=self.device)
+                    new.setdefault(id(parameter), nn.Parameter(made, requires_grad=parameter.requires_grad))
+                if names.get(id(parameter)) in built and not isinstance(parameter, DTensor):
+                    to_reset.append((owner, key))
+            for key, buffer in owner.named_buffers(recurse=False):
+                if buffer.is_meta:
+                    owner._buffers[key] = torch.empty_like(buffer, device=self.device)
+                if names.get(id(buffer)) in built:
+                    to_reset.append((owner, key))
+        replace_parameters(self.task, new)
+        for owner in {id(owner): owner for owner, _ in to_reset}.values():
+            reset = getattr(owner, "reset_parameters", None)
+            if reset is None:
+                keys = ", ".join(key for holder, key in to_reset if holder is owner)
+                raise ConfigurationError(
+                    f"{type(owner).__name__} was built on the device 'meta' and says nowhere how {keys} begin(s). "
+                    "Define reset_parameters(self) in it, or build it on the host."
+                )
+            with torch.no_grad():
+                reset()
+
+    def _checkpoint_activations(self, task: TaskModule, units: list[nn.Module]) -> list[nn.Module]:
+        """Wrap modules whose activations are computed anew; returns the units with the wrapped ones in their places."""
+        choice = self.activation_checkpointing
+        if choice is False:
+            return units
+        if choice is True and not units:
+            raise ConfigurationError(
+                "activation_checkpointing=True computes the activations of each unit anew, and the task has none. "
+                "Define shard_units in it, or pass auto_wrap_policy or the classes to checkpoint."
+            )
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        chosen = units if choice is True else matching(task, choice, "activation_checkpointing")
+        for module in chosen:
+            wrapper = checkpoint_wrapper(module)  # type: ignore[no-untyped-call]  # torch has no types here
+            replace_module(task, module, wrapper)
+            self._checkpointed.append((module, wrapper))
+        around = {id(module): wrapper for module, wrapper in self._checkpointed}
+        return [around.get(id(unit), unit) for unit in units]
+
+    def _compile_units(self, units: list[nn.Module]) -> None:
+        if not units:
+            raise ConfigurationError(
+                "compile compiles each unit of a sharded model, and the task has none. Define shard_units in it, or "
+                "pass FSDPStrategy(auto_wrap_policy=…); or leave compile out."
+            )
+        for unit in units:
+            unit.compile(**(self.compile_options or {}))
+
+    # The step
+
+    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        if last is not self._syncs:
+            self._syncs = last
+            self._root.set_requires_gradient_sync(last)
+            self._root.set_is_last_backward(last)
+        return nullcontext()
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        if not self._syncs:  # a group was left between two of its micro-batches, whose sum is still whole
+            self._root.reset_iter_state()
+            self._synchronizing(True)
+
+    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        grads = [local_piece(p.grad) for p in parameters if p.grad is not None]
+        if clip.algorithm == "value":
+            for grad in grads:
+                grad.clamp_(-clip.value, clip.value)
+            return None
+        norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()]).to(self.device)
+        assert self._mesh is not None  # made when the task was prepared
+        square = norm.double().square()  # of this rank's pieces; float32 would overflow where the norm does not
+        dist.all_reduce(square, group=self._mesh.get_group("dp_shard"))
+        norm = square.sqrt().to(norm.dtype)
+        factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+        return norm
+
+    def _gradient_values(self, grad: torch.Tensor) -> torch.Tensor:
+        return local_piece(grad)
+
+    # Evaluation
+
+    def begin_evaluation(self) -> None:
+        for buffer in self.task.buffers():
+            dist.broadcast(buffer, src=0)
+
+    def _evaluate(self, name: str, *args: Any) -> Any:
+        # Weights that are gathered in inference mode could not be trained on: torch 2.13 keeps their memory.
+        with torch.inference_mode(False), torch.no_grad():
+            output = self._root(name, *args)
+        for module in (self._root, *self._units):
+            module.reshard()  # no backward will, and whoever looks at the parameters now shall see the true ones
+        return output
+
+    # State
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return whole(tensor, self.device, keep=self.is_main)
+
+    def model_state(self) -> dict[str, Any]:
+        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
+        found = {}
+        for name, value in self.task.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in known:
+                    known[id(value)] = self._whole(value).detach()
+                value = known[id(value)]
+            found[name] = value
+        return found
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        own = {plain_name(name): value for name, value in self.task.state_dict().items()}
+        return super().load_model_state(
+            {name: _fitting(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
+        )
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return [map_tensors(self._whole, state) for state in super().optimizer_states()]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
+        pieces = {}
+        for name, values in state.get("state", {}).items():
+            pieces[name] = {key: _fitting(value, own.get(plain_name(name))) for key, value in values.items()}
+            for key, value in pieces[name].items():
+                if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which "
+                        "has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
+                        "optimizer anew with allow_missing=['optimizer']."
+                    )
+        super().load_optimizer_state(optimizer, {**state, "state": pieces})
+
+    # The end
+
+    def make_whole(self) -> None:
+        self._take_apart()
+        new = {
+            id(p): nn.Parameter(whole(p, self.device, keep=True).detach(), requires_grad=p.requires_grad)
+            for p in self.task.parameters()
+        }
+        old = list(self.task.parameters())  # or another object might get the id of one that is freed
+        replace_parameters(self.task, new)
+        for optimizer in self.optimizers:
+            states = {new[id(p)]: map_tensors(self._whole, state) for p, state in optimizer.state.items()}
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group in optimizer.param_groups:
+                group["params"] = [new[id(p)] for p in group["params"]]
+        del old
+
+    def _take_apart(self) -> None:
+        """Take everything but the pieces themselves off the task. Not collective."""
+        traces, self._traces = self._traces, None
+        if traces is None:
+            return
+        for module in (self._root, *self._units):
+            if isinstance(module, FSDPModule):
+                module.reshard()
+            vars(module)["_compiled_call_impl"] = None
+        traces.remove()
+        for module, wrapper in self._checkpointed:
+            replace_module(self.task, wrapper, module)
+        self._root, self._units, self._checkpointed = None, [], []
+        self._step = self._eval_step = None
+
+    def teardown(self) -> None:
+        self._take_apart()
+        mesh, self._mesh = self._mesh, None
+        if mesh is not None:
+            # Torch's caches keep the mesh, and what held the pieces are reference cycles. Neither must be the last to
+            # hold a process group: see DDPStrategy.
+            vars(mesh).get("_pg_registry", {}).clear()
+            del mesh
+            gc.collect()
+        super().teardown()
+
+
+class FSDPOffloadStrategy(FSDPStrategy):
+    """`FSDPStrategy(cpu_offload=True)`, which `Trainer(strategy="fsdp_cpu_offload")` means.
+
+    Args:
+        options: those of `FSDPStrategy`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cpu_offload=True, **options)
+
+
+def _fitting(value: Any, like: Any) -> Any:
+    """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is."""
+    if isinstance(value, torch.Tensor) and isinstance(like, DTensor) and value.shape == like.shape and like.dim():
+        return piece_of(value, like)
+    return value

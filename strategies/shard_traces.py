@@ -1,0 +1,46 @@
+"""What torch's `fully_shard` leaves on modules, and how it is taken off again: torch 2.13 offers no way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class ShardTraces:
+    """Remembers modules as they were before `fully_shard`, whose class, attributes and hooks it changes in place.
+
+    Args:
+        root: the outermost module that will be sharded.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._before = [(module, type(module), set(vars(module))) for module in root.modules()]
+        self._added: list[tuple[nn.Module, set[str]]] = []
+
+    def note(self) -> None:
+        """Take note of the attributes that have come; called right after sharding, before the user adds any."""
+        self._added = [(module, set(vars(module)) - names) for module, _, names in self._before]
+
+    def remove(self) -> None:
+        """Put classes back and take attributes and hooks off. Parameters stay as they are. Not collective."""
+        for module, cls, _ in self._before:
+            module.__class__ = cls
+            _remove_hooks(module)
+        for module, names in self._added:
+            for name in names:
+                vars(module).pop(name, None)
+
+
+def _remove_hooks(module: nn.Module) -> None:
+    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
+    gone = {key for table in tables.values() for key, hook in table.items() if _is_of_fsdp(hook)}
+    for table in tables.values():
+        for key in gone:
+            table.pop(key, None)
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    for wrapper in ("hook", "func"):  # torch's own around hooks that take the module, and partials
+        hook = getattr(hook, wrapper, hook)
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")

@@ -1,0 +1,139 @@
+"""Which parts of a model are cut and gathered one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.task import TaskModule
+
+WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[[nn.Module], bool]
+"""Classes of modules or their names, or a function that says yes to a module."""
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
+    """Return the modules that are sharded by themselves, inner ones before those around them.
+
+    Parts that share parameters with a module outside of them are left to whatever surrounds both: a tied weight must be
+    gathered as one.
+
+    Args:
+        task: with `policy` and `min_num_params` None, what its `shard_units` returns.
+        policy: which modules.
+        min_num_params: modules with so many parameters that lie in no unit within them.
+
+    Raises:
+        ConfigurationError: a class that no module has, or something that is no module of the task.
+    """
+    if min_num_params is not None:
+        wanted = _by_size(task, min_num_params)
+    elif policy is not None:
+        wanted = {id(module) for module in matching(task, policy, "auto_wrap_policy")}
+    else:
+        wanted = {id(module) for module in _own_choice(task)}
+    owners: dict[int, list[nn.Module]] = {}
+    for module in task.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    found = []
+    for module in _inner_first(task):
+        if id(module) in wanted and module is not task:
+            inside = {id(part) for part in module.modules()}
+            if all(id(owner) in inside for p in module.parameters() for owner in owners[id(p)]):
+                found.append(module)
+    return found
+
+
+def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Module]:
+    """Return the task's modules that a policy names.
+
+    Raises:
+        ConfigurationError: naming `argument`: a class that no module has, or a module without a forward.
+    """
+    modules = [module for module in task.modules() if module is not task]
+    if callable(policy) and not isinstance(policy, type):
+        return [module for module in modules if policy(module)]
+    entries = [policy] if isinstance(policy, (str, type)) else list(policy)
+    found: list[nn.Module] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            same = [module for module in modules if type(module).__name__ == entry]
+        elif isinstance(entry, type) and issubclass(entry, nn.Module):
+            same = [module for module in modules if isinstance(module, entry)]
+        else:
+            raise ConfigurationError(
+                f"{argument} holds {entry!r}. Write classes of modules, their names, or a function of a module."
+            )
+        if not same or any(isinstance(module, _WITHOUT_FORWARD) for module in same):
+            known = sorted({type(module).__name__ for module in modules if not isinstance(module, _WITHOUT_FORWARD)})
+            name = entry if isinstance(entry, str) else entry.__name__
+            what = "no module of the task is one" if not same else "it has no forward to gather its weights in"
+            raise ConfigurationError(
+                f"{argument}: {name!r}: {what}.{nearest(name, known)} There are: {', '.join(known)}."
+            )
+        found += same
+    return found
+
+
+def _own_choice(task: TaskModule) -> list[nn.Module]:
+    units = list(task.shard_units() or [])
+    inside = {id(module) for module in task.modules()}
+    for unit in units:
+        if not isinstance(unit, nn.Module) or id(unit) not in inside or isinstance(unit, _WITHOUT_FORWARD):
+            raise ConfigurationError(
+                f"{type(task).__name__}.shard_units returned {type(unit).__name__}, which is no part of the task with "
+                "a forward of its own. Return its blocks, for example list(self.blocks)."
+            )
+    return units
+
+
+def _by_size(task: TaskModule, least: int) -> set[int]:
+    found: set[int] = set()
+
+    def left_of(module: nn.Module) -> dict[int, int]:
+        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        for child in module.children():
+            left |= left_of(child)
+        if module is not task and not isinstance(module, _WITHOUT_FORWARD) and sum(left.values()) >= least:
+            found.add(id(module))
+            return {}
+        return left
+
+    left_of(task)
+    return found
+
+
+def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    seen = set() if seen is None else seen
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for child in module.children():
+        yield from _inner_first(child, seen)
+    yield module
+
+
+def replace_module(root: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module into the place of another one, wherever it is a child within `root`."""
+    for parent in list(root.modules()):
+        if parent is not new:
+            for name, child in list(parent._modules.items()):
+                if child is old:
+                    parent._modules[name] = new
+
+
+def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
+    """Put parameters into the places of others, tied ones into all of them.
+
+    Args:
+        root: whose modules are looked through.
+        new: by the id of the parameter that each stands in for.
+    """
+    for module in root.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and id(parameter) in new:
+                module._parameters[name] = new[id(parameter)]
