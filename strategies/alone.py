@@ -62,7 +62,7 @@ class Rehearses(ABC):
         scaler, processes = self._scaler, self.processes
         alone = alone and processes.world_size > 1
         if scaler is not None:
-            self._scaler = torch.amp.GradScaler(self.device.type)
+            self._scaler = type(scaler)(self.device.type)
             self._scaler.load_state_dict(scaler.state_dict())
         if alone:
             self._leave_others()

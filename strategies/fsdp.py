@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -34,7 +34,7 @@ from trainwright.strategies.fsdp_options import check_arguments, read_fsdp_confi
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shard_scaler import ShardScaler
-from trainwright.strategies.shard_traces import ShardTraces
+from trainwright.strategies.shard_traces import ShardTraces, forget_sums
 from trainwright.strategies.shard_units import WrapPolicy, find_units, matching, replace_module, replace_parameters
 from trainwright.strategies.shards import local_piece, piece_of, whole
 from trainwright.strategies.step_module import StepModule
@@ -108,7 +108,7 @@ class FSDPStrategy(DataParallel):
         self._units: list[Any] = []
         self._traces: ShardTraces | None = None
         self._checkpointed: list[tuple[nn.Module, nn.Module]] = []
-        self._syncs = True
+        self._syncs, self._sums = True, False
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -210,6 +210,7 @@ class FSDPStrategy(DataParallel):
             mesh = init_device_mesh(self.device_type, (replicas, pieces), mesh_dim_names=("dp_replicate", "dp_shard"))
         self._mesh = mesh
         root = StepModule(task)
+        self._root, self._units = root, [*units]
         built = self.processes.broadcast_object(
             [name for name, tensor in [*task.named_parameters(), *task.named_buffers()] if tensor.is_meta]
         )
@@ -218,9 +219,8 @@ class FSDPStrategy(DataParallel):
             self._shard(unit, built, reshard=self._reshard_units())
         self._shard(root, built, reshard=None if self.reshard_after_forward is None else self._reshard_units())
         self._traces.note()
-        self._root, self._units = root, units
-        for i, unit in enumerate(self._units):
-            unit.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
+        for i, sharded in enumerate(self._units):
+            sharded.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
 
     def _reshard_units(self) -> bool | int:
         if self.reshard_after_forward is not None:
@@ -238,7 +238,7 @@ class FSDPStrategy(DataParallel):
         self._materialize(module, built)
         for tensor in [*module.parameters(), *module.buffers()]:
             if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(self.device)
+                tensor.data = tensor.data.to(self.device).contiguous()  # torch 2.13 cuts no others
                 dist.broadcast(tensor.detach(), src=0)
         policy = self.mixed_precision
         if policy is None:
@@ -296,7 +296,7 @@ class FSDPStrategy(DataParallel):
 
         chosen = units if choice is True else matching(task, choice, "activation_checkpointing")
         for module in chosen:
-            wrapper = checkpoint_wrapper(module)  # type: ignore[no-untyped-call]  # torch has no types here
+            wrapper = checkpoint_wrapper(module)
             replace_module(task, module, wrapper)
             self._checkpointed.append((module, wrapper))
         around = {id(module): wrapper for module, wrapper in self._checkpointed}
@@ -318,13 +318,21 @@ class FSDPStrategy(DataParallel):
             self._syncs = last
             self._root.set_requires_gradient_sync(last)
             self._root.set_is_last_backward(last)
-        return nullcontext()
+        return self._ending_sum() if last else nullcontext()
+
+    @contextmanager
+    def _ending_sum(self) -> Iterator[None]:
+        self._sums = True
+        yield
+        self._sums = False
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        if not self._syncs:  # a group was left between two of its micro-batches, whose sum is still whole
+        if self._sums or not self._syncs:  # a group was left before its last backward: it has a sum that is still whole
             self._root.reset_iter_state()
+            forget_sums((self._root, *self._units))
             self._synchronizing(True)
+            self._sums = False
 
     def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         grads = [local_piece(p.grad) for p in parameters if p.grad is not None]
@@ -409,7 +417,9 @@ class FSDPStrategy(DataParallel):
         old = list(self.task.parameters())  # or another object might get the id of one that is freed
         replace_parameters(self.task, new)
         for optimizer in self.optimizers:
-            states = {new[id(p)]: map_tensors(self._whole, state) for p, state in optimizer.state.items()}
+            states: dict[torch.Tensor, Any] = {
+                new[id(p)]: map_tensors(self._whole, state) for p, state in optimizer.state.items()
+            }
             optimizer.state.clear()
             optimizer.state.update(states)
             for group in optimizer.param_groups:
@@ -419,13 +429,12 @@ class FSDPStrategy(DataParallel):
     def _take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""
         traces, self._traces = self._traces, None
-        if traces is None:
-            return
-        for module in (self._root, *self._units):
-            if isinstance(module, FSDPModule):
-                module.reshard()
-            vars(module)["_compiled_call_impl"] = None
-        traces.remove()
+        if traces is not None:
+            for module in (self._root, *self._units):
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+                vars(module)["_compiled_call_impl"] = None
+            traces.remove()
         for module, wrapper in self._checkpointed:
             replace_module(self.task, wrapper, module)
         self._root, self._units, self._checkpointed = None, [], []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -44,3 +45,17 @@ def _is_of_fsdp(hook: Any) -> bool:
     for wrapper in ("hook", "func"):  # torch's own around hooks that take the module, and partials
         hook = getattr(hook, wrapper, hook)
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+
+
+def forget_sums(modules: Iterable[Any]) -> None:
+    """Drop what backward passes have added up in sharded modules without averaging it over ranks. Not collective.
+
+    `FSDPModule.reset_iter_state` says that it does so; in torch 2.13 it leaves the gradients of whole parameters.
+    """
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for sharded in group.fsdp_params:
+                sharded.unsharded_accumulated_grad = None
+                gathered = getattr(sharded, "_unsharded_param", None)
+                if gathered is not None:
+                    gathered.grad = None

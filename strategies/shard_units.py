@@ -57,7 +57,7 @@ def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Mod
     modules = [module for module in task.modules() if module is not task]
     if callable(policy) and not isinstance(policy, type):
         return [module for module in modules if policy(module)]
-    entries = [policy] if isinstance(policy, (str, type)) else list(policy)
+    entries = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else [policy]
     found: list[nn.Module] = []
     for entry in entries:
         if isinstance(entry, str):

@@ -23,7 +23,9 @@ def whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Te
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    full = tensor.detach().to(device).full_tensor()
+    moved = tensor.detach().to(device)
+    assert isinstance(moved, DTensor)  # as it was
+    full = moved.full_tensor()
     return full.cpu() if keep else torch.empty_like(full, device="meta")
 
 

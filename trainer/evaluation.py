@@ -13,6 +13,7 @@ from trainwright.core.errors import TaskError
 from trainwright.loggers.metric_ranks import Flushed
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData
+from trainwright.trainer.replay import replay_batch
 
 
 class Abandoned(Exception):
@@ -54,7 +55,7 @@ def evaluate(
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
-    before = metrics.stage
+    before, in_lockstep = metrics.stage, run.strategy.capabilities.lockstep_evaluation
     run.evaluating = kind
     run.strategy.begin_evaluation()
     with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
@@ -69,6 +70,9 @@ def evaluate(
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
                         raise Abandoned
+                    if in_lockstep and not loader.has_batch(idx):
+                        replay_batch(run, kind, f"{name}_step", batch, idx, index)
+                        continue
                     output = _one_batch(run, kind, name, batch, idx, index, hooks)
                     if keep:
                         outputs[index].append(output)

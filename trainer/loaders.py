@@ -123,7 +123,7 @@ class Ranks:
             world=self.dp_size,
             seed=self.seed,
             use_distributed_sampler=self.use_distributed_sampler,
-            uneven=self.uneven,
+            uneven=self.uneven if stage == "train" else "pad",  # an evaluation counts every sample
             agree=self.agree if self.dp_size > 1 else None,
             lockstep=None if stage == "train" else self.lockstep_evaluation,
             shuffle=shuffle,
