@@ -416,6 +416,7 @@ class FSDPStrategy(DataParallel):
         }
         old = list(self.task.parameters())  # or another object might get the id of one that is freed
         replace_parameters(self.task, new)
+        self.task.to("cpu")  # its buffers too
         for optimizer in self.optimizers:
             states: dict[torch.Tensor, Any] = {
                 new[id(p)]: map_tensors(self._whole, state) for p, state in optimizer.state.items()
@@ -433,7 +434,8 @@ class FSDPStrategy(DataParallel):
             for module in (self._root, *self._units):
                 if isinstance(module, FSDPModule):
                     module.reshard()
-                vars(module)["_compiled_call_impl"] = None
+                if self.compile_options is not None:
+                    vars(module).pop("_compiled_call_impl", None)
             traces.remove()
         for module, wrapper in self._checkpointed:
             replace_module(self.task, wrapper, module)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 
 
 class ShardTraces:
@@ -27,6 +28,7 @@ class ShardTraces:
         """Put classes back and take attributes and hooks off. Parameters stay as they are. Not collective."""
         for module, cls, _ in self._before:
             module.__class__ = cls
+            _module_state_mapping.pop(module, None)  # or it could not be sharded again, in the next stage
             _remove_hooks(module)
         for module, names in self._added:
             for name in names:

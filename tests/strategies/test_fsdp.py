@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, NonFiniteError
@@ -196,6 +199,16 @@ def test_other_precisions_come_close_to_one_process_in_them(precision: Any) -> N
     assert {k: v.dtype for k, v in by_rank[0]["weights"].items()} == {k: v.dtype for k, v in alone["weights"].items()}
 
 
+def _train_compiled() -> dict[str, Any]:
+    return train("fsdp", 2, compile={"backend": "eager"})
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_units_are_compiled_by_themselves() -> None:
+    assert_trained_alike(run_distributed(_train_compiled, 2, timeout=300), train("single", 1))
+
+
 # Pieces
 
 
@@ -250,8 +263,9 @@ def test_each_rank_holds_its_pieces_only_and_gradients_cross_in_the_last_micro_b
 
 def _after() -> dict[str, Any]:
     task, plain = Blocks(), Blocks()
-    trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(activation_checkpointing=True), max_epochs=1)
-    trainer.fit(task, batches(), batches(3))
+    for options in ({"activation_checkpointing": True}, {}):
+        trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(**options), max_epochs=1)
+        trainer.fit(task, batches(), batches(3))
     classes = [type(module) for module in task.modules()] == [type(module) for module in plain.modules()]
     attributes = all(
         set(vars(one)) == set(vars(other))
@@ -474,6 +488,66 @@ def test_a_checkpoint_within_a_run_holds_whole_tensors_and_ties_and_loads_into_o
     with pytest.warns(UserWarning, match="generators start anew"):
         trainer.fit(task, batches(), ckpt_path=path)
     torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
+
+
+def _save_in_failure(folder: Path) -> list[str]:
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[OnExceptionCheckpoint(folder)])
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(OSError, match="disk"):
+        warnings.simplefilter("always")
+        trainer.fit(_FailsBetween(), batches())
+    return [str(warning.message) for warning in caught]
+
+
+class _FailsBetween(Blocks):
+    def on_train_epoch_end(self) -> None:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_says_that_it_cannot_collect_the_pieces(tmp_path: Path) -> None:
+    first, second = run_distributed(_save_in_failure, 2, tmp_path, init=False)
+    assert any("pieces on 2 ranks" in text for text in first)
+    assert not second
+    assert not list(tmp_path.iterdir())
+
+
+# Evaluation
+
+
+class CountsRows(Blocks):
+    """Counts what it evaluates with a metric object, in a hook, and in what it logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = SumMetric()
+        self.hooks = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Count the rows twice."""
+        self(batch)
+        self.rows.update(len(batch))
+        self.log("rows", self.rows)
+        self.log("rows_too", float(len(batch)), reduce_fx="sum")
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the batches."""
+        self.hooks += 1
+
+
+def _count_rows(num: int) -> tuple[dict[str, float], int]:
+    task = CountsRows()
+    (found,) = quiet_trainer(devices="auto", strategy="fsdp").validate(task, batches(num), verbose=False)
+    return found, task.hooks
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num", [1, 3, 4])
+def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) -> None:
+    by_rank = run_distributed(_count_rows, 2, num)
+    rows = sum(len(batch) for batch in batches(num))
+    for found, _ in by_rank:
+        assert found == {"rows": rows, "rows_too": rows}
+    assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
 
 
 # What is refused
