@@ -467,7 +467,8 @@ class StateWatcher(Callback):
 
 def _save(folder: Path) -> set[tuple[str, str]]:
     watcher = StateWatcher()
-    train("fsdp", 2, callbacks=[watcher, ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)])
+    strategy = FSDPStrategy(activation_checkpointing=True)  # what wraps the units is not in their names
+    train(strategy, 2, callbacks=[watcher, ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)])
     return watcher.seen
 
 
@@ -488,6 +489,35 @@ def test_a_checkpoint_within_a_run_holds_whole_tensors_and_ties_and_loads_into_o
     with pytest.warns(UserWarning, match="generators start anew"):
         trainer.fit(task, batches(), ckpt_path=path)
     torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
+
+
+def _resume_in_other_ways(path: Path) -> list[dict[str, torch.Tensor]]:
+    warnings.simplefilter("ignore")
+    found = []
+    for options in (
+        {"activation_checkpointing": True},
+        {"device_mesh": (2, 1)},
+        {"cpu_offload": True, "min_num_params": 9},
+    ):
+        task = Blocks()
+        trainer = quiet_trainer(
+            devices="auto", strategy=FSDPStrategy(**options), max_epochs=2, accumulate_grad_batches=2,
+            gradient_clip_val=0.5, num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(task, batches(), ckpt_path=path)
+        found.append(weights_of(task))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_one_process_is_cut_in_whatever_way_it_is_loaded(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0)
+    trainer.fit(Blocks(), batches())
+    path = trainer.save_checkpoint(tmp_path / "one")
+    whole = train("single", 1)["weights"]
+    for of_rank in run_distributed(_resume_in_other_ways, 2, path, timeout=120):
+        for weights in of_rank:
+            torch.testing.assert_close(weights, whole, rtol=0, atol=1e-5)
 
 
 def _save_in_failure(folder: Path) -> list[str]:
