@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -33,9 +33,12 @@ from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.fsdp_options import check_arguments, read_fsdp_config, refuse_removed
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.shard_build import materialize, names_on_meta
+from trainwright.strategies.shard_mesh import make_mesh, mesh_shape
+from trainwright.strategies.shard_recompute import Recomputed
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
-from trainwright.strategies.shard_units import WrapPolicy, find_units, matching, replace_module, replace_parameters
+from trainwright.strategies.shard_units import WrapPolicy, find_units, replace_parameters
 from trainwright.strategies.shards import local_piece, piece_of, whole
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -107,7 +110,7 @@ class FSDPStrategy(DataParallel):
         self._root: Any = None
         self._units: list[Any] = []
         self._traces: ShardTraces | None = None
-        self._checkpointed: list[tuple[nn.Module, nn.Module]] = []
+        self._recomputed = Recomputed(activation_checkpointing)
         self._syncs, self._sums = True, False
 
     @classmethod
@@ -129,31 +132,15 @@ class FSDPStrategy(DataParallel):
             precision=precision,
             compile_options=compile_options,
         )
-        replicas, pieces = self._mesh_shape()
-        world = len(device_indices) * num_nodes
-        if replicas * pieces != world:
-            best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
-            raise ConfigurationError(
-                f"device_mesh={(replicas, pieces)} has {replicas * pieces} places, and the run has {world} "
-                f"process(es). Use device_mesh={best}, or as many processes."
-            )
+        self._mesh_shape()
 
     def _mesh_shape(self) -> tuple[int, int]:
-        """Return the number of replicas, and of pieces of each."""
-        world = len(self.device_indices) * self.num_nodes
-        if self.device_mesh is not None:
-            replicas, pieces = self.device_mesh
-            return replicas, pieces
-        if self.sharding_strategy == "NO_SHARD":
-            return world, 1
-        if self.sharding_strategy == "HYBRID_SHARD":
-            if self.num_nodes == 1:
-                raise ConfigurationError(
-                    "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Say how "
-                    f"many replicas there are and over how many ranks each is cut, such as device_mesh=(1, {world})."
-                )
-            return self.num_nodes, len(self.device_indices)
-        return 1, world
+        return mesh_shape(
+            self.sharding_strategy,
+            self.device_mesh,
+            num_nodes=self.num_nodes,
+            devices_per_node=len(self.device_indices),
+        )
 
     # Model and optimizers
 
@@ -200,20 +187,13 @@ class FSDPStrategy(DataParallel):
         No device ever holds more than its pieces and one whole unit.
         """
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
-        units = self._checkpoint_activations(task, units)
+        units = self._recomputed.wrap(task, units)
         if self.compile_options is not None:
             self._compile_units(units)
-        replicas, pieces = self._mesh_shape()
-        if replicas == 1:
-            mesh = init_device_mesh(self.device_type, (pieces,), mesh_dim_names=("dp_shard",))
-        else:
-            mesh = init_device_mesh(self.device_type, (replicas, pieces), mesh_dim_names=("dp_replicate", "dp_shard"))
-        self._mesh = mesh
+        self._mesh = make_mesh(self.device_type, *self._mesh_shape())
         root = StepModule(task)
         self._root, self._units = root, [*units]
-        built = self.processes.broadcast_object(
-            [name for name, tensor in [*task.named_parameters(), *task.named_buffers()] if tensor.is_meta]
-        )
+        built = self.processes.broadcast_object(names_on_meta(task))
         self._traces = ShardTraces(root)
         for unit in units:
             self._shard(unit, built, reshard=self._reshard_units())
@@ -235,11 +215,7 @@ class FSDPStrategy(DataParallel):
             built: names of the tensors that no rank has values for yet.
             reshard: what happens to the gathered parameters after its forward.
         """
-        self._materialize(module, built)
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if not isinstance(tensor, DTensor):
-                tensor.data = tensor.data.to(self.device).contiguous()  # torch 2.13 cuts no others
-                dist.broadcast(tensor.detach(), src=0)
+        materialize(self.task, module, built, self.device)
         policy = self.mixed_precision
         if policy is None:
             # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
@@ -252,55 +228,6 @@ class FSDPStrategy(DataParallel):
         if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
         fully_shard(module, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
-
-    def _materialize(self, module: nn.Module, built: list[str]) -> None:
-        """Give memory to what was built on the device `meta`, and values to what rank 0 has none for either."""
-        names = {id(t): n for n, t in [*self.task.named_parameters(), *self.task.named_buffers()]}
-        new: dict[int, nn.Parameter] = {}
-        to_reset: list[tuple[nn.Module, str]] = []
-        for owner in module.modules():
-            for key, parameter in owner.named_parameters(recurse=False):
-                if parameter.is_meta and not isinstance(parameter, DTensor):
-                    made = torch.empty_like(parameter, device=self.device)
-                    new.setdefault(id(parameter), nn.Parameter(made, requires_grad=parameter.requires_grad))
-                if names.get(id(parameter)) in built and not isinstance(parameter, DTensor):
-                    to_reset.append((owner, key))
-            for key, buffer in owner.named_buffers(recurse=False):
-                if buffer.is_meta:
-                    owner._buffers[key] = torch.empty_like(buffer, device=self.device)
-                if names.get(id(buffer)) in built:
-                    to_reset.append((owner, key))
-        replace_parameters(self.task, new)
-        for owner in {id(owner): owner for owner, _ in to_reset}.values():
-            reset = getattr(owner, "reset_parameters", None)
-            if reset is None:
-                keys = ", ".join(key for holder, key in to_reset if holder is owner)
-                raise ConfigurationError(
-                    f"{type(owner).__name__} was built on the device 'meta' and says nowhere how {keys} begin(s). "
-                    "Define reset_parameters(self) in it, or build it on the host."
-                )
-            with torch.no_grad():
-                reset()
-
-    def _checkpoint_activations(self, task: TaskModule, units: list[nn.Module]) -> list[nn.Module]:
-        """Wrap modules whose activations are computed anew; returns the units with the wrapped ones in their places."""
-        choice = self.activation_checkpointing
-        if choice is False:
-            return units
-        if choice is True and not units:
-            raise ConfigurationError(
-                "activation_checkpointing=True computes the activations of each unit anew, and the task has none. "
-                "Define shard_units in it, or pass auto_wrap_policy or the classes to checkpoint."
-            )
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-        chosen = units if choice is True else matching(task, choice, "activation_checkpointing")
-        for module in chosen:
-            wrapper = checkpoint_wrapper(module)
-            replace_module(task, module, wrapper)
-            self._checkpointed.append((module, wrapper))
-        around = {id(module): wrapper for module, wrapper in self._checkpointed}
-        return [around.get(id(unit), unit) for unit in units]
 
     def _compile_units(self, units: list[nn.Module]) -> None:
         if not units:
@@ -437,9 +364,8 @@ class FSDPStrategy(DataParallel):
                 if self.compile_options is not None:
                     vars(module).pop("_compiled_call_impl", None)
             traces.remove()
-        for module, wrapper in self._checkpointed:
-            replace_module(self.task, wrapper, module)
-        self._root, self._units, self._checkpointed = None, [], []
+        self._recomputed.unwrap()
+        self._root, self._units = None, []
         self._step = self._eval_step = None
 
     def teardown(self) -> None:
