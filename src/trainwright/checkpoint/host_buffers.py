@@ -7,12 +7,11 @@ the other, so that a state that grows only adds a block, and each file is a few 
 from __future__ import annotations
 
 import bisect
+import ctypes
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 
 from trainwright.checkpoint.planned_file import PlannedFile, host_bytes
@@ -20,11 +19,11 @@ from trainwright.checkpoint.planned_file import PlannedFile, host_bytes
 # Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
 BLOCK_BYTES = 64 * 2**20
 _SMALLEST_BLOCK_BYTES = 2**20
-_BATCH_BYTES = 16 * 2**20
+_CHUNK_BYTES = 8 * 2**20  # copied by one thread in one go; the last ones keep only one of them busy
 _ALIGNMENT = 64  # of each file's first tensor byte, so that a slot can be seen as any dtype
 _PINNABLE = ("cuda", "xpu")  # devices whose copies run beside the host only into pinned memory
 
-_Copy = tuple[Any, Any]  # to, from: uint8 arrays of equal length
+_Copy = tuple[int, int, int]  # to, from: addresses; and how many bytes
 
 
 class HostBuffers:
@@ -69,12 +68,19 @@ class HostBuffers:
         for file in files:
             starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
             end = starts[-1] + file.num_tensor_bytes
-        tensors = [tensor for file in files for tensor in file.tensors]
-        self._reserve(end, pinned=any(tensor.device.type in _PINNABLE for tensor in tensors))
-        on_host = sum(file.num_tensor_bytes for file in files if all(t.device.type == "cpu" for t in file.tensors))
-        # A small state is not worth a thread.
-        _copy_on_host(self._all_copies(files, starts), self._num_threads if on_host >= BLOCK_BYTES else 1)
-        for device in {tensor.device for tensor in tensors if tensor.device.type in _PINNABLE}:
+        devices = {tensor.device for file in files for tensor in file.tensors if tensor.device.type in _PINNABLE}
+        self._reserve(end, pinned=bool(devices))
+        on_host: list[_Copy] = []
+        for file, position in zip(files, starts, strict=True):
+            for tensor in file.tensors:
+                size = tensor.numel() * tensor.element_size()
+                if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
+                    self._cut(tensor.data_ptr(), position, size, on_host)
+                else:
+                    self._gather(tensor, position, size)
+                position += size
+        _copy_on_host(on_host, self._num_threads)  # devices copy meanwhile
+        for device in devices:
             torch.accelerator.synchronize(device)
         for file, start in zip(files, starts, strict=True):
             staged = [memoryview(host_bytes(piece)) for piece in self._pieces(start, file.num_tensor_bytes)]
@@ -93,66 +99,55 @@ class HostBuffers:
                 self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
                 missing -= size
 
-    def _pieces(self, start: int, count: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes from `start` on, in one piece for each block that they lie in."""
+    def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
+        """Yield where the bytes from `start` on lie: a block, an offset in it, and how many of them."""
         number = bisect.bisect_right(self._starts, start) - 1
         while count:
-            block = self._blocks[number]
-            offset = start - self._starts[number]
-            piece = block[offset : offset + count]
-            yield piece
-            start, count, number = start + piece.numel(), count - piece.numel(), number + 1
+            block, offset = self._blocks[number], start - self._starts[number]
+            length = min(count, block.numel() - offset)
+            yield block, offset, length
+            start, count, number = start + length, count - length, number + 1
 
-    def _all_copies(self, files: Sequence[PlannedFile], starts: Sequence[int]) -> Iterator[_Copy]:
-        """Start every copy from a device, and yield what there is to copy on the host; devices copy meanwhile."""
-        for file, position in zip(files, starts, strict=True):
-            for tensor in file.tensors:
-                yield from self._copies(tensor, position)
-                position += tensor.numel() * tensor.element_size()
+    def _pieces(self, start: int, count: int) -> list[torch.Tensor]:
+        """Return the bytes from `start` on, one piece for each block that they lie in."""
+        return [block[offset : offset + length] for block, offset, length in self._spans(start, count)]
 
-    def _copies(self, tensor: torch.Tensor, position: int) -> list[_Copy]:
-        """Start the copy of a device tensor; return what there is to copy of one on the host."""
-        pieces = list(self._pieces(position, tensor.numel() * tensor.element_size()))
-        if tensor.device.type != "cpu":
-            # The next operation in the device's queue may take the memory of `flat`: by then it has been read.
-            flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-            for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
-                piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
-            return []
-        if len(pieces) == 1 and not tensor.is_contiguous():
+    def _cut(self, source: int, position: int, size: int, copies: list[_Copy]) -> None:
+        """Add what is to be copied of memory at the address `source`. Training waits: no object is made of it."""
+        for block, offset, length in self._spans(position, size):
+            target = block.data_ptr() + offset
+            for done in range(0, length, _CHUNK_BYTES):
+                copies.append((target + done, source + done, min(_CHUNK_BYTES, length - done)))
+            source += length
+
+    def _gather(self, tensor: torch.Tensor, position: int, size: int) -> None:
+        """Copy a tensor that is not plain host memory, or start to, from a device that copies beside the host."""
+        pieces = self._pieces(position, size)
+        on_host = tensor.device.type == "cpu"
+        if on_host and len(pieces) == 1:
             pieces[0].view(tensor.dtype).view(tensor.shape).copy_(tensor)  # in one go, without a contiguous copy
-            return []
-        source, copies, start = host_bytes(tensor), [], 0
-        for piece in pieces:
-            copies.append((piece.numpy(), source[start : start + len(piece)]))
-            start += len(piece)
-        if not tensor.is_contiguous():  # `source` is a copy, of which only one is to be in memory at a time
-            _copy_on_host(copies, 1)
-            return []
-        return copies
+            return
+        # The next operation in a device's queue may take the memory of `flat`: by then it has been read.
+        flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
+            piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
 
 
-def _copy_on_host(copies: Iterable[_Copy], num_threads: int) -> None:
-    # NumPy copies as the C library does and lets go of the interpreter. torch's own copy divides each tensor among all
-    # its threads and waits for the slowest, which takes twice as long where another process needs a core.
-    if num_threads == 1:
-        _copy_all(copies)
+def _copy_on_host(copies: list[_Copy], num_threads: int) -> None:
+    # The C library's copy lets go of the interpreter. torch's own copy divides each tensor among all its threads and
+    # waits for the slowest, which takes twice as long where another process needs a core.
+    left = iter(copies)  # shared: whoever is free takes the next one
+    if num_threads == 1 or sum(size for _, _, size in copies) < BLOCK_BYTES:  # a small state is not worth a thread
+        _copy_all(left)
         return
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="trainwright-copy") as pool:
-        running: list[Future[None]] = []
-        batch: list[_Copy] = []  # handing each copy over by itself would cost a fifth of the time
-        size = 0
-        for copy in copies:
-            batch.append(copy)
-            size += len(copy[0])
-            if size >= _BATCH_BYTES:
-                running.append(pool.submit(_copy_all, batch))
-                batch, size = [], 0
-        running.append(pool.submit(_copy_all, batch))
+    with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="trainwright-copy") as pool:
+        running = [pool.submit(_copy_all, left) for _ in range(num_threads - 1)]
+        _copy_all(left)
     for done in running:
         done.result()
 
 
-def _copy_all(copies: Iterable[_Copy]) -> None:
-    for target, source in copies:
-        np.copyto(target, source)
+def _copy_all(copies: Iterator[_Copy]) -> None:
+    move = ctypes.memmove
+    for target, source, size in copies:
+        move(target, source, size)
