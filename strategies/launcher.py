@@ -73,6 +73,21 @@ def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iter
             children.stop()
 
 
+def run_module(module: str, arguments: list[str]) -> int:
+    """Run `python -m module` in a process of its own that imports what this one can; returns its exit code.
+
+    What it prints goes to this process's stderr. Blocks until it has ended.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode
+
+
+def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
+    """Return this process's variables and more, for a process that shall find the same modules."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**environment(), **variables, "PYTHONPATH": path}
+
+
 def failure_of_started() -> str | None:
     """Return the traceback of the first process started by this one that has failed; None if none has."""
     return next((found for found in (children.failure() for children in _started) if found is not None), None)
@@ -86,9 +101,8 @@ class _Children:
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
-        env = {**environment(), **variables, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         command = [sys.executable, "-m", "trainwright.strategies.worker", str(file), str(self._error_file(rank))]
-        self._started[rank] = subprocess.Popen(command, env=env)
+        self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
     def _error_file(self, rank: int) -> Path:
         return self._folder / f"error-{rank}.txt"

@@ -38,6 +38,7 @@ from trainwright.strategies.gradients import (
     stack_counts,
     without_loss,
 )
+from trainwright.strategies.inspection import Inspectable
 from trainwright.strategies.non_finite import FiniteCheck
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
@@ -47,7 +48,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(StepByHand, FiniteCheck, Rehearses):
+class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →

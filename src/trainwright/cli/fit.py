@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.cli.class_defaults import fill_nested_defaults, place_classes
 from trainwright.cli.main import INTERRUPTED
-from trainwright.cli.overrides import read_command_line, read_configs, swap_classes
+from trainwright.cli.overrides import CommandLine, read_command_line, read_configs, swap_classes
 from trainwright.cli.short_names import expand_assignments, expand_config
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.urls import is_url
@@ -61,24 +61,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     Raises:
         ConfigurationError: a file, a key, a value or a class that cannot be used.
     """
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    line = read_command_line(argv)
-    config = read_configs(line.configs)
-    expand_config(config)
-    if stage != "fit":  # the same file serves every stage
-        for name in _LOADING:
-            config.pop(name, None)
-    assignments, notes = swap_classes(config, expand_assignments(line.assignments))
-    assignments = place_classes(config, assignments)
-    fill_nested_defaults(config)
-    for note in notes:
-        print(f"trainwright: note: {note}", file=sys.stderr)
-    parser = build_parser(stage)
-    settings = _parse(parser, config, [*line.flags, *(f"--{key}={value}" for key, value in assignments)])
-    if settings.task is None:
-        raise ConfigurationError("no task is configured. Name it: task.class_path in --config, or --task=module.Class.")
+    parser, settings = read_settings(stage, read_command_line(argv))
     _check_checkpoint(settings.ckpt_path)
     if settings.seed_everything is not None:
         from trainwright.core.rng import seed_everything
@@ -94,6 +77,40 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
         wishes = {name: settings[name] for name in _LOADING} if stage == "fit" else {}
         getattr(trainer, stage)(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, **wishes)
     return INTERRUPTED if trainer.interrupted else 0
+
+
+def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
+    """Read what a command line and its files say. Modules of the current folder can be named in class paths.
+
+    Args:
+        stage: what will be run.
+        line: the files and the assignments.
+        defaults: configuration under that of the files.
+
+    Returns:
+        The parser, and the settings that it can instantiate; they name a task.
+
+    Raises:
+        ConfigurationError: a file, a key, a value or a class that cannot be used.
+    """
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    config = {**(defaults or {}), **read_configs(line.configs)}
+    expand_config(config)
+    if stage != "fit":  # the same file serves every stage
+        for name in _LOADING:
+            config.pop(name, None)
+    assignments, notes = swap_classes(config, expand_assignments(line.assignments))
+    assignments = place_classes(config, assignments)
+    fill_nested_defaults(config)
+    for note in notes:
+        print(f"trainwright: note: {note}", file=sys.stderr)
+    parser = build_parser(stage)
+    settings = _parse(parser, config, [*line.flags, *(f"--{key}={value}" for key, value in assignments)])
+    if settings.task is None:
+        raise ConfigurationError("no task is configured. Name it: task.class_path in --config, or --task=module.Class.")
+    return parser, settings
 
 
 def _predict(built: Any, settings: Any) -> None:

@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
+    "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on a task of yours"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
     "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
 }

@@ -1,0 +1,478 @@
+"""`trainwright parity`: equal strategies are equal, and one that differs is told where and why."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_data
+from trainwright.cli import parity_run
+from trainwright.cli.main import main
+from trainwright.cli.parity import class_path
+from trainwright.cli.parity_causes import explain, notes
+from trainwright.cli.parity_compare import COPY, GRADIENT, LOSS, NORM, PARAMETER, Comparison, Tolerance, compare
+from trainwright.cli.parity_run import Plan, load_strategy
+from trainwright.cli.parity_tape import StepTape, Tape
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import DDPStrategy, launcher
+
+_MICRO_BATCHES = 2
+_STEPS = 4
+_EXACT = Tolerance.of("32-true", None, None)
+
+
+class Normed(RegressionTask):
+    """Has batch normalization and dropout, so that statistics and random numbers are at stake."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(dropout=0.3, momentum=0.9, **arguments)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Normalize first."""
+        return super().forward(self.norm(inputs))
+
+
+class Drifting(RegressionTask):
+    """From the third step on, rank 1 moves the last bias by itself."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Change what only one rank changes."""
+        if self.trainer.state.step == 2 and self.global_rank == 1:
+            with torch.no_grad():
+                self.net[3].bias += 1.0
+
+
+def record(
+    folder: Path,
+    task: RegressionTask,
+    *,
+    strategy: str = "single",
+    seed: int = 0,
+    micro_batches: int = _MICRO_BATCHES,
+    data: Any = None,
+    **arguments: Any,
+) -> Tape:
+    """Train four steps in this process or on this rank, and read what the tape holds."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    trainer = quiet_trainer(
+        devices="auto" if strategy != "single" else 1,
+        strategy=strategy,
+        max_steps=_STEPS,
+        max_epochs=-1,
+        seed=0,
+        callbacks=[StepTape(folder, micro_batches, seed)],
+        **arguments,
+    )
+    trainer.fit(task, data or DataLoader(regression_data(20), batch_size=2, shuffle=True))
+    return Tape.read(strategy, folder)
+
+
+def compared(first: Tape, second: Tape, tolerance: Tolerance = _EXACT) -> Comparison:
+    """Compare two tapes."""
+    return compare(first, second, tolerance)
+
+
+def kinds(result: Comparison) -> list[str]:
+    """Return the kinds of what differs, each once, in order."""
+    return list(dict.fromkeys(difference.kind for difference in result.found))
+
+
+# What is found, in one process
+
+
+def test_a_run_equals_itself(tmp_path: Path) -> None:
+    first, second = (record(tmp_path / name, Normed()) for name in "ab")
+    result = compared(first, second)
+    assert result.equal
+    assert result.num_steps == _STEPS
+    assert result.worst == dict.fromkeys((LOSS, NORM, GRADIENT, PARAMETER), 0.0)
+    assert explain(result) == notes(result) == []
+
+
+def test_the_initial_weights_are_compared_first(tmp_path: Path) -> None:
+    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(seed=1)))
+    assert kinds(result) == [PARAMETER]
+    assert result.found[0].step == 0
+    assert explain(result)[0].startswith("The runs begin with other weights")
+
+
+def test_a_step_that_only_the_optimizer_makes_otherwise_differs_in_its_parameters(tmp_path: Path) -> None:
+    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(lr=0.06)))
+    assert kinds(result) == [PARAMETER]
+    assert result.found[0].step == 1
+    assert "the optimizers' step differs" in explain(result)[0]
+
+
+def test_gradients_that_are_all_twice_as_large_are_said_to_be_summed(tmp_path: Path) -> None:
+    class Doubled(RegressionTask):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(2 * loss)
+
+    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", Doubled()))
+    assert result.found[0].step == 1
+    assert kinds(result) == [GRADIENT, NORM, PARAMETER]
+    assert result.found[0].ratio == pytest.approx(2)
+    assert "2 times the reference's" in explain(result)[0]
+
+
+def test_the_first_different_gradient_is_named_with_its_values_and_place(tmp_path: Path) -> None:
+    class Nudged(RegressionTask):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+        def on_after_backward(self) -> None:
+            if self.trainer.state.step == 1:
+                self.net[3].weight.grad[0, 5] += 1.0
+
+    result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", Nudged()))
+    found = result.found[0]
+    assert (found.step, found.what, found.index) == (2, "gradient of net.3.weight", (0, 5))
+    assert found.absolute == pytest.approx(2.0)  # of two micro-batches
+    assert found.values is not None
+    assert found.values[1] - found.values[0] == pytest.approx(2.0)
+
+
+def test_other_data_are_told_from_another_forward(tmp_path: Path) -> None:
+    other = regression_data(20, seed=1)
+    result = compared(
+        record(tmp_path / "a", RegressionTask()),
+        record(tmp_path / "b", RegressionTask(), data=DataLoader(other, batch_size=2, shuffle=True)),
+    )
+    assert result.found[0].kind == LOSS
+    assert "micro-batch 0 of epoch 0 holds other values" in explain(result)[0]
+
+    class Counting(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * (1 + batch_idx)
+
+    result = compared(record(tmp_path / "c", RegressionTask()), record(tmp_path / "d", Counting()))
+    assert "batch_idx" in explain(result)[0]
+
+
+def test_a_run_of_fewer_steps_differs(tmp_path: Path) -> None:
+    first = record(tmp_path / "a", RegressionTask())
+    for file in (tmp_path / "a").glob("step-00004.*"):
+        file.unlink()
+    result = compared(Tape.read("shorter", tmp_path / "a"), first)
+    assert result.found[0].note == "shorter made 3 step(s), single 4"
+
+
+def test_tolerances_are_wider_in_lower_precisions_and_can_be_given() -> None:
+    rtols = [Tolerance.of(name, None, None).rtol for name in ("64-true", "32-true", "bf16-mixed")]
+    assert rtols == sorted(rtols)
+    assert Tolerance.of("32-true", 0.5, 0.25).bound(torch.tensor([1.0, -2.0])) == 1.0
+
+
+def test_infinities_and_nans_are_equal_to_themselves_only(tmp_path: Path) -> None:
+    class Spoilt(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) * (float("nan") if self.trainer.state.step == 1 else 1.0)
+
+    first, second = record(tmp_path / "a", Spoilt()), record(tmp_path / "b", Spoilt())
+    assert compared(first, second).equal
+    result = compared(record(tmp_path / "c", RegressionTask()), first)
+    assert (result.found[0].step, result.found[0].kind) == (2, LOSS)
+
+
+def test_noise_around_zero_that_an_optimizer_blows_up_is_left_out_and_said(tmp_path: Path) -> None:
+    class Noisy(RegressionTask):
+        """Adds what rounding adds, to a gradient that is zero but for it."""
+
+        noise = 1e-9
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.zeros(1))
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch) + 0 * self.offset.sum()
+
+        def on_after_backward(self) -> None:
+            self.offset.grad += self.noise
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), lr=0.01, eps=1e-15)
+
+    class Otherwise(Noisy):
+        noise = -1e-9
+
+    result = compared(record(tmp_path / "a", Noisy()), record(tmp_path / "b", Otherwise()))
+    assert result.equal
+    assert result.noise == {"offset": 1}
+    assert "1 of offset" in notes(result)[0]
+
+
+def test_a_task_that_optimizes_by_hand_is_recorded_too(tmp_path: Path) -> None:
+    class ByHand(RegressionTask):
+        def __init__(self, lr: float = 0.05) -> None:
+            super().__init__(lr=lr)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Batch, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+    first, same = (record(tmp_path / name, ByHand(), micro_batches=1) for name in "ab")
+    result = compared(first, same)
+    assert result.equal
+    assert GRADIENT in result.worst
+    other = compared(first, record(tmp_path / "c", ByHand(lr=0.06), micro_batches=1))
+    assert kinds(other) == [PARAMETER]
+    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+        record(tmp_path / "d", ByHand(), micro_batches=2)
+
+
+# What is found, on several ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tape]:
+    """Tapes of two ranks under ddp: a task that is right, and one that goes astray on one rank."""
+    folder = tmp_path_factory.mktemp("tapes")
+
+    def runs() -> dict[str, Tape]:
+        return {
+            "normed": record(folder / "normed", Normed(), strategy="ddp"),
+            "drifting": record(folder / "drifting", Drifting(), strategy="ddp"),
+        }
+
+    tapes: dict[str, Tape] = run_distributed(runs, 2, init=False)[0]
+    return tapes
+
+
+@pytest.mark.distributed
+def test_dropout_and_batch_normalization_are_the_same_on_any_number_of_ranks(
+    two_ranks: dict[str, Tape], tmp_path: Path
+) -> None:
+    result = compared(record(tmp_path / "one", Normed()), two_ranks["normed"])
+    assert result.equal
+    assert two_ranks["normed"].steps[1].draws
+    assert result.other.facts.processes == 2
+    assert sorted(result.buffers) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
+    assert "running statistics differ" in notes(result)[0]
+
+
+@pytest.mark.distributed
+def test_a_copy_that_one_rank_has_changed_is_found(two_ranks: dict[str, Tape], tmp_path: Path) -> None:
+    result = compared(record(tmp_path / "one", Drifting()), two_ranks["drifting"])
+    assert result.found[0].step == 3
+    copies = [(difference.name, difference.note) for difference in result.found if difference.kind == COPY]
+    assert copies == [("net.3.bias", "rank 1's copy is not rank 0's")]
+    assert any("on one rank and not on the others" in cause for cause in explain(result))
+
+
+# The command
+
+_FILE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import DataModule, TaskModule
+
+
+class Sound(TaskModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.lr = lr
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def num_items(self, batch):
+        return len(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+class RankBound(Sound):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 1 and self.trainer.state.step >= 2:
+            loss = loss + self.net[2].bias.sum()
+        return loss
+
+
+class Failing(Sound):
+    def configure_optimizers(self):
+        raise ValueError("no optimizer today")
+
+
+class Numbers(DataModule):
+    def train_dataloader(self):
+        inputs = torch.arange(81.0).view(27, 3).sin()
+        return DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=2, shuffle=True)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tasks, data and a configuration, as the working folder."""
+    (tmp_path / "parity_tasks.py").write_text(_FILE)
+    (tmp_path / "config.yaml").write_text(
+        textwrap.dedent(
+            """
+            trainer: {accumulate_grad_batches: 2, gradient_clip_val: 0.5, max_epochs: 3, callbacks: [EarlyStopping]}
+            task: {class_path: parity_tasks.Sound}
+            data: {class_path: parity_tasks.Numbers}
+            """
+        ).replace("[EarlyStopping]", "[{class_path: EarlyStopping, init_args: {monitor: val_loss}}]")
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = main(["parity", "config.yaml", "--strategies", "single,ddp,fsdp", "--steps", "4", "task.lr=0.02"])
+    printed, told = capfd.readouterr()
+    assert code == 0, printed + told
+    lines = printed.splitlines()
+    assert lines[0].startswith("Sound: 4 step(s) of 4 micro-batch(es), seed 0, precision 32-true")
+    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:5]] == [
+        ("single", "1", "reference"),
+        ("ddp", "2", "equal"),
+        ("fsdp", "2", "equal"),
+    ]
+    figures = [float(figure) for line in lines[3:5] for figure in re.findall(r"\d\.\de-\d\d", line)]
+    assert figures
+    assert max(figures) < 1e-5
+    assert "callbacks are left out" in told
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_what_depends_on_the_rank_is_found_at_its_step_and_tensor(
+    project: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["parity", "parity_tasks.py:RankBound", "--data", "parity_tasks.py:Numbers", "--steps", "4"])
+    printed, told = capfd.readouterr()
+    assert code == 1, printed + told
+    assert "ddp differs from single first in step 3: loss, gradient of net.2.bias, gradient norm" in printed
+    assert "greatest difference 0.5" in printed
+    assert "training_step depends on the rank" in printed
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs take place in this process."""
+    monkeypatch.setattr(launcher, "run_module", lambda _, arguments: parity_run.main(Path(arguments[0])))
+
+
+@pytest.mark.usefixtures("here")
+def test_a_task_that_cannot_be_trained_is_no_parity(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data", "parity_tasks:Numbers", "--strategies", "single,single"]
+    assert main(["parity", "parity_tasks:Failing", *arguments]) == 1
+    printed = capsys.readouterr().out
+    assert "single could not train" in printed
+    assert "no optimizer today" in printed
+
+
+@pytest.mark.usefixtures("here")
+def test_a_strategy_that_cannot_train_is_told_beside_the_others(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = "trainwright.strategies.fsdp:NoSuchStrategy"
+    assert main(["parity", "config.yaml", "--devices", "1", "--strategies", f"single,single,{broken}"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^single +1 +.* equal$", printed, re.MULTILINE)
+    assert f"{broken} could not train" in printed
+
+
+@pytest.mark.usefixtures("here")
+def test_too_little_data_is_no_parity(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data", "parity_tasks:Numbers", "--strategies", "single,single", "trainer.limit_train_batches=0"]
+    assert main(["parity", "parity_tasks:Sound", *arguments]) == 1
+    assert "0 step(s)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["parity_tasks.py:Sound", "--strategies", "single"], "fewer than two"),
+        (["parity_tasks.py:Sound", "--strategies", "single,dpp"], "Did you mean 'ddp'"),
+        (["parity_tasks.py"], "names no class and no configuration file"),
+        (["nowhere.py:Sound"], "there is no file nowhere.py"),
+        (["parity_tasks.py:Sound", "--steps", "0"], "--steps 0 is not at least 1"),
+        (["parity_tasks.py:Sound", "--rtol", "-1"], "--rtol -1.0 is no bound"),
+        (["parity_tasks.py:Sound", "trainer.devices=4"], "trainer.devices cannot be set here"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    arguments: list[str], complaint: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["parity", *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["parity", "a.yaml"]) == 2
+    assert "a launcher has started it" in capsys.readouterr().err
+
+
+def test_a_class_is_named_by_its_module_or_file(project: Path) -> None:
+    assert class_path("package.module:Class") == "package.module.Class"
+    assert class_path("parity_tasks.py:Sound") == "parity_tasks.Sound"
+
+
+def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
+    def load(name: str) -> tuple[Any, int]:
+        return load_strategy(Plan(name, 3, 1, 0, {}, [], []))
+
+    assert load("single")[1] == 1
+    made, devices = load("trainwright.strategies.ddp:DDPStrategy")
+    assert isinstance(made, DDPStrategy)
+    assert devices == 3
+    with pytest.raises(ConfigurationError, match="a dict is no Strategy"):
+        load("builtins:dict")
+
+
+def test_ranks_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
+    class ThreeRanks:
+        dp_size = 3
+
+    class FakeRun:
+        strategy = ThreeRanks()
+
+    tape: Any = StepTape(tmp_path, 2, 0)
+    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be dealt to 3"):
+        tape.setup(FakeRun(), RegressionTask(), "fit")
+
+
+def test_micro_batches_of_other_sizes_without_counted_items_are_a_hint(tmp_path: Path) -> None:
+    ragged = [tuple(tensor[:size] for tensor in regression_data(4)[:]) for size in (1, 3, 2, 4)]
+    tapes = [record(tmp_path / name, RegressionTask(lr=lr), data=ragged) for name, lr in (("a", 0.1), ("b", 0.2))]
+    assert any("have 1 to 3 rows" in cause for cause in explain(compared(*tapes)))
+
+
+def test_a_data_set_is_read_whole_by_the_tape_of_one_process(tmp_path: Path) -> None:
+    data = TensorDataset(torch.arange(16.0).view(8, 2))
+
+    class Plain(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 1))
+
+        def loss(self, batch: Batch) -> torch.Tensor:
+            return self(batch[0]).square().mean()
+
+    tape = record(tmp_path / "a", Plain(), data=DataLoader(data, batch_size=1, shuffle=True))
+    assert [list(step.data) for step in tape.steps[1:]] == [[f"0/{2 * i}", f"0/{2 * i + 1}"] for i in range(4)]
+    assert len({digest for step in tape.steps for digest, _ in step.data.values()}) == 8
