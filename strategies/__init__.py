@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.registry import Registry, import_object
 
 if TYPE_CHECKING:
     from trainwright.strategies.capabilities import Capabilities
+    from trainwright.strategies.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.fsdp import FSDPStrategy
+    from trainwright.strategies.local_sgd import LocalSGDStrategy
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
@@ -19,20 +22,51 @@ STRATEGIES: Registry[Any] = Registry(
     {
         "single": "trainwright.strategies.single:SingleDeviceStrategy",
         "ddp": "trainwright.strategies.ddp:DDPStrategy",
+        "local_sgd": "trainwright.strategies.local_sgd:LocalSGDStrategy",
         "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
         "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
     },
 )
 
+
+def _make(name: str, **options: Any) -> Any:
+    """Make the strategy that another name stands for."""
+    return STRATEGIES.get(name)(**options)
+
+
+# Lightning's names. How processes are started is the launcher's affair and the same for all of them.
+STRATEGIES.register("single_device", partial(_make, "single"))
+for _start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
+    if _start != "ddp":
+        STRATEGIES.register(_start, partial(_make, "ddp"))
+    for _flag in (True, False):
+        STRATEGIES.register(
+            f"{_start}_find_unused_parameters_{_flag}".lower(), partial(_make, "ddp", find_unused_parameters=_flag)
+        )
+
 _PUBLIC = {
     "Capabilities": "trainwright.strategies.capabilities",
+    "DDPCommunicationHookType": "trainwright.strategies.comm_hooks",
     "DDPStrategy": "trainwright.strategies.ddp",
+    "DistributedDataParallelKwargs": "trainwright.strategies.comm_hooks",
     "FSDPStrategy": "trainwright.strategies.fsdp",
+    "LocalSGDStrategy": "trainwright.strategies.local_sgd",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
 }
-__all__ = ["STRATEGIES", "Capabilities", "DDPStrategy", "FSDPStrategy", "Precision", "SingleDeviceStrategy", "Strategy"]
+__all__ = [
+    "STRATEGIES",
+    "Capabilities",
+    "DDPCommunicationHookType",
+    "DDPStrategy",
+    "DistributedDataParallelKwargs",
+    "FSDPStrategy",
+    "LocalSGDStrategy",
+    "Precision",
+    "SingleDeviceStrategy",
+    "Strategy",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class StepByHand:
     _transfer: Callable[..., Any] | None
     _scaler: torch.amp.GradScaler | None
     _watch: StepWatch
+    _holds_back = False
 
     @property
     def stepped_by_hand(self) -> bool:
@@ -58,9 +59,22 @@ class StepByHand:
         for hook in self.hooks.on_before_backward:
             hook(self.run, self.task, loss)
         self.task.backward(loss, *args, **kwargs)
-        self._average_gradients()
+        if not self._holds_back:
+            self._average_gradients()
         for hook in self.hooks.on_after_backward:
             hook(self.run, self.task)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of manual backward passes where they are, until one outside of it. Not collective.
+
+        The next `manual_backward` after it averages what has been added up. Every rank must hold back the same passes.
+        """
+        before, self._holds_back = self._holds_back, True
+        try:
+            yield
+        finally:
+            self._holds_back = before
 
     def _average_gradients(self) -> None:
         """Average the gradients that a manual backward left over ranks."""

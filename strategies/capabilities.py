@@ -15,6 +15,9 @@ class Capabilities:
         lockstep_evaluation: every rank must run the same number of evaluation batches.
         whole_weights: outside of a step every rank holds the parameters and the optimizers' state whole, so that
             anyone may copy or exchange them and one rank can write them alone.
+        equal_replicas: after every step the parameters are those of one training, not each rank's own.
+        lone_steps: a rank can run a step without the others.
+        closures: optimizers may evaluate the loss several times in a step and look at whole vectors.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
     """
 
@@ -22,4 +25,7 @@ class Capabilities:
     manual_optimization: bool = True
     lockstep_evaluation: bool = False
     whole_weights: bool = True
+    equal_replicas: bool = True
+    lone_steps: bool = True
+    closures: bool = True
     owns_optimizer_step: bool = False

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,15 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.comm_hooks import CommHook, DDPCommunicationHookType, DistributedDataParallelKwargs, Hook
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.replicas import Replicas
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
 
-class DDPStrategy(DataParallel):
+class DDPStrategy(Replicas):
     """Trains one replica per process with torch's DistributedDataParallel.
 
     Args:
@@ -30,11 +33,16 @@ class DDPStrategy(DataParallel):
         bucket_cap_mb: size of the gradient buckets, in MiB; torch's default when None.
         gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them.
         broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
+        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: how a bucket of gradients is averaged; see `CommHook`.
+        sync_each_batch: gradients are averaged after every micro-batch of a step, not after its last one alone.
         timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
         hang_timeout: how long a rank may stand still before it is printed where each rank stands; `"auto"`: half of
             `timeout`, ten minutes at most; None: never.
         process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
         sync_batchnorm: replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
+
+    Raises:
+        ConfigurationError: a length of time that is none, or a communication hook that is unknown.
     """
 
     def __init__(
@@ -45,6 +53,10 @@ class DDPStrategy(DataParallel):
         bucket_cap_mb: float | None = None,
         gradient_as_bucket_view: bool = True,
         broadcast_buffers: bool = True,
+        ddp_comm_hook: Hook | DDPCommunicationHookType | str | None = None,
+        ddp_comm_wrapper: Callable[[Hook], Hook] | DDPCommunicationHookType | str | None = None,
+        ddp_comm_state: Any = None,
+        sync_each_batch: bool = False,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -52,6 +64,8 @@ class DDPStrategy(DataParallel):
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
         self.sync_batchnorm = sync_batchnorm
+        self.sync_each_batch = sync_each_batch
+        self.comm_hook = CommHook(ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state)
         self.ddp_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -63,7 +77,16 @@ class DDPStrategy(DataParallel):
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
-        self._is_alone = self._was_wrapped = False
+        self._was_wrapped = False
+
+    @classmethod
+    def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
+        """Make the strategy from Hugging Face Accelerate's options and from further arguments of its own.
+
+        Raises:
+            ConfigurationError: see `DistributedDataParallelKwargs.to_arguments` and `CommHook`.
+        """
+        return cls(**kwargs.to_arguments(), **arguments)
 
     def configure(
         self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
@@ -95,15 +118,11 @@ class DDPStrategy(DataParallel):
     def _wrap(self) -> None:
         """Let training steps run through a replica that averages gradients. Collective: rank 0's weights go to all."""
         self._replica = DistributedDataParallel(StepModule(self.task), **self.ddp_options)
+        self.comm_hook.register(self._replica)
         self._learns_graph = self.ddp_options["static_graph"]
         self._step = self._replica if self.compile_options is None else self._compile(self._replica)
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
         # itself, so that ranks may evaluate different numbers of batches.
-
-    def _start_equal(self, task: TaskModule) -> None:
-        """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does."""
-        for tensor in [*task.parameters(), *task.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
 
     def begin_evaluation(self) -> None:
         # In training, buffers are rank 0's when a forward begins, and each rank's own after it.
@@ -111,9 +130,19 @@ class DDPStrategy(DataParallel):
             for buffer in self.task.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.comm_hook.power_sgd is not None and self.is_main:
+            warnings.warn(
+                "PowerSGD begins anew: a checkpoint does not hold what compression has left over on each rank, so that "
+                "the next losses are not those of an uninterrupted run. start_powerSGD_iter counts from here.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+        super().load_state_dict(state)
+
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         replica = self._replica
-        if last or replica is None:
+        if last or replica is None or self.sync_each_batch:
             return nullcontext()
         if self._learns_graph:  # torch 2.13 records a static graph in the first backward, which has to synchronize
             self._learns_graph = False
@@ -121,26 +150,17 @@ class DDPStrategy(DataParallel):
         return replica.no_sync()
 
     def _leave_others(self) -> None:
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self.task.modules()):
-            raise ConfigurationError(
-                "sync_batchnorm=True makes every forward collective, so that no rank can try a batch size alone. "
-                "Search with one process (devices=1)."
-            )
-        self._is_alone, self._was_wrapped = True, self._replica is not None
+        super()._leave_others()
+        self._was_wrapped = self._replica is not None
         if self._was_wrapped:
             self.discard_gradients()  # they may be views of the replica's buckets
             self._unwrap()
             self._step = self._compile(StepModule(self.task)) if self.compile_options is not None else None
 
     def _rejoin_others(self) -> None:
-        self._is_alone = False
+        super()._rejoin_others()
         if self._was_wrapped:
             self._wrap()
-
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        if self._is_alone:
-            return value * self.dp_size
-        return super()._sum_over_ranks(value)
 
     def _average_gradients(self) -> None:
         """Average all gradients in one exchange per dtype.
@@ -167,11 +187,6 @@ class DDPStrategy(DataParallel):
                     grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
                     parameter.grad = grad
                 offset += grad.numel()
-
-    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        if self._is_alone:
-            return torch.stack([tensor if sync_grads else tensor.detach()] * self.dp_size)
-        return super().all_gather(tensor, sync_grads)
 
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""

@@ -63,6 +63,8 @@ class FSDPStrategy(DataParallel):
         activation_checkpointing: units whose activations are computed anew in backward: True for all of them, or
             classes, names or a function, as in `auto_wrap_policy`.
         forward_prefetch: how many of the next units are gathered ahead, for models that call them in their order.
+        sync_each_batch: gradients are averaged and cut after every micro-batch, not after a step's last one alone: more
+            is communicated, and no rank keeps whole gradients in between.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         removed: none; FSDP1's further options raise an error that says what has become of them.
 
@@ -86,6 +88,7 @@ class FSDPStrategy(DataParallel):
         cpu_offload: bool = False,
         activation_checkpointing: bool | WrapPolicy = False,
         forward_prefetch: int = 0,
+        sync_each_batch: bool = False,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -106,6 +109,7 @@ class FSDPStrategy(DataParallel):
         self.cpu_offload = cpu_offload
         self.activation_checkpointing = activation_checkpointing
         self.forward_prefetch = forward_prefetch
+        self.sync_each_batch = sync_each_batch
         self._mesh: DeviceMesh | None = None
         self._root: Any = None
         self._units: list[Any] = []
@@ -241,6 +245,8 @@ class FSDPStrategy(DataParallel):
     # The step
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        if self.sync_each_batch:
+            return nullcontext()
         if last is not self._syncs:
             self._syncs = last
             self._root.set_requires_gradient_sync(last)

@@ -99,7 +99,7 @@ def _indices(
     devices: int | str | list[int], kind: str, topology: Topology | None, strategy: str | Strategy
 ) -> list[int]:
     if topology is None:
-        if devices == "auto" and strategy == "single":
+        if devices == "auto" and strategy in ("single", "single_device"):
             return device_indices(1, kind)
         return device_indices(devices, kind)
     local = topology.local_world_size

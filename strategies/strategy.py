@@ -220,6 +220,9 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
     def begin_evaluation(self) -> None:
         """Make every rank evaluate the model that a checkpoint of this moment would hold. Collective."""
 
+    def begin_save(self) -> None:
+        """Make every rank hold what a checkpoint of this moment will: a resumed run goes on alike. Collective."""
+
     # The step
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from trainwright.callbacks.callback import EVENTS
 from trainwright.cli.main import COMMANDS
 from trainwright.cli.new import template_names
 from trainwright.loggers import LOGGERS
-from trainwright.strategies import STRATEGIES, DDPStrategy, Precision
+from trainwright.strategies import STRATEGIES, DDPStrategy, FSDPStrategy, Precision
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
@@ -450,20 +450,32 @@ def test_every_event_is_listed() -> None:
     assert {event for row in rows for event in _code(row[0])} == set(EVENTS)
 
 
-def test_the_strategies_and_their_options_are_listed() -> None:
-    rows = _table(_page("distributed"), "name", "class", "when")
-    assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {
-        name: STRATEGIES.get(name).__name__ for name in STRATEGIES
-    }
-    shown = {
-        keyword.arg: ast.literal_eval(keyword.value)
-        for node in ast.walk(ast.parse(_program(_page("distributed"))))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "DDPStrategy"
-        for keyword in node.keywords
-        if keyword.arg is not None
-    }
-    options = inspect.signature(DDPStrategy).parameters
-    assert set(shown) == set(options) - {"sync_batchnorm"}
+def test_the_strategies_are_listed_with_what_their_names_stand_for() -> None:
+    listed = {}
+    for row in _table(_page("strategies"), "`strategy=`", "is", "when"):
+        call = ast.parse(_code(row[1])[0], mode="eval").body
+        assert isinstance(call, ast.Call)
+        options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        listed |= dict.fromkeys(_code(row[0]), (ast.unparse(call.func), options))
+    for name in STRATEGIES:
+        cls, options = listed.pop(name)
+        found = STRATEGIES.get(name)()
+        assert type(found).__name__ == cls
+        for option, value in options.items():
+            assert getattr(found, "ddp_options", vars(found))[option] == value
+    assert not listed
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy], ids=lambda strategy: strategy.__name__)
+def test_the_options_of_a_strategy_are_listed_with_their_defaults(strategy: type) -> None:
+    calls = [
+        {keyword.arg: keyword.value for keyword in node.keywords}
+        for node in ast.walk(ast.parse(_program(_page("strategies"))))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == strategy.__name__
+    ]
+    shown = {name: ast.literal_eval(value) for name, value in max(calls, key=len).items() if name is not None}
+    options = inspect.signature(strategy).parameters
+    assert set(shown) == set(options) - {"sync_batchnorm", "removed"}
     assert {name: value for name, value in shown.items() if name != "timeout"} == {
         name: options[name].default for name in shown if name != "timeout"
     }

@@ -33,6 +33,7 @@ def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, flo
     Returns:
         The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
     """
+    run.strategy.begin_save()
     of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
     return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
 

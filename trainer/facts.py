@@ -451,6 +451,15 @@ class RunFacts(ABC):
             )
         self.strategy.manual_backward(loss, *args, **kwargs)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep the gradients of `manual_backward` on this rank for the length of a `with` block."""
+        if self.task.automatic_optimization:
+            raise TaskError(
+                f"{type(self.task).__name__} calls no_sync, but automatic_optimization is True: gradients cross ranks "
+                "in the last micro-batch of a step only. Say Trainer(accumulate_grad_batches=...)."
+            )
+        return self.strategy.no_sync()
+
     def clip_gradients(self, optimizer: Any, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters by `"norm"` (default) or `"value"`."""
         clip = GradientClip.parse(max_value, algorithm)

@@ -37,7 +37,15 @@ if TYPE_CHECKING:
         TensorBoardLogger,
         WandbLogger,
     )
-    from trainwright.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+    from trainwright.strategies import (
+        DDPCommunicationHookType,
+        DDPStrategy,
+        DistributedDataParallelKwargs,
+        FSDPStrategy,
+        LocalSGDStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+    )
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -55,13 +63,16 @@ _HOMES = {
     "ConsoleLogger": "trainwright.loggers",
     "CSVLogger": "trainwright.loggers",
     "DataModule": "trainwright.data",
+    "DDPCommunicationHookType": "trainwright.strategies",
     "DDPStrategy": "trainwright.strategies",
+    "DistributedDataParallelKwargs": "trainwright.strategies",
     "FSDPStrategy": "trainwright.strategies",
     "Duration": "trainwright.core.duration",
     "EarlyStopping": "trainwright.callbacks",
     "find_executable_batch_size": "trainwright.core.memory",
     "JSONLinesLogger": "trainwright.loggers",
     "LearningRateMonitor": "trainwright.callbacks",
+    "LocalSGDStrategy": "trainwright.strategies",
     "Logger": "trainwright.loggers",
     "MissingPackageError": "trainwright.core.errors",
     "ModelCheckpoint": "trainwright.callbacks",
@@ -93,13 +104,16 @@ __all__ = [  # noqa: RUF022 -- classes first, then the folders: the order in whi
     "ConsoleLogger",
     "CSVLogger",
     "DataModule",
+    "DDPCommunicationHookType",
     "DDPStrategy",
+    "DistributedDataParallelKwargs",
     "FSDPStrategy",
     "Duration",
     "EarlyStopping",
     "find_executable_batch_size",
     "JSONLinesLogger",
     "LearningRateMonitor",
+    "LocalSGDStrategy",
     "Logger",
     "MissingPackageError",
     "ModelCheckpoint",

@@ -287,7 +287,7 @@ before = task.net.weight.detach().clone()
 trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
                   enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(task, data)
-again = Trainer(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False,
+again = Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", logger=False, enable_checkpointing=False,
                 enable_progress_bar=False, enable_model_summary=False)
 ranks = again.predict(task, data[:4])
 """,

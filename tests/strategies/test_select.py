@@ -71,6 +71,23 @@ def test_ddp_can_run_in_one_process() -> None:
     assert not found.starts_processes
 
 
+@pytest.mark.parametrize("start", ["ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"])
+@pytest.mark.parametrize(
+    ("ending", "finds_unused"),
+    [("", False), ("_find_unused_parameters_false", False), ("_find_unused_parameters_true", True)],
+)
+def test_every_name_of_data_parallelism_is_ddp(start: str, ending: str, finds_unused: bool) -> None:
+    found = choose(strategy=start + ending, devices=2)
+    assert type(found.strategy) is DDPStrategy
+    assert found.strategy.ddp_options["find_unused_parameters"] is finds_unused
+    assert found.starts_processes
+
+
+def test_a_single_device_is_one_by_either_name() -> None:
+    for name in ("single", "single_device"):
+        assert type(choose(strategy=name).strategy) is SingleDeviceStrategy
+
+
 def test_a_strategy_object_is_used_itself() -> None:
     own = DDPStrategy(find_unused_parameters=True)
     assert choose(strategy=own, devices=2).strategy is own

@@ -314,6 +314,9 @@ class Run(Protocol):
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward with the strategy's precision and gradient averaging."""
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Keep the gradients of `manual_backward` on this rank for the length of a `with` block."""
+
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters."""
 

@@ -155,6 +155,17 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """Run backward in a task that optimizes by hand; gradients are averaged over ranks. Collective."""
         self.trainer.manual_backward(loss, *args, **kwargs)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Keep gradients on this rank in a `with` block around `manual_backward`, for accumulation by hand.
+
+        What has been added up is averaged over ranks by the next `manual_backward` outside of it. Every rank must hold
+        back the same passes. In automatic optimization `accumulate_grad_batches` does this by itself.
+
+        Raises:
+            TaskError: the task does not optimize by hand.
+        """
+        return self.trainer.no_sync()
+
     def clip_gradients(
         self,
         optimizer: Optimizer,

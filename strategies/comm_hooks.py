@@ -1,0 +1,245 @@
+"""How gradients cross ranks under DistributedDataParallel: torch's communication hooks by name, or a user's own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+Hook = Callable[[Any, Any], Any]
+"""`(state, torch.distributed.GradBucket)` → a future of the bucket's flat gradients, averaged over ranks."""
+
+
+class DDPCommunicationHookType(StrEnum):
+    """Communication hooks by name; `FP16` and `BF16` are wrappers too."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+def batched_power_sgd(state: Any, bucket: Any) -> Any:
+    """Average a whole bucket as one square matrix of low rank, with PowerSGD (Vogels et al., 2019, algorithm 1).
+
+    In place of torch's `batched_powerSGD_hook`, which fails on its first compressed step (torch 2.13: its matrices have
+    two dimensions, and `_orthogonalize` takes three).
+
+    Args:
+        state: a `PowerSGDState`.
+        bucket: a `GradBucket` of torch's.
+
+    Returns:
+        A future of the bucket's flat gradients. Collective.
+    """
+    flat: torch.Tensor = bucket.buffer()
+    index: int = bucket.index()
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return default_hooks.allreduce_hook(state.process_group, bucket)
+    group = state.process_group or dist.group.WORLD
+    side = math.isqrt(len(flat) - 1) + 1
+    matrix = torch.nn.functional.pad(flat, (0, side * side - len(flat))).view(side, side)
+    if state.use_error_feedback and index in state.error_dict:
+        matrix += state.error_dict[index]
+    if state.warm_start and index in state.q_memory_dict:
+        right = state.q_memory_dict[index]
+    else:  # the same on all ranks, and another one each time
+        generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+        rank = min(state.matrix_approximation_rank, side)
+        right = torch.randn(side, rank, generator=generator).to(flat)
+    left = matrix @ _orthogonal(right)
+    state.maybe_increase_iter(bucket)
+
+    def finish(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        directions = _orthogonal(summed.value()[0])
+        factors = matrix.T @ directions
+        dist.all_reduce(factors, group=group, async_op=True).get_future().wait()
+        factors /= dist.get_world_size(group)
+        found = directions @ factors.T
+        if state.use_error_feedback:
+            state.error_dict[index] = matrix - found
+        if state.warm_start:
+            state.q_memory_dict[index] = factors
+        return flat.copy_(found.view(-1)[: len(flat)])
+
+    return dist.all_reduce(left, group=group, async_op=True).get_future().then(finish)
+
+
+def _orthogonal(columns: torch.Tensor) -> torch.Tensor:
+    exact = columns if columns.dtype is torch.float64 else columns.float()  # torch has no QR of half precision
+    found: torch.Tensor = torch.linalg.qr(exact)[0]
+    return found.to(columns.dtype)
+
+
+_HOOKS: dict[str, Hook] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "bf16": default_hooks.bf16_compress_hook,
+    "power_sgd": powerSGD_hook.powerSGD_hook,
+    "batched_power_sgd": batched_power_sgd,
+}
+_WRAPPERS: dict[str, Callable[[Hook], Hook]] = {
+    "fp16": default_hooks.fp16_compress_wrapper,
+    "bf16": default_hooks.bf16_compress_wrapper,
+}
+_POWER_SGD = ("power_sgd", "batched_power_sgd")
+_POWER_SGD_OPTIONS = tuple(name for name in inspect.signature(PowerSGDState).parameters if name != "process_group")
+
+
+@dataclass(frozen=True)
+class DistributedDataParallelKwargs:
+    """Options of DistributedDataParallel in Hugging Face Accelerate's words; see `DDPStrategy.from_kwargs`.
+
+    Attributes:
+        dim: 0; batches are dealt to ranks before they come here.
+        broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
+        bucket_cap_mb: size of the gradient buckets, in MiB.
+        find_unused_parameters: parameters that a step does not use are looked for in every step.
+        check_reduction: False; torch has deprecated it.
+        gradient_as_bucket_view: gradients live in the buckets.
+        static_graph: the same parameters are used, in the same order, in every step.
+        comm_hook, comm_wrapper: see `CommHook`.
+        comm_state_option: PowerSGD's options.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType | str = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Return them as `DDPStrategy`'s arguments.
+
+        Raises:
+            ConfigurationError: `dim` or `check_reduction` ask for what torch does not do any more.
+        """
+        if self.dim != 0:
+            raise ConfigurationError(f"dim={self.dim}: one process trains on one device, so that nothing is split. 0.")
+        if self.check_reduction:
+            raise ConfigurationError("check_reduction=True: torch checks every reduction by itself. Leave it out.")
+        return {
+            "broadcast_buffers": self.broadcast_buffers,
+            "bucket_cap_mb": None if self.bucket_cap_mb == 25 else self.bucket_cap_mb,  # torch's own default
+            "find_unused_parameters": self.find_unused_parameters,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "static_graph": self.static_graph,
+            "ddp_comm_hook": self.comm_hook,
+            "ddp_comm_wrapper": self.comm_wrapper,
+            "ddp_comm_state": self.comm_state_option or None,
+        }
+
+
+class CommHook:
+    """What takes the place of DistributedDataParallel's plain averaging of a bucket of gradients.
+
+    Args:
+        hook: a `DDPCommunicationHookType`, its name, or a function as `register_comm_hook` takes it; None: `"no"`.
+        wrapper: `"fp16"`, `"bf16"`, or a function from a hook to a hook; what the hook exchanges is cast by it. Over
+            the hook `"no"` it casts what is averaged.
+        state: the function's state; for PowerSGD its options by name, or a `PowerSGDState` that has them.
+
+    Raises:
+        ConfigurationError: a name, an option or its value is unknown, or a state that the hook has no use for.
+    """
+
+    def __init__(self, hook: Any = None, wrapper: Any = None, state: Any = None) -> None:
+        self.hook = _named("ddp_comm_hook", hook, tuple(str(kind) for kind in DDPCommunicationHookType))
+        self.wrapper = _named("ddp_comm_wrapper", wrapper, ("no", *_WRAPPERS))
+        self.state = state
+        self.power_sgd: dict[str, Any] | None = None
+        if isinstance(state, PowerSGDState) or self.hook in _POWER_SGD:
+            self.power_sgd, self.state = _power_sgd_options(state), None
+        elif isinstance(self.hook, str) and state is not None:
+            raise ConfigurationError(
+                f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Leave it out, or use 'power_sgd'."
+            )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether gradients are averaged as they are."""
+        return bool(self.hook == "no" and self.wrapper == "no")
+
+    def register(self, replica: DistributedDataParallel) -> None:
+        """Have the replica use it. Not collective; PowerSGD begins anew."""
+        if self.is_plain:
+            return
+        hook: Hook = default_hooks.allreduce_hook
+        if self.hook != "no":
+            hook = _HOOKS[self.hook] if isinstance(self.hook, str) else self.hook
+        if self.wrapper != "no":
+            hook = (_WRAPPERS[self.wrapper] if isinstance(self.wrapper, str) else self.wrapper)(hook)
+        state = self.state if self.power_sgd is None else _new_power_sgd(self.power_sgd)
+        # Not the hook itself: torch 2.13 refuses its own hook for bfloat16 by name where there is no NCCL, though gloo
+        # adds bfloat16, and any hook whose annotations are text, as `from __future__ import annotations` makes them.
+        replica.register_comm_hook(state, lambda state, bucket: hook(state, bucket))
+
+
+def _named(argument: str, value: Any, known: tuple[str, ...]) -> Any:
+    if value is None:
+        return "no"
+    if isinstance(value, str):
+        name = str(value).lower()
+        if name not in known:
+            raise ConfigurationError(
+                f"{argument}={str(value)!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}, or a function."
+            )
+        return name
+    if value is powerSGD_hook.batched_powerSGD_hook:  # see above
+        return "batched_power_sgd"
+    if not callable(value):
+        raise ConfigurationError(f"{argument}={value!r}: write one of {', '.join(known)}, or a function.")
+    return value
+
+
+def _power_sgd_options(state: Any) -> dict[str, Any]:
+    """Return PowerSGD's options, checked; what a state object has gone through so far is left behind.
+
+    Errors and low-rank factors that it remembers belong to the buckets of one replica, and every stage makes another.
+    """
+    if isinstance(state, PowerSGDState):
+        found = {name: getattr(state, name) for name in _POWER_SGD_OPTIONS if hasattr(state, name)}
+        return {**found, "process_group": state.process_group, "rng": copy.deepcopy(state.rng)}
+    options = dict(state or {}) if isinstance(state, Mapping) or state is None else None
+    if options is None:
+        raise ConfigurationError(
+            f"ddp_comm_state={state!r}: PowerSGD takes its options by name, such as "
+            "{'matrix_approximation_rank': 2}, or a PowerSGDState."
+        )
+    for name in options:
+        if name not in _POWER_SGD_OPTIONS:
+            raise ConfigurationError(
+                f"ddp_comm_state: PowerSGD has no option {name!r}.{nearest(name, _POWER_SGD_OPTIONS)} It takes: "
+                f"{', '.join(_POWER_SGD_OPTIONS)}."
+            )
+    options["process_group"] = None
+    try:
+        PowerSGDState(**options)
+    except (ValueError, TypeError) as error:
+        raise ConfigurationError(f"ddp_comm_state={state!r}: {error}") from None
+    return options
+
+
+def _new_power_sgd(options: dict[str, Any]) -> PowerSGDState:
+    made = PowerSGDState(**{name: value for name, value in options.items() if name != "rng"})
+    if "rng" in options:
+        made.rng = copy.deepcopy(options["rng"])
+    return made

@@ -1,0 +1,171 @@
+"""Local SGD: every process trains a replica of its own, and the replicas are averaged every so many steps."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.state import Group
+from trainwright.core.task import TaskModule
+from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.gradients import GradientClip, stack_counts
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.replicas import Replicas
+from trainwright.strategies.strategy import MakeOptimizers
+
+_CHUNK_BYTES = 25 * 2**20  # of weights that are averaged in one exchange, as in DistributedDataParallel's buckets
+
+
+class LocalSGDStrategy(Replicas):
+    """Trains a replica on every process and averages their parameters after every so many optimizer steps.
+
+    Between two averages nothing crosses ranks in a step: gradients, their norm, clipping and the loss are a rank's own.
+    Parameters are averaged, too, before an evaluation, a checkpoint and the end of a stage, so that what is evaluated,
+    saved and left in the task is what training goes on from. A checkpoint moreover averages the optimizers' states, or
+    a resume, which gives all ranks the same ones, would go on differently from the run that wrote it. Buffers are
+    rank 0's whenever there is an average. (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
+
+    Args:
+        local_sgd_steps: optimizer steps from one average to the next, ≥ 1; counted from the start of the run.
+        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+
+    Raises:
+        ConfigurationError: a number of steps that is none; with the precision `"16-mixed"`.
+    """
+
+    capabilities = Capabilities(equal_replicas=False)
+
+    def __init__(
+        self,
+        local_sgd_steps: int = 8,
+        *,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
+        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
+        self.local_sgd_steps = local_sgd_steps
+        self._apart = self._states_apart = False
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        super().configure(
+            device_type=device_type,
+            device_indices=device_indices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compile_options=compile_options,
+        )
+        if precision.scaled:
+            raise ConfigurationError(
+                f"precision={precision.name!r} leaves out steps whose gradients overflow, which are others on each "
+                "rank under LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
+            )
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[torch.optim.Optimizer]:
+        optimizers = super().prepare(task, make_optimizers)
+        self._start_equal(task)
+        self._apart = self._states_apart = False
+        return optimizers
+
+    # The step: the mean over what this rank consumed
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
+            real = [weight > 0 for weight in group.weights]
+            group.weights = [is_real / max(sum(real), 1) for is_real in real]
+        return super().forward_backward(group)
+
+    def _weigh_items(self, group: Group) -> Sequence[Any]:
+        assert self._items is not None  # asked before
+        counts = stack_counts([self._items(batch) for batch in group.batches], self.device)
+        if group.weights is not None:
+            counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(self.device)
+        dtype = torch.float64 if self.precision.param_dtype is torch.float64 else torch.float32
+        return (counts / counts.sum().clamp(min=1)).to(dtype).unbind()
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        norm = super().optimizer_step(clip)
+        self._count_step()
+        return norm
+
+    def _run_by_hand(self, group: Group) -> None:
+        super()._run_by_hand(group)
+        if self.stepped_by_hand:
+            self._count_step()
+
+    def _count_step(self) -> None:
+        self._apart = self._states_apart = True
+        # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
+        if (self.run.state.step + 1) % self.local_sgd_steps == 0 and not self._is_alone:
+            self._average_parameters()
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._apart = self._states_apart = True  # a rehearsal puts back weights that may have been either
+
+    # Averages
+
+    @torch.no_grad()
+    def _average_parameters(self) -> None:
+        """Give every rank the mean of all ranks' parameters, and rank 0's buffers. Collective."""
+        self._average(parameter.detach() for parameter in self.task.parameters() if parameter.requires_grad)
+        for buffer in self.task.buffers():
+            dist.broadcast(buffer, src=0)
+        self._apart = False
+
+    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            dist.all_reduce(flat)
+            flat /= self.dp_size
+            offset = 0
+            for tensor in chunk:
+                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+                offset += tensor.numel()
+
+    def begin_evaluation(self) -> None:
+        if self._apart and not self._is_alone:
+            self._average_parameters()
+
+    @torch.no_grad()
+    def begin_save(self) -> None:
+        self.begin_evaluation()
+        if not self._states_apart:
+            return
+        states = {}
+        for i, optimizer in enumerate(self.optimizers):
+            for j, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                        states[i, j, key] = value
+        # A parameter that only some ranks have used so far has no state on the others.
+        everywhere = set.intersection(*(set(keys) for keys in self.processes.gather_object([*states])))
+        self._average(states[key] for key in sorted(everywhere))
+        self._states_apart = False
+
+    def make_whole(self) -> None:
+        self.begin_save()  # also one that is written after the stage, when the others may be gone
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut tensors into runs of one dtype and of a bounded size, in their order."""
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and (tensor.dtype is not chunk[0].dtype or size + tensor.nbytes > _CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk

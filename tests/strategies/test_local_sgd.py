@@ -1,0 +1,272 @@
+"""Local SGD: steps of each rank's own, averages every so many, and whatever is evaluated or saved is an average."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_data, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.lr_finder import LearningRateFinder
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import LocalSGDStrategy
+
+_STEPS = 3  # between two averages
+
+
+class Task(RegressionTask):
+    """Has a momentum, and a buffer that each rank moves in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, momentum=0.9)
+        self.register_buffer("moved", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Move the buffer, and return the loss."""
+        self.moved.add_(1 + self.global_rank)
+        return super().training_step(batch, batch_idx)
+
+
+class ByHand(Task):
+    """Takes its steps itself, one for every two batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        """Accumulate, and step at every second batch."""
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / 2)
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Watcher(Callback):
+    """Notes, after every step, whether ranks are equal, and how often tensors cross them in it."""
+
+    def __init__(self) -> None:
+        self.equal: list[bool] = []
+        self.crossings: list[int] = []
+        self._count = 0
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        exchange = dist.all_reduce
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self._count += 1
+            return exchange(*args, **kwargs)
+
+        self._put_back = lambda: setattr(dist, "all_reduce", exchange)
+        dist.all_reduce = counted
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.crossings.append(self._count)
+        weights = trainer.all_gather(task.net[0].weight.detach())
+        self.equal.append(torch.equal(weights[0], weights[1]))
+        self._count = 0
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        self._put_back()
+        del self._put_back
+
+
+def train(task: Task, num_samples: int = 40, **arguments: Any) -> Any:
+    """Train two epochs on this rank; one sample a micro-batch, two in a step."""
+    settings: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, **arguments}
+    if task.automatic_optimization:
+        settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings}
+    trainer = quiet_trainer(devices="auto", strategy=LocalSGDStrategy(_STEPS), **settings)
+    trainer.fit(task, regression_loader(num_samples))
+    return trainer
+
+
+def by_hand(num_samples: int = 40, epochs: int = 2) -> dict[str, torch.Tensor]:
+    """Do the same in plain PyTorch. Collective."""
+    task, data = Task(), regression_data(num_samples)
+    optimizer, step = task.configure_optimizers(), 0
+    mine = [[part.unsqueeze(0) for part in data[i]] for i in range(dist.get_rank(), num_samples, 2)]
+
+    def average() -> None:
+        for parameter in task.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= 2
+
+    for _ in range(epochs):
+        for start in range(0, len(mine), 2):
+            optimizer.zero_grad()
+            for batch in mine[start : start + 2]:
+                (task.loss(batch) / 2).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+            optimizer.step()
+            step += 1
+            if step % _STEPS == 0:
+                average()
+    average()
+    return weights_of(task)
+
+
+def _train_all(folder: Path) -> dict[str, Any]:
+    watcher, task, manual = Watcher(), Task(), ByHand()
+    train(task, callbacks=[watcher])
+    train(manual)
+    found = {"ours": weights_of(task), "manual": weights_of(manual), "by hand": by_hand()}
+    found |= {"equal": watcher.equal, "crossings": watcher.crossings}
+    # Saves are points of average: the run that is compared with makes the same ones.
+    saver = {"every_n_train_steps": 5, "save_top_k": -1}
+    whole, half = Task(), Task()
+    train(whole, callbacks=[ModelCheckpoint(folder / "whole", **saver)])
+    train(half, callbacks=[ModelCheckpoint(folder / "half", **saver)], max_steps=10)
+    resumed = Task()
+    path = str(next(p for p in sorted((folder / "half").iterdir()) if "step=5" in p.name))
+    train_on = quiet_trainer(
+        devices="auto", strategy=LocalSGDStrategy(_STEPS), max_epochs=2, num_sanity_val_steps=0,
+        accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=[ModelCheckpoint(folder / "half", **saver)],
+    )  # fmt: skip
+    train_on.fit(resumed, regression_loader(40), ckpt_path=path)
+    return found | {"whole": weights_of(whole), "resumed": weights_of(resumed), "path": path}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return run_distributed(_train_all, 2, tmp_path_factory.mktemp("local"), timeout=120)
+
+
+@pytest.mark.distributed
+def test_it_is_the_loop_that_one_would_write(runs: list[dict[str, Any]]) -> None:
+    for of_rank in runs:
+        expected = {name: value for name, value in of_rank["by hand"].items() if name != "moved"}
+        for name in ("ours", "manual"):
+            found = {key: value for key, value in of_rank[name].items() if key != "moved"}
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.distributed
+def test_ranks_are_equal_after_every_so_many_steps_only_and_nothing_crosses_them_between(
+    runs: list[dict[str, Any]],
+) -> None:
+    for of_rank in runs:
+        assert of_rank["equal"] == [step % _STEPS == 0 for step in range(1, 21)]
+        assert of_rank["crossings"] == [int(step % _STEPS == 0) for step in range(1, 21)]
+
+
+@pytest.mark.distributed
+def test_ranks_end_equal_with_rank_zeros_buffers(runs: list[dict[str, Any]]) -> None:
+    assert_equal_weights(runs[0]["ours"], runs[1]["ours"])
+    assert runs[0]["ours"]["moved"] == 40
+
+
+@pytest.mark.distributed
+def test_a_resume_goes_on_as_the_run_that_saved(runs: list[dict[str, Any]]) -> None:
+    assert_equal_weights(runs[0]["whole"], runs[0]["resumed"])
+    assert_equal_weights(runs[1]["whole"], runs[1]["resumed"])
+    snapshot = read_checkpoint(Path(runs[0]["path"]))
+    assert snapshot.state["step"] % _STEPS != 0
+
+
+# What is evaluated
+
+
+class SeesWeights(Task):
+    """Notes a weight whenever it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Note it."""
+        self.seen.append(float(self.net[0].weight[0, 0]))
+
+
+def _validate_on_rank() -> tuple[list[float], dict[str, torch.Tensor], float]:
+    task = SeesWeights()
+    trainer = quiet_trainer(
+        devices="auto", strategy=LocalSGDStrategy(100), max_epochs=1, val_check_interval=2, num_sanity_val_steps=0,
+        callbacks=[LearningRateFinder(num_training_steps=4, min_lr=0.01, max_lr=0.1, update_attr=True)],
+    )  # fmt: skip
+    trainer.fit(task, regression_loader(10), regression_loader(2))
+    return task.seen, weights_of(task), task.lr
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*LearningRateFinder.*:UserWarning")
+def test_every_rank_evaluates_the_average_and_a_search_tries_steps_out(tmp_path: Path) -> None:
+    first, second = run_distributed(_validate_on_rank, 2)
+    assert len(first[0]) == 2
+    assert first[0] == second[0]
+    assert first[0][0] != first[0][1]
+    assert_equal_weights(first[1], second[1])
+
+
+# Weights of micro-batches
+
+
+class Ragged(Task):
+    """Counts the rows of a batch."""
+
+    def num_items(self, batch: Any) -> int:
+        """Count them."""
+        return len(batch[0])
+
+
+class FirstLoss(Callback):
+    """Keeps the losses and gradients of each step."""
+
+    def __init__(self) -> None:
+        self.grads: list[torch.Tensor] = []
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.grads.append(task.net[0].weight.grad.clone())
+
+
+def _ragged_batches(rank: int) -> list[list[torch.Tensor]]:
+    inputs, targets = regression_data(30).tensors
+    cuts = [(0, 1), (1, 6), (6, 8), (8, 11), (11, 15)]
+    batches = [[inputs[a:b], targets[a:b]] for a, b in cuts]
+    return batches if rank < 0 else batches[rank::2]
+
+
+def _ragged_on_rank() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    keeper, rank = FirstLoss(), dist.get_rank()
+    trainer = quiet_trainer(
+        devices="auto", strategy=LocalSGDStrategy(100), max_epochs=1, accumulate_grad_batches=3,
+        num_sanity_val_steps=0, callbacks=[keeper],
+    )  # fmt: skip
+    trainer.fit(Ragged(), _ragged_batches(-1))
+    task = Ragged()
+    mine = _ragged_batches(rank)
+    task.loss([torch.cat(parts) for parts in zip(*mine, strict=True)]).backward()  # type: ignore[no-untyped-call]
+    return keeper.grads, [task.net[0].weight.grad]
+
+
+@pytest.mark.distributed
+def test_a_ranks_gradient_is_the_mean_over_its_own_items_without_padding() -> None:
+    for ours, expected in run_distributed(_ragged_on_rank, 2):
+        torch.testing.assert_close(ours, expected)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, True, "8"])
+def test_a_number_of_steps_that_is_none_is_an_error(steps: Any) -> None:
+    with pytest.raises(ConfigurationError, match="local_sgd_steps"):
+        LocalSGDStrategy(steps)
+
+
+def test_a_scaled_loss_is_refused_at_construction() -> None:
+    with pytest.raises(ConfigurationError, match="bf16-mixed"):
+        quiet_trainer(devices=2, strategy="local_sgd", precision="16-mixed")
