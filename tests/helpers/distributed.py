@@ -28,7 +28,8 @@ from typing import Any
 
 import cloudpickle
 
-_PRELOAD = ["torch", "torch.distributed", "numpy", "cloudpickle", "pytest", "hypothesis", __name__]
+# Whatever most ranks import, and would each spend seconds on: an optimizer's first step imports dynamo.
+_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "numpy", "cloudpickle", "pytest", "hypothesis", __name__]
 _GRACE_AFTER_FAILURE_S = 3.0
 """How long the other ranks may go on once one has failed: a peer may be about to report the true cause."""
 
