@@ -18,27 +18,50 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainwright.callbacks.hook_table import HookTable
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.binding import need_closure
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
-from trainwright.strategies.fsdp_options import check_arguments, read_fsdp_config, refuse_removed
+from trainwright.strategies.fsdp_options import (
+    AFTER_STAGE,
+    RESHARDING,
+    check_arguments,
+    mixed_precision_policy,
+    offload_flag,
+    one_of,
+    read_fsdp_config,
+    recomputed_modules,
+    refuse_removed,
+    sharding_strategy_name,
+)
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.shard_build import materialize, names_on_meta
+from trainwright.strategies.shard_build import MetaBuilding, materialize
+from trainwright.strategies.shard_ending import check_not_given_up, end_pieces
 from trainwright.strategies.shard_mesh import make_mesh, mesh_shape
-from trainwright.strategies.shard_recompute import Recomputed
+from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
-from trainwright.strategies.shard_units import WrapPolicy, find_units, replace_parameters
+from trainwright.strategies.shard_units import WrapPolicy, check_no_scalars, find_units, warn_of_large_rest
 from trainwright.strategies.shards import local_piece, piece_of, whole
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -49,22 +72,31 @@ class FSDPStrategy(DataParallel):
 
     Args:
         sharding_strategy: `"FULL_SHARD"`; `"SHARD_GRAD_OP"`: what a forward has gathered stays until its backward;
-            `"HYBRID_SHARD"`: cut within groups of ranks, replicated over them; `"NO_SHARD"`: replicated.
+            `"HYBRID_SHARD"`: cut within groups of ranks, replicated over them; `"HYBRID_SHARD_ZERO2"`: both;
+            `"NO_SHARD"`: replicated. Also torch's `ShardingStrategy`.
         device_mesh: (replicas, ranks that share one model); by default a replica on each node for `"HYBRID_SHARD"`,
             and one over all ranks for `"FULL_SHARD"` and `"SHARD_GRAD_OP"`.
-        auto_wrap_policy: which modules are units: classes or their names, or a function of a module; what the task's
-            `shard_units` returns unless told.
+        auto_wrap_policy: which modules are units: classes or their names, a function of a module, or a policy of
+            `torch.distributed.fsdp.wrap`; what the task's `shard_units` returns unless told.
         min_num_params: instead: every part with so many parameters that lie in no unit within it.
         reshard_after_forward: True, False, or into how many pieces a unit is cut between its forward and its backward;
             None: as `sharding_strategy` says.
-        mixed_precision: torch's policy; with the precisions `"16-mixed"` and `"bf16-mixed"`, by default, parameters
-            are gathered in that dtype and gradients averaged in float32.
+        mixed_precision: torch's policy, or FSDP1's; with the precisions `"16-mixed"` and `"bf16-mixed"`, by default,
+            parameters are gathered in that dtype and gradients averaged in float32.
         cpu_offload: pieces, and with them the optimizers' steps and states, stay on the host.
-        activation_checkpointing: units whose activations are computed anew in backward: True for all of them, or
-            classes, names or a function, as in `auto_wrap_policy`.
+        activation_checkpointing: units whose activations are computed anew in backward: True for all of them, a number
+            n for every n-th, or classes, names or a function, as in `auto_wrap_policy`.
+        activation_checkpointing_policy: the same under Lightning's name.
+        activation_checkpointing_save: operators whose results are kept within them, such as `["aten.mm"]`, or torch's
+            policy function `(context, operator, *args, **kwargs) -> CheckpointPolicy`.
         forward_prefetch: how many of the next units are gathered ahead, for models that call them in their order.
         sync_each_batch: gradients are averaged and cut after every micro-batch, not after a step's last one alone: more
             is communicated, and no rank keeps whole gradients in between.
+        meta_init: `TaskModule.configure_model` runs on the device `meta`, so that no rank holds the whole model; each
+            module's `reset_parameters` says how it begins, and a checkpoint is read piece by piece.
+        cpu_ram_efficient_loading: it runs there on all ranks but rank 0, whose values everybody gets unit by unit.
+        weights_after_stage: which ranks have whole weights on their hosts when a stage is over: `"all"`; `"main"`: rank
+            0 alone; `"none"`: the checkpoints alone have them.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         removed: none; FSDP1's further options raise an error that says what has become of them.
 
@@ -79,16 +111,21 @@ class FSDPStrategy(DataParallel):
     def __init__(
         self,
         *,
-        sharding_strategy: str = "FULL_SHARD",
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         device_mesh: tuple[int, int] | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         min_num_params: int | None = None,
         reshard_after_forward: bool | int | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
-        cpu_offload: bool = False,
-        activation_checkpointing: bool | WrapPolicy = False,
+        mixed_precision: MixedPrecisionPolicy | MixedPrecision | None = None,
+        cpu_offload: bool | CPUOffload | OffloadPolicy | None = False,
+        activation_checkpointing: bool | int | WrapPolicy | None = False,
+        activation_checkpointing_policy: WrapPolicy | None = None,
+        activation_checkpointing_save: SavePolicy | None = None,
         forward_prefetch: int = 0,
         sync_each_batch: bool = False,
+        meta_init: bool = False,
+        cpu_ram_efficient_loading: bool = False,
+        weights_after_stage: str = "all",
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -97,24 +134,31 @@ class FSDPStrategy(DataParallel):
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
         arguments = tuple(name for name in inspect.signature(FSDPStrategy).parameters if name != "removed")
         refuse_removed(removed, arguments)
+        self.sharding_strategy = sharding_strategy_name(sharding_strategy)
         check_arguments(
-            sharding_strategy, device_mesh, auto_wrap_policy, min_num_params, reshard_after_forward, forward_prefetch
+            self.sharding_strategy,
+            device_mesh,
+            auto_wrap_policy,
+            min_num_params,
+            reshard_after_forward,
+            forward_prefetch,
         )
-        self.sharding_strategy = sharding_strategy
         self.device_mesh = device_mesh
         self.auto_wrap_policy = auto_wrap_policy
         self.min_num_params = min_num_params
         self.reshard_after_forward = reshard_after_forward
-        self.mixed_precision = mixed_precision
-        self.cpu_offload = cpu_offload
-        self.activation_checkpointing = activation_checkpointing
+        self.mixed_precision = mixed_precision_policy(mixed_precision)
+        self.cpu_offload = offload_flag(cpu_offload)
+        self.activation_checkpointing = recomputed_modules(activation_checkpointing, activation_checkpointing_policy)
         self.forward_prefetch = forward_prefetch
         self.sync_each_batch = sync_each_batch
+        self.weights_after_stage = one_of("weights_after_stage", weights_after_stage, AFTER_STAGE)
+        self._building = MetaBuilding(everywhere=meta_init, others=cpu_ram_efficient_loading)
         self._mesh: DeviceMesh | None = None
         self._root: Any = None
         self._units: list[Any] = []
         self._traces: ShardTraces | None = None
-        self._recomputed = Recomputed(activation_checkpointing)
+        self._recomputed = Recomputed(self.activation_checkpointing, activation_checkpointing_save)
         self._syncs, self._sums = True, False
 
     @classmethod
@@ -185,19 +229,25 @@ class FSDPStrategy(DataParallel):
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         return module  # units are compiled one by one, before they are cut
 
+    def _build(self, task: TaskModule) -> None:
+        with self._building.context(task, self.processes):
+            super()._build(task)
+
     def _place(self, task: TaskModule) -> None:
         """Cut the model, one unit after the other, with rank 0's values. Collective.
 
         No device ever holds more than its pieces and one whole unit.
         """
+        check_no_scalars(task)
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
+        warn_of_large_rest(task, units, self._mesh_shape()[1])
         units = self._recomputed.wrap(task, units)
         if self.compile_options is not None:
             self._compile_units(units)
         self._mesh = make_mesh(self.device_type, *self._mesh_shape())
         root = StepModule(task)
         self._root, self._units = root, [*units]
-        built = self.processes.broadcast_object(names_on_meta(task))
+        built = self._building.names_to_reset(task, self.processes)
         self._traces = ShardTraces(root)
         for unit in units:
             self._shard(unit, built, reshard=self._reshard_units())
@@ -209,7 +259,7 @@ class FSDPStrategy(DataParallel):
     def _reshard_units(self) -> bool | int:
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
-        return self.sharding_strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        return self.sharding_strategy in RESHARDING
 
     def _shard(self, module: nn.Module, built: list[str], *, reshard: bool | int | None) -> None:
         """Cut what is left whole in a module. Collective.
@@ -241,6 +291,10 @@ class FSDPStrategy(DataParallel):
             )
         for unit in units:
             unit.compile(**(self.compile_options or {}))
+
+    def attach(self, run: Run, hooks: HookTable, sink: Any, *, counts_items: bool = True) -> None:
+        self._building.check(self.task)
+        super().attach(run, hooks, sink, counts_items=counts_items)
 
     # The step
 
@@ -306,6 +360,7 @@ class FSDPStrategy(DataParallel):
         return whole(tensor, self.device, keep=self.is_main)
 
     def model_state(self) -> dict[str, Any]:
+        check_not_given_up(self.task)
         known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
         found = {}
         for name, value in self.task.state_dict(keep_vars=True).items():
@@ -318,9 +373,11 @@ class FSDPStrategy(DataParallel):
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self.task.state_dict().items()}
-        return super().load_model_state(
+        missing, left_over = super().load_model_state(
             {name: _fitting(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
         )
+        self._building.note_missing(missing)
+        return missing, left_over
 
     def optimizer_states(self) -> list[dict[str, Any]]:
         return [map_tensors(self._whole, state) for state in super().optimizer_states()]
@@ -343,22 +400,8 @@ class FSDPStrategy(DataParallel):
 
     def make_whole(self) -> None:
         self._take_apart()
-        new = {
-            id(p): nn.Parameter(whole(p, self.device, keep=True).detach(), requires_grad=p.requires_grad)
-            for p in self.task.parameters()
-        }
-        old = list(self.task.parameters())  # or another object might get the id of one that is freed
-        replace_parameters(self.task, new)
-        self.task.to("cpu")  # its buffers too
-        for optimizer in self.optimizers:
-            states: dict[torch.Tensor, Any] = {
-                new[id(p)]: map_tensors(self._whole, state) for p, state in optimizer.state.items()
-            }
-            optimizer.state.clear()
-            optimizer.state.update(states)
-            for group in optimizer.param_groups:
-                group["params"] = [new[id(p)] for p in group["params"]]
-        del old
+        weights, is_main = self.weights_after_stage, self.is_main
+        end_pieces(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
     def _take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""

@@ -5,110 +5,149 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+
 from trainwright.core.errors import ConfigurationError, nearest
 
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
+RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
+AFTER_STAGE = ("all", "main", "none")
 
+_ORIGINAL = "FSDP2 always keeps the original parameters, frozen and trainable ones side by side"
+_ONE_LAYOUT = "checkpoints have one layout under every strategy, which every number of ranks reads"
+_BY_ITSELF = "FSDP2 gathers the next unit while backward runs, by itself"
 _REMOVED = {
-    "use_orig_params": "FSDP2 always keeps the original parameters, frozen and trainable ones side by side",
-    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters, frozen and trainable ones side by side",
+    "use_orig_params": _ORIGINAL,
     "limit_all_gathers": "FSDP2 frees memory without having to hold gathers back",
     "sync_module_states": "rank 0's weights always go to all ranks",
-    "fsdp_sync_module_states": "rank 0's weights always go to all ranks",
-    "state_dict_type": "checkpoints have one layout under every strategy",
-    "fsdp_state_dict_type": "checkpoints have one layout under every strategy",
+    "state_dict_type": _ONE_LAYOUT,
+    "state_dict_config": _ONE_LAYOUT,
+    "optim_state_dict_config": _ONE_LAYOUT,
     "device_id": "Trainer(devices=…) says it",
     "param_init_fn": "define reset_parameters in the modules that are built on the device 'meta'",
     "ignored_modules": "every parameter of the task is sharded; keep a module that shall not be outside of the task",
-    "backward_prefetch": "FSDP2 gathers the next unit while backward runs, by itself",
+    "ignored_states": "every parameter of the task is sharded; keep one that shall not be outside of the task",
+    "backward_prefetch": _BY_ITSELF,
+    "backward_prefetch_policy": _BY_ITSELF,
     "process_group": "Trainer(devices=…) and device_mesh say which ranks take part",
+    "activation_checkpointing_offload": "what checkpointing keeps stays on the device",
+    "version": "FSDP2 is what there is, and it reads the options of version 1",
+    "accelerator": "Trainer(accelerator=…) says it",
+    "parallel_devices": "Trainer(devices=…) says it",
+    "cluster_environment": "launchers are found by themselves, or Trainer(launcher=…) says it",
+    "checkpoint_io": _ONE_LAYOUT,
+    "precision_plugin": "Trainer(precision=…) says it",
 }
-# Options whose one usable value asks for what happens anyway.
+# Options whose one usable value asks for what happens anyway, by their names without `fsdp_`.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
-    "fsdp_use_orig_params": (True, "true"),
-    "fsdp_sync_module_states": (True, "true"),
-    "fsdp_backward_prefetch": ("BACKWARD_PRE", "backward_pre", None),
-    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", "backward_pre", None),
-    "fsdp_cpu_ram_efficient_loading": (True, "true", False, "false"),
-    "fsdp_version": (2, "2"),
+    "use_orig_params": ("true",),
+    "sync_module_states": ("true",),
+    "limit_all_gathers": ("true",),
+    "backward_prefetch": ("backward_pre",),
+    "backward_prefetch_policy": ("backward_pre",),
+    "activation_checkpointing_offload": ("false",),
+    "version": ("2",),
 }
-_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+_NUMBERED = {
+    "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
+}  # fmt: skip
+_CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
 
 
 def refuse_removed(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise for arguments that the strategy does not take, saying what has become of those of FSDP1.
+    """Raise for arguments that the strategy does not take, saying who does what those of FSDP1 and of Lightning did.
 
     Raises:
         ConfigurationError: there is any.
     """
     for name, value in options.items():
         if name in _REMOVED:
-            raise ConfigurationError(f"{name}={value!r} is an option of FSDP1: {_REMOVED[name]}. Leave it out.")
+            raise ConfigurationError(f"{name}={value!r} is no option of FSDP2: {_REMOVED[name]}. Leave it out.")
         raise ConfigurationError(
             f"FSDPStrategy has no argument {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
         )
 
 
 def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Read Hugging Face Accelerate's `fsdp_config` (its names, with or without `fsdp_`) into FSDPStrategy's arguments.
+    """Read Hugging Face Accelerate's `fsdp_config` into FSDPStrategy's arguments.
+
+    Args:
+        config: its names with or without `fsdp_`, and the fields of `FullyShardedDataParallelPlugin`. What is None is
+            left to the default.
 
     Raises:
         ConfigurationError: an option that is unknown, or that FSDP2 does not have and that asks for something.
     """
+    given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
-    policy = str(_get(config, "fsdp_auto_wrap_policy", "NO_WRAP")).upper()
-    for given, value in config.items():
-        name = given if given.startswith("fsdp_") else f"fsdp_{given}"
-        if name in _HARMLESS and value in _HARMLESS[name]:
+    for name, (written, value) in given.items():
+        text = str(getattr(value, "name", value)).lower()  # torch's enumerations have names
+        if text in _HARMLESS.get(name, ()) or name in ("state_dict_type", "auto_wrap_policy", "min_num_params"):
             continue
-        if name == "fsdp_sharding_strategy":
-            found["sharding_strategy"] = _NUMBERED.get(str(value), str(value).upper())
-        elif name == "fsdp_offload_params":
-            found["cpu_offload"] = _flag(given, value)
-        elif name == "fsdp_activation_checkpointing":
-            found["activation_checkpointing"] = _flag(given, value)
-        elif name == "fsdp_reshard_after_forward":
-            found |= _reshard(given, value)
-        elif name == "fsdp_forward_prefetch":
-            found["forward_prefetch"] = int(_flag(given, value))
-        elif name == "fsdp_transformer_layer_cls_to_wrap":
-            if policy == "TRANSFORMER_BASED_WRAP":
-                names = value.split(",") if isinstance(value, str) else value
-                found["auto_wrap_policy"] = [part.strip() if isinstance(part, str) else part for part in names]
-        elif name == "fsdp_min_num_params":
-            if policy == "SIZE_BASED_WRAP":
-                found["min_num_params"] = int(value)
-        elif name == "fsdp_auto_wrap_policy":
-            _check_policy(given, policy, config)
-        elif name == "fsdp_state_dict_type":
-            continue  # checkpoints have one layout, which every strategy and number of ranks reads
+        if name in _CLASSES_TO_WRAP:
+            continue
+        if name == "sharding_strategy":
+            found[name] = _NUMBERED.get(text, value)
+        elif name in ("offload_params", "cpu_offload"):
+            found["cpu_offload"] = _flag(written, value) if isinstance(value, (str, int)) else value
+        elif name in ("activation_checkpointing", "cpu_ram_efficient_loading"):
+            found[name] = _flag(written, value)
+        elif name == "reshard_after_forward":
+            found |= _reshard(written, value)
+        elif name == "forward_prefetch":
+            found[name] = int(_flag(written, value))
+        elif name == "mixed_precision_policy":
+            found["mixed_precision"] = _named_policy(written, value)
         else:
-            reason = _REMOVED.get(name, _REMOVED.get(given, "it is not known here"))
-            raise ConfigurationError(f"{given}={value!r}: {reason}. Leave it out.")
-    return found
+            raise ConfigurationError(
+                f"{written}={value!r}: {_REMOVED.get(name, 'it is not known here')}. Leave it out."
+            )
+    return found | _units(given)
 
 
-def _check_policy(given: str, policy: str, config: Mapping[str, Any]) -> None:
-    needs = {
-        "TRANSFORMER_BASED_WRAP": "fsdp_transformer_layer_cls_to_wrap", "SIZE_BASED_WRAP": "fsdp_min_num_params",
-        "NO_WRAP": None,
-    }  # fmt: skip
-    if policy not in needs:
-        raise ConfigurationError(f"{given}={policy!r} is unknown.{nearest(policy, needs)} Known: {', '.join(needs)}.")
-    needed = needs[policy]
-    if needed is not None and _get(config, needed, None) is None:
-        raise ConfigurationError(f"{given}={policy!r} needs {needed}. Say it, or define shard_units in the task.")
+def _units(given: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Read which modules are units."""
+    if "auto_wrap_policy" not in given:
+        return {}
+    written, policy = given["auto_wrap_policy"]
+    if callable(policy):
+        return {"auto_wrap_policy": policy}
+    needs = {"TRANSFORMER_BASED_WRAP": _CLASSES_TO_WRAP, "SIZE_BASED_WRAP": ("min_num_params",), "NO_WRAP": ()}
+    needed = needs.get(str(policy).upper())
+    if needed is None:
+        raise ConfigurationError(
+            f"{written}={policy!r} is unknown.{nearest(str(policy).upper(), needs)} Known: {', '.join(needs)}."
+        )
+    value = next((given[name][1] for name in needed if name in given), None)
+    if needed and value is None:
+        raise ConfigurationError(
+            f"{written}={policy!r} needs fsdp_{needed[0]}. Say it, or leave both out and define the task's shard_units."
+        )
+    if needed is _CLASSES_TO_WRAP:
+        names = value.split(",") if isinstance(value, str) else value
+        return {"auto_wrap_policy": [part.strip() if isinstance(part, str) else part for part in names or ()]}
+    return {"min_num_params": int(str(value))} if needed else {}
 
 
 def _reshard(given: str, value: Any) -> dict[str, Any]:
     # With version 1 of FSDP this option held the sharding strategy.
-    if str(value).upper() in SHARDING_STRATEGIES:
-        return {"sharding_strategy": str(value).upper()}
+    if str(getattr(value, "name", value)).upper().lstrip("_") in SHARDING_STRATEGIES:
+        return {"sharding_strategy": value}
     return {"reshard_after_forward": _flag(given, value)}
 
 
-def _get(config: Mapping[str, Any], name: str, default: Any) -> Any:
-    return config.get(name, config.get(name.removeprefix("fsdp_"), default))
+def _named_policy(given: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return mixed_precision_policy(MixedPrecision(**value))
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if isinstance(value, str):
+        if value not in dtypes:
+            raise ConfigurationError(
+                f"{given}={value!r} is unknown.{nearest(value, dtypes)} Known: {', '.join(dtypes)}."
+            )
+        return MixedPrecisionPolicy(param_dtype=dtypes[value], reduce_dtype=dtypes[value])
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -117,6 +156,88 @@ def _flag(name: str, value: Any) -> bool:
     if found is None:
         raise ConfigurationError(f"{name}={value!r}: write true or false.")
     return found
+
+
+def sharding_strategy_name(value: Any) -> str:
+    """Return the name of a sharding strategy, also of torch's `ShardingStrategy`.
+
+    Raises:
+        ConfigurationError: it is unknown.
+    """
+    name = str(getattr(value, "name", value)).upper().lstrip("_")
+    if name not in SHARDING_STRATEGIES:
+        raise ConfigurationError(
+            f"sharding_strategy={value!r} is unknown.{nearest(name, SHARDING_STRATEGIES)} "
+            f"Known: {', '.join(SHARDING_STRATEGIES)}."
+        )
+    return name
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
+    """Return an argument's value.
+
+    Raises:
+        ConfigurationError: it is none of the known ones.
+    """
+    if value not in known:
+        raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(str(value), known)} Known: {', '.join(known)}.")
+    return str(value)
+
+
+def recomputed_modules(own: Any, lightnings: Any) -> Any:
+    """Return which modules are checkpointed, from the two names of the argument.
+
+    Raises:
+        ConfigurationError: both are given.
+    """
+    if lightnings is not None and own not in (None, False):
+        raise ConfigurationError(
+            "activation_checkpointing and activation_checkpointing_policy both say what is checkpointed. Leave one out."
+        )
+    return lightnings if lightnings is not None else own if own is not None else False
+
+
+def offload_flag(value: Any) -> bool:
+    """Return whether pieces stay on the host; reads torch's `CPUOffload` and offload policies too.
+
+    Raises:
+        ConfigurationError: something else, or a policy that says how memory is pinned.
+    """
+    if isinstance(value, CPUOffload):
+        return value.offload_params
+    if isinstance(value, CPUOffloadPolicy):
+        if not value.pin_memory:
+            raise ConfigurationError(
+                "cpu_offload=CPUOffloadPolicy(pin_memory=False): memory is pinned where an accelerator reads it, and "
+                "not on the CPU. Write cpu_offload=True."
+            )
+        return True
+    if value is None or isinstance(value, OffloadPolicy):
+        return False
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"cpu_offload={value!r}: write True or False.")
+    return value
+
+
+def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy | None:
+    """Return the policy of FSDP2 that says the same; reads FSDP1's `MixedPrecision` too.
+
+    Raises:
+        ConfigurationError: something else, or a wish that FSDP2 cannot serve.
+    """
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        return value
+    if not isinstance(value, MixedPrecision):
+        raise ConfigurationError(
+            f"mixed_precision={value!r}: write a torch.distributed.fsdp.MixedPrecisionPolicy, or leave it out and say "
+            "Trainer(precision='bf16-mixed')."
+        )
+    if value.buffer_dtype is not None or value.keep_low_precision_grads:
+        raise ConfigurationError(
+            f"mixed_precision={value!r}: FSDP2 leaves buffers in their dtype, and gradients are those of the pieces. "
+            "Leave buffer_dtype and keep_low_precision_grads out."
+        )
+    return MixedPrecisionPolicy(param_dtype=value.param_dtype, reduce_dtype=value.reduce_dtype)
 
 
 def check_arguments(
@@ -132,13 +253,10 @@ def check_arguments(
     Raises:
         ConfigurationError: a value that is unknown, or two that exclude each other.
     """
-    if sharding_strategy not in SHARDING_STRATEGIES:
-        raise ConfigurationError(
-            f"sharding_strategy={sharding_strategy!r} is unknown."
-            f"{nearest(str(sharding_strategy), SHARDING_STRATEGIES)} Known: {', '.join(SHARDING_STRATEGIES)}."
-        )
     if device_mesh is not None and (
-        len(device_mesh) != 2 or not all(isinstance(n, int) and n > 0 for n in device_mesh)
+        not isinstance(device_mesh, (tuple, list))
+        or len(device_mesh) != 2
+        or not all(isinstance(n, int) and n > 0 for n in device_mesh)
     ):
         raise ConfigurationError(
             f"device_mesh={device_mesh!r}: write (replicas, ranks that share one), such as (2, 4)."
@@ -147,7 +265,7 @@ def check_arguments(
         raise ConfigurationError("auto_wrap_policy and min_num_params both say what is a unit. Leave one out.")
     if min_num_params is not None and (not isinstance(min_num_params, int) or min_num_params < 1):
         raise ConfigurationError(f"min_num_params={min_num_params!r}: write a whole number, such as 1_000_000.")
-    if sharding_strategy in ("SHARD_GRAD_OP", "NO_SHARD") and reshard_after_forward not in (None, False):
+    if sharding_strategy not in RESHARDING and reshard_after_forward not in (None, False):
         raise ConfigurationError(
             f"sharding_strategy={sharding_strategy!r} keeps parameters whole after the forward, and "
             f"reshard_after_forward={reshard_after_forward!r} cuts them. Leave one out."

@@ -2,19 +2,80 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.strategies.process_group import Processes
+from trainwright.strategies.shard_ending import GIVEN_UP, give_up
 from trainwright.strategies.shard_units import replace_parameters
 
 
-def names_on_meta(task: TaskModule) -> list[str]:
-    """Return the names of the parameters and buffers that this rank has no memory for. Not collective."""
-    return [name for name, tensor in [*task.named_parameters(), *task.named_buffers()] if tensor.is_meta]
+class MetaBuilding:
+    """Builds a task's model without memory where that is wished, and knows what still has to be loaded.
+
+    Args:
+        everywhere: on all ranks.
+        others: on all ranks but rank 0.
+
+    Raises:
+        ConfigurationError: both.
+    """
+
+    def __init__(self, *, everywhere: bool, others: bool) -> None:
+        if everywhere and others:
+            raise ConfigurationError(
+                "meta_init=True builds the model without values on every rank, and cpu_ram_efficient_loading=True on "
+                "all but rank 0. Leave one out."
+            )
+        self._everywhere, self._others = everywhere, others
+        self._awaited: set[str] = set()
+
+    def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:
+        """Return the context of `configure_model` on this rank. Not collective.
+
+        Raises:
+            ConfigurationError: the task builds nothing there.
+        """
+        if (self._everywhere or self._others) and not overrides(task, "configure_model", TaskModule):
+            name = "meta_init" if self._everywhere else "cpu_ram_efficient_loading"
+            raise ConfigurationError(
+                f"{name}=True says where {type(task).__name__}.configure_model builds the model, and it has none. "
+                "Move the layers there from __init__, or leave the argument out."
+            )
+        meta = self._everywhere or (self._others and processes.rank > 0)
+        return torch.device("meta") if meta else nullcontext()
+
+    def names_to_reset(self, task: TaskModule, processes: Processes) -> list[str]:
+        """Return the parameters and buffers that no rank has values for, without what is to be loaded. Collective."""
+        tensors = [*task.named_parameters(), *task.named_buffers()]
+        names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
+        self._awaited = set(names) if vars(task).get(GIVEN_UP) else set()
+        return [] if self._awaited else names
+
+    def note_missing(self, missing: list[str]) -> None:
+        """Take note of what a checkpoint that has been loaded did not hold. Not collective."""
+        self._awaited.intersection_update(missing)
+
+    def check(self, task: TaskModule) -> None:
+        """Check that every weight has a value by now. Not collective.
+
+        Raises:
+            ConfigurationError: the task had given its weights up, and no checkpoint has brought them.
+        """
+        if self._awaited:
+            give_up(task)  # what stands in its pieces now is no value, and a checkpoint may still come
+            raise ConfigurationError(
+                f"{type(task).__name__} gave its weights up when its last stage was over "
+                "(weights_after_stage='none'). Pass ckpt_path, for example ckpt_path='last', or build the task anew."
+            )
+        vars(task).pop(GIVEN_UP, None)
 
 
 def materialize(task: TaskModule, module: nn.Module, built: list[str], device: torch.device) -> None:

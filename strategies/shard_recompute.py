@@ -1,12 +1,27 @@
-"""Activation checkpointing: parts of a model whose activations are computed anew in backward instead of kept."""
+"""Activation checkpointing: parts of a model whose activations are computed anew in backward instead of kept.
+
+Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016); by operator: torch's
+`create_selective_checkpoint_contexts`.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.shard_units import WrapPolicy, matching, replace_module
+
+SavePolicy = Collection[Any] | Callable[..., CheckpointPolicy]
+"""Operators whose results are kept, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`); or torch's policy
+function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
@@ -14,10 +29,24 @@ class Recomputed:
 
     Args:
         choice: which: see `FSDPStrategy`.
+        save: what is kept within them.
+
+    Raises:
+        ConfigurationError: `save` without `choice`, a choice that means nothing, or an operator that is unknown.
     """
 
-    def __init__(self, choice: bool | WrapPolicy) -> None:
+    def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
+        if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:
+            raise ConfigurationError(
+                f"activation_checkpointing={choice!r}: write True, False, a number n for every n-th unit, or classes."
+            )
+        if save is not None and choice is False:
+            raise ConfigurationError(
+                "activation_checkpointing_save says what is kept of activations that are computed anew, and none are. "
+                "Pass activation_checkpointing=True, or leave it out."
+            )
         self._choice = choice
+        self._policy = save if save is None or callable(save) else _operators(save)
         self._task: TaskModule | None = None
         self._wrapped: list[tuple[nn.Module, nn.Module]] = []
 
@@ -25,26 +54,34 @@ class Recomputed:
         """Return the units with the wrappers in the places of those that are wrapped. Not collective.
 
         Raises:
-            ConfigurationError: a class that no module has; or all units are to be computed anew and there is none.
+            ConfigurationError: a class that no module has; or units are to be computed anew and there are too few.
         """
-        choice = self._choice
-        if choice is False:
+        if self._choice is False:
             return units
-        if choice is True and not units:
-            raise ConfigurationError(
-                "activation_checkpointing=True computes the activations of each unit anew, and the task has none. "
-                "Define shard_units in it, or pass auto_wrap_policy or the classes to checkpoint."
-            )
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+        options: dict[str, Any] = {}
+        if self._policy is not None:
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, self._policy)
         self._task = task
-        chosen = units if choice is True else matching(task, choice, "activation_checkpointing")
-        for module in chosen:
-            wrapper = checkpoint_wrapper(module)
+        for module in self._chosen(task, units):
+            wrapper = checkpoint_wrapper(module, **options)
             replace_module(task, module, wrapper)
             self._wrapped.append((module, wrapper))
         around = {id(module): wrapper for module, wrapper in self._wrapped}
         return [around.get(id(unit), unit) for unit in units]
+
+    def _chosen(self, task: TaskModule, units: list[nn.Module]) -> list[nn.Module]:
+        choice = self._choice
+        if not isinstance(choice, int):
+            found = matching(task, choice, "activation_checkpointing")
+            return list({id(module): module for module in found}.values())  # one may be of several of the classes
+        if len(units) < choice:
+            each = "each unit" if choice is True else f"one in {choice} units"
+            raise ConfigurationError(
+                f"activation_checkpointing={choice!r} computes the activations of {each} anew, and the task has "
+                f"{len(units) or 'none'}. Define shard_units in it, or pass auto_wrap_policy or the classes to "
+                "checkpoint."
+            )
+        return units[choice - 1 :: choice]
 
     def unwrap(self) -> None:
         """Put the parts back into their places. Not collective."""
@@ -52,3 +89,28 @@ class Recomputed:
             assert self._task is not None  # what was wrapped belongs to it
             replace_module(self._task, wrapper, module)
         self._task, self._wrapped = None, []
+
+
+def _operators(wanted: Collection[Any]) -> list[Any]:
+    """Return the overloads that are meant."""
+    found: list[Any] = []
+    for entry in [wanted] if isinstance(wanted, str) else wanted:
+        operator = _named_operator(entry) if isinstance(entry, str) else entry
+        if isinstance(operator, torch._ops.OpOverloadPacket):
+            names = operator.overloads()  # type: ignore[no-untyped-call]  # torch has no types here
+            found += [getattr(operator, name) for name in names]
+        elif isinstance(operator, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+            found.append(operator)
+        else:
+            raise ConfigurationError(
+                f"activation_checkpointing_save holds {entry!r}. Write operators such as torch.ops.aten.mm or "
+                "'aten.mm', or a function that returns torch's CheckpointPolicy."
+            )
+    return found
+
+
+def _named_operator(name: str) -> Any:
+    operator: Any = torch.ops
+    for part in name.split("."):
+        operator = getattr(operator, part, None)
+    return operator

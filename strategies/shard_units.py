@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from torch import nn
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.task import TaskModule
 
-WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[[nn.Module], bool]
-"""Classes of modules or their names, or a function that says yes to a module."""
+WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[..., Any]
+"""Classes of modules or their names, or a function that says yes to a module; also a policy of `torch.distributed.
+fsdp.wrap`, such as `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap_policy, min_num_params=10**6)`."""
+
+LARGE_NUM_PARAMS = 100_000_000
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -55,7 +61,11 @@ def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Mod
         ConfigurationError: naming `argument`: a class that no module has, or a module without a forward.
     """
     modules = [module for module in task.modules() if module is not task]
+    if hasattr(policy, "_lambda_fn"):
+        policy = policy._lambda_fn  # torch's CustomPolicy, which is no function itself
     if callable(policy) and not isinstance(policy, type):
+        if "recurse" in inspect.signature(policy).parameters:
+            return _by_torch_policy(task, policy)
         return [module for module in modules if policy(module)]
     entries = list(policy) if isinstance(policy, Collection) and not isinstance(policy, str) else [policy]
     found: list[nn.Module] = []
@@ -105,6 +115,61 @@ def _by_size(task: TaskModule, least: int) -> set[int]:
 
     left_of(task)
     return found
+
+
+def _by_torch_policy(task: TaskModule, policy: Callable[..., Any]) -> list[nn.Module]:
+    """Ask a policy in the form of FSDP1: `policy(module, recurse, nonwrapped_numel)`."""
+    found: list[nn.Module] = []
+
+    def taken(module: nn.Module) -> int:
+        """Return how many of a module's parameters have come into units."""
+        total = sum(parameter.numel() for parameter in module.parameters())
+        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+            return 0
+        inside = sum(taken(child) for child in module.children())
+        eligible = module is not task and not isinstance(module, _WITHOUT_FORWARD)
+        if eligible and policy(module=module, recurse=False, nonwrapped_numel=total - inside):
+            found.append(module)
+            return total
+        return inside
+
+    taken(task)
+    return found
+
+
+def check_no_scalars(task: TaskModule) -> None:
+    """Check that every parameter has a dimension to be cut along.
+
+    Raises:
+        ConfigurationError: one has none.
+    """
+    scalars = [name for name, parameter in task.named_parameters() if not parameter.dim()]
+    if scalars:
+        raise ConfigurationError(
+            f"{type(task).__name__}'s parameter {scalars[0]} has no dimension that could be cut. Give it one: "
+            "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+        )
+
+
+def warn_of_large_rest(task: TaskModule, units: list[nn.Module], num_pieces: int) -> None:
+    """Warn when most of a large model lies in no unit, so that every rank gathers it whole. Not collective.
+
+    Args:
+        task: the model, on any device.
+        units: what `find_units` returned.
+        num_pieces: ranks that share the model; on one nothing is gathered.
+    """
+    inside = {id(parameter) for unit in units for parameter in unit.parameters()}
+    rest = sum(parameter.numel() for parameter in task.parameters() if id(parameter) not in inside)
+    total = sum(parameter.numel() for parameter in task.parameters())
+    if num_pieces > 1 and rest > LARGE_NUM_PARAMS and 2 * rest > total:
+        warnings.warn(
+            f"{rest:,} of {type(task).__name__}'s {total:,} parameters lie in no unit and are gathered on every rank "
+            "for the whole step. Define shard_units in the task, for example to return self.blocks, or pass "
+            "FSDPStrategy(auto_wrap_policy='Block') or min_num_params.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
 
 
 def _inner_first(module: nn.Module, seen: set[int] | None = None) -> Iterator[nn.Module]:

@@ -159,8 +159,7 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
             The optimizers, in the task's order.
         """
         self.task = task
-        with self.precision.default_dtype():
-            task.configure_model()
+        self._build(task)
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         self._place(task)
@@ -170,6 +169,11 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
             self._scaler = torch.amp.GradScaler(self.device.type)
         self._eval_step = self._step = self._compile(StepModule(task)) if self.compile_options is not None else None
         return self.optimizers
+
+    def _build(self, task: TaskModule) -> None:
+        """Have the task build what it builds in `configure_model`."""
+        with self.precision.default_dtype():
+            task.configure_model()
 
     def _place(self, task: TaskModule) -> None:
         """Bring the task's parameters and buffers to where they are trained."""

@@ -15,123 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional
 from torchmetrics import SumMetric
 
 from tests.helpers.distributed import run_distributed
-from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.strategies.sharded import Block, Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, NonFiniteError
-from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp import FSDPStrategy
-
-
-class Block(nn.Module):
-    """A residual layer of an odd width, which no number of ranks divides."""
-
-    def __init__(self, width: int = 7) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, width)` to the same shape."""
-        mixed: torch.Tensor = inputs + torch.tanh(self.mix(self.norm(inputs)))
-        return mixed
-
-
-class Blocks(TaskModule):
-    """A stack of blocks between two layers that share their weights; one bias is frozen."""
-
-    def __init__(self, own_units: bool = True, lr: float = 0.05) -> None:
-        super().__init__()
-        self.own_units, self.lr = own_units, lr
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(3)
-            self.inputs = nn.Linear(5, 7)
-            self.blocks = nn.ModuleList([Block() for _ in range(3)])
-            self.outputs = nn.Linear(7, 5)
-            self.tied = nn.Linear(5, 7)
-        self.outputs.weight = nn.Parameter(self.inputs.weight.detach().T.clone())
-        self.tied.weight = self.inputs.weight
-        self.inputs.bias.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(3))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Map `(items, 5)` to the same shape."""
-        hidden = self.inputs(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        outputs: torch.Tensor = self.outputs(hidden + self.tied(inputs))
-        return outputs
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the mean squared error, and log it."""
-        loss = functional.mse_loss(self(batch), batch.flip(1))
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
-        self.log("val_loss", functional.mse_loss(self(batch), batch.flip(1)), batch_size=len(batch))
-
-    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """Return the outputs."""
-        outputs: torch.Tensor = self(batch)
-        return outputs
-
-    def num_items(self, batch: Any) -> int:
-        """Count the rows."""
-        return len(batch)
-
-    def shard_units(self) -> Any:
-        """Cut block by block."""
-        return self.blocks if self.own_units else None
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW over what is not frozen."""
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-
-
-def batches(num: int = 8) -> list[torch.Tensor]:
-    """Return micro-batches of 1 to 4 rows of 5 numbers."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(1 + i % 4, 5, generator=generator) for i in range(num)]
-
-
-def train(strategy: Any, processes: int, task: TaskModule | None = None, **arguments: Any) -> dict[str, Any]:
-    """Train two epochs of steps of four micro-batches; return what can be compared, and the task."""
-    recorder, task = StepRecorder(), task or Blocks(own_units=not getattr(strategy, "auto_wrap_policy", None))
-    settings = {"accumulate_grad_batches": 4 // processes, "gradient_clip_val": 0.5, "max_epochs": 2, **arguments}
-    callbacks = [recorder, *settings.pop("callbacks", [])]
-    trainer = quiet_trainer(
-        devices="auto" if processes > 1 else 1,
-        strategy=strategy,
-        callbacks=callbacks,
-        num_sanity_val_steps=1,
-        **settings,
-    )
-    trainer.fit(task, batches(), batches(7))
-    return {
-        "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
-        "val": trainer.callback_metrics["val_loss"], "reported": recorder.reported,
-    }  # fmt: skip
-
-
-def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], atol: float = 1e-6) -> None:
-    """Compare the mean of the ranks' losses and everything else with one process."""
-    losses = torch.stack([found["losses"] for found in by_rank]).mean(0)
-    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
-    for found in by_rank:
-        torch.testing.assert_close(found["norms"], alone["norms"], rtol=0, atol=atol)
-        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=10 * atol)
-        assert float(found["val"]) == pytest.approx(float(alone["val"]), abs=10 * atol)
-
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "units of the task": {},
@@ -143,6 +39,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gradients and optimizer": {"sharding_strategy": "SHARD_GRAD_OP"},
     "not at all": {"sharding_strategy": "NO_SHARD"},
     "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)},
+    "hybrid, kept": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "device_mesh": (1, 2)},
     "replicas": {"device_mesh": (2, 1)},
     "resharded root": {"reshard_after_forward": True},
     "on the host": {"cpu_offload": True},
@@ -594,7 +491,7 @@ def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) ->
         ({"min_num_params": 0}, "whole number"),
         ({"device_mesh": (0, 2)}, "replicas"),
         ({"forward_prefetch": -1}, "number of units"),
-        ({"use_orig_params": True}, "option of FSDP1"),
+        ({"use_orig_params": True}, "no option of FSDP2"),
         ({"sync_module_states": True}, "rank 0's weights always"),
         ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
     ],
