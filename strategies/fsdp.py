@@ -52,6 +52,7 @@ from trainwright.strategies.fsdp_options import (
     recomputed_modules,
     refuse_removed,
     sharding_strategy_name,
+    state_dict_type_name,
 )
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
@@ -62,7 +63,7 @@ from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
 from trainwright.strategies.shard_units import WrapPolicy, check_no_scalars, find_units, warn_of_large_rest
-from trainwright.strategies.shards import local_piece, piece_of, whole
+from trainwright.strategies.shards import local_piece, piece_of, pieces_of, whole
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
@@ -97,6 +98,8 @@ class FSDPStrategy(DataParallel):
         cpu_ram_efficient_loading: it runs there on all ranks but rank 0, whose values everybody gets unit by unit.
         weights_after_stage: which ranks have whole weights on their hosts when a stage is over: `"all"`; `"main"`: rank
             0 alone; `"none"`: the checkpoints alone have them.
+        state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
+            its host and writes it.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         removed: none; FSDP1's further options raise an error that says what has become of them.
 
@@ -126,6 +129,7 @@ class FSDPStrategy(DataParallel):
         meta_init: bool = False,
         cpu_ram_efficient_loading: bool = False,
         weights_after_stage: str = "all",
+        state_dict_type: str = "sharded",
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -154,6 +158,7 @@ class FSDPStrategy(DataParallel):
         self.sync_each_batch = sync_each_batch
         self.weights_after_stage = one_of("weights_after_stage", weights_after_stage, AFTER_STAGE)
         self._building = MetaBuilding(everywhere=meta_init, others=cpu_ram_efficient_loading)
+        self.state_dict_type = state_dict_type_name(state_dict_type)
         self._mesh: DeviceMesh | None = None
         self._root: Any = None
         self._units: list[Any] = []
@@ -356,6 +361,16 @@ class FSDPStrategy(DataParallel):
 
     # State
 
+    @property
+    def saves_pieces(self) -> bool:
+        return self.state_dict_type == "sharded" and self._root is not None and self.processes.world_size > 1
+
+    def in_pieces(self, state: Any) -> Any:
+        return pieces_of(state)
+
+    def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.saves_pieces else self._whole(tensor)
+
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return whole(tensor, self.device, keep=self.is_main)
 
@@ -366,7 +381,7 @@ class FSDPStrategy(DataParallel):
         for name, value in self.task.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in known:
-                    known[id(value)] = self._whole(value).detach()
+                    known[id(value)] = self._to_save(value).detach()
                 value = known[id(value)]
             found[name] = value
         return found
@@ -380,7 +395,7 @@ class FSDPStrategy(DataParallel):
         return missing, left_over
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        return [map_tensors(self._whole, state) for state in super().optimizer_states()]
+        return [map_tensors(self._to_save, state) for state in super().optimizer_states()]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}

@@ -21,7 +21,6 @@ _REMOVED = {
     "use_orig_params": _ORIGINAL,
     "limit_all_gathers": "FSDP2 frees memory without having to hold gathers back",
     "sync_module_states": "rank 0's weights always go to all ranks",
-    "state_dict_type": _ONE_LAYOUT,
     "state_dict_config": _ONE_LAYOUT,
     "optim_state_dict_config": _ONE_LAYOUT,
     "device_id": "Trainer(devices=…) says it",
@@ -49,10 +48,29 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing_offload": ("false",),
     "version": ("2",),
 }
+_STATE_DICT_TYPES = {
+    "full": "full", "full_state_dict": "full", "1": "full",
+    "sharded": "sharded", "sharded_state_dict": "sharded", "3": "sharded",
+}  # fmt: skip
 _NUMBERED = {
     "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
 }  # fmt: skip
 _CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
+
+
+def state_dict_type_name(value: Any) -> str:
+    """Return `"sharded"` or `"full"` for what says so, in torch's and Hugging Face Accelerate's words too.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    word = str(getattr(value, "name", value)).lower()  # torch's enumeration has names
+    if word not in _STATE_DICT_TYPES:
+        raise ConfigurationError(
+            f"state_dict_type={value!r} is unknown.{nearest(word, _STATE_DICT_TYPES)} Write 'sharded' (each rank "
+            "writes its pieces; any number of ranks reads them) or 'full' (rank 0 writes the whole)."
+        )
+    return _STATE_DICT_TYPES[word]
 
 
 def refuse_removed(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
@@ -83,7 +101,7 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, (written, value) in given.items():
         text = str(getattr(value, "name", value)).lower()  # torch's enumerations have names
-        if text in _HARMLESS.get(name, ()) or name in ("state_dict_type", "auto_wrap_policy", "min_num_params"):
+        if text in _HARMLESS.get(name, ()) or name in ("auto_wrap_policy", "min_num_params"):
             continue
         if name in _CLASSES_TO_WRAP:
             continue
@@ -97,6 +115,8 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
             found |= _reshard(written, value)
         elif name == "forward_prefetch":
             found[name] = int(_flag(written, value))
+        elif name == "state_dict_type":
+            found[name] = state_dict_type_name(value)
         elif name == "mixed_precision_policy":
             found["mixed_precision"] = _named_policy(written, value)
         else:

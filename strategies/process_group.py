@@ -35,7 +35,10 @@ class Processes:
 
     Attributes:
         rank, world_size, local_rank, num_nodes: where this process stands.
+        timeout: how long the others are waited for.
     """
+
+    timeout = DEFAULT_TIMEOUT
 
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology("none")
@@ -70,6 +73,13 @@ class Processes:
         store = PrefixStore("trainwright/job", _open_store(topology, datetime.timedelta(minutes=5)))
         kept: bytes = store.compare_set(key, "", value)
         return kept.decode()
+
+    def own_store(self, corner: str) -> Any:
+        """Return a connection to the run's key-value store for one other thread alone, below a prefix. Not collective.
+
+        None for a process without others.
+        """
+        return None
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
@@ -233,6 +243,11 @@ class ProcessGroup(Processes):
         if self._detector is not None:
             self._detector.close()
             self._detector = None
+
+    def own_store(self, corner: str) -> Any:
+        # Torch has no public name for the store of a group that the user has made.
+        store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
+        return PrefixStore(corner, store.clone())
 
     def gather_object(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world_size

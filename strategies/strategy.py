@@ -42,13 +42,14 @@ from trainwright.strategies.inspection import Inspectable
 from trainwright.strategies.non_finite import FiniteCheck
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
+from trainwright.strategies.saves_pieces import SavesPieces
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.transfer import make_transfer
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
+class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →
@@ -436,8 +437,8 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses):
     def model_state(self) -> dict[str, Any]:
         """Return the task's whole weights and buffers by their own names, not to be changed.
 
-        References where this process holds them whole, copies on the host otherwise: then collective, and on other
-        ranks than the main one the tensors have a shape and no values (device `meta`).
+        References where this process holds them whole or `saves_pieces`, copies on the host otherwise: then collective,
+        and on other ranks than the main one the tensors have a shape and no values (device `meta`).
         """
         return dict(self.task.state_dict())
 

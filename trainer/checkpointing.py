@@ -91,15 +91,19 @@ def _collect(
             "job": run.attempt.key,
             "precision": strategy.precision.name,
         }
+    optimizers = [] if weights_only else strategy.optimizer_states()
+    if strategy.saves_pieces:
+        model, optimizers = strategy.in_pieces((model, optimizers))
     return Snapshot(
         state=run.state.to_dict(),
         model=model,
-        optimizers=[] if weights_only else strategy.optimizer_states(),
+        optimizers=optimizers,
         trainer=trainer,
         rng=[of_rank["rng"] for of_rank in of_ranks],
         metrics=metrics,
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
+        in_pieces=strategy.saves_pieces,
     )
 
 

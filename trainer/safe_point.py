@@ -21,13 +21,15 @@ from trainwright.core.run import SaveRequest
 from trainwright.core.urls import is_url
 from trainwright.trainer import checkpointing, remote_saves
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.joint_saves import JointSaves, Target
 
 
 class SafePoint:
     """Wishes of callbacks, kept until every number of the present step is known.
 
-    Checkpoints that callbacks ask for are written in a thread of rank 0 while the training goes on, and entered in the
-    run's index there; every rank hears of an error at the next save or at the end of the fit.
+    Checkpoints that callbacks ask for are written in a thread while the training goes on, of rank 0 alone or of each
+    rank (see `JointSaves`), and rank 0 enters them in the run's index; every rank hears of an error at the next save
+    or at the end of the fit.
 
     Args:
         run: whose wishes these are.
@@ -37,6 +39,7 @@ class SafePoint:
     def __init__(self, run: RunFacts, *, async_save: bool) -> None:
         self._run = run
         self._writer = AsyncWriter() if async_save else None
+        self._joint = JointSaves(run, self._writer)
         # Left by the writer's thread for the main one: loggers and warnings are not made for several threads.
         self._published: deque[tuple[Path, tuple[str, ...]]] = deque()
         self._complaints: deque[str] = deque()
@@ -116,13 +119,18 @@ class SafePoint:
         with self._reunited():
             snapshot = checkpointing.capture(self._run, weights_only=weights_only)
 
-            def work() -> None:
-                self._wait()
-                write_checkpoint(path, snapshot)
+            def upload(path: Path) -> None:
                 if is_url(place):
                     remote_saves.upload_to(self._run, path, place)
 
-            checkpointing.on_main_rank(self._run, work, f"write {place}")
+            def work() -> None:
+                self._wait()
+                upload(write_checkpoint(path, snapshot))
+
+            if snapshot.in_pieces:
+                self._joint.save(snapshot, [Target(path, snapshot.metrics, upload)], before=self._wait, at_once=True)
+            else:
+                checkpointing.on_main_rank(self._run, work, f"write {place}")
         return path
 
     @contextlib.contextmanager
@@ -157,6 +165,7 @@ class SafePoint:
         """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are reported."""
         if self._writer is None:
             return
+        self._joint.hurry()  # after a stage that went well nothing is left to wait for
         try:
             self._writer.close()
         except CheckpointError as error:
@@ -185,25 +194,31 @@ class SafePoint:
         """Write one moment under several names: it is collected, and copied, once."""
         run, since = self._run, time.monotonic()
         snapshot = checkpointing.capture(run, weights_only=requests[0].weights_only)
-        names = ", ".join(str(self._folder(request) / request.name) for request in requests)
-        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, requests, since), f"write {names}")
+        targets = [self._target(request, snapshot, since) for request in requests]
+        # It waits for the save before, which the next may delete: loggers must have been told of it.
+        if snapshot.in_pieces:
+            self._joint.save(snapshot, targets, before=self._wait)
+            self._report()
+            return
+        names = ", ".join(str(target.path) for target in targets)
+        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, targets), f"write {names}")
 
-    def _write_alone(self, snapshot: Snapshot, requests: list[SaveRequest], since: float) -> None:
-        self._wait()  # before the next checkpoint may delete what loggers have not been told of
-        copied = False
-        for request in requests:
-            path = self._folder(request) / request.name
-            then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path),
-                           since=since)  # fmt: skip
-            metrics = request.metrics or snapshot.metrics
+    def _target(self, request: SaveRequest, snapshot: Snapshot, since: float) -> Target:
+        path = self._folder(request) / request.name
+        then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path),
+                       since=since)  # fmt: skip
+        return Target(path, request.metrics or snapshot.metrics, then)
+
+    def _write_alone(self, snapshot: Snapshot, targets: list[Target]) -> None:
+        self._wait()
+        for number, target in enumerate(targets):
             if self._writer is None:
-                then(write_checkpoint(path, replace(snapshot, metrics=metrics)))
+                target.then(write_checkpoint(target.path, replace(snapshot, metrics=target.metrics)))
                 self._report()
-            elif copied:
-                self._writer.submit_again(path, metrics=metrics, then=then)
+            elif number:
+                self._writer.submit_again(target.path, metrics=target.metrics, then=target.then)
             else:
-                self._writer.submit(path, replace(snapshot, metrics=metrics), then=then)
-                copied = True
+                self._writer.submit(target.path, replace(snapshot, metrics=target.metrics), then=target.then)
 
     def _keep_books(
         self, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float

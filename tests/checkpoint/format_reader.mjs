@@ -121,6 +121,12 @@ function tree(node, stored) {
   const text = () => ["str", hex(v)];
   switch (tag) {
     case "tensor": return trueTensor(stored.get(v), node.get("dtype"));
+    case "pieces": {
+      const shape = node.get("shape").map(Number);
+      const data = stored.pieces.get(v) ?? Buffer.alloc(0);
+      if ((data.length === 0) !== shape.includes(0)) throw new Error(`pieces of ${v}`);
+      return ["tensor", node.get("dtype"), shape, data.toString("hex")];
+    }
     case "ndarray": {
       const data = node.has("v") ? stored.get(v).data.toString("hex") : "";
       return ["tag", tag, ["tuple", [["str", hex(node.get("dtype"))], ints(node.get("shape")), ["bytes", data]]]];
@@ -154,38 +160,78 @@ function tree(node, stored) {
 
 const folder = process.argv[2];
 const manifest = parse(readFileSync(join(folder, "manifest.json")));
-if (manifest.get("format_version") !== 1n) throw new Error("version");
+if (![1n, 2n].includes(manifest.get("format_version"))) throw new Error("version");
 const listed = new Map([...manifest.get("parts").values()].flatMap((part) => [...part.get("files")]));
 for (const [path, entry] of listed) {
   if (path.split("/").some((step) => ["", ".", ".."].includes(step)) || /[\\:\0]/.test(path)) throw new Error(path);
   if (BigInt(statSync(join(folder, path)).size) !== entry.get("size")) throw new Error(path);
 }
 
-function readTree(stem) {
-  const stored = listed.has(`${stem}.safetensors`) ? readSafetensors(join(folder, `${stem}.safetensors`)) : new Map();
+function readStored(stem) {
+  return listed.has(`${stem}.safetensors`) ? readSafetensors(join(folder, `${stem}.safetensors`)) : new Map();
+}
+
+// The numbers of a piece's elements in the flattened tensor, in the order in which they are stored.
+function elementsOf(entry, shape) {
+  if (entry.has("start")) {
+    const start = Number(entry.get("start"));
+    return Array.from({ length: Number(entry.get("stop")) - start }, (_, i) => start + i);
+  }
+  return entry.get("offsets").reduce((found, first, dim) => found.flatMap((number) => Array.from(
+    { length: Number(entry.get("lengths")[dim]) }, (_, i) => number * shape[dim] + Number(first) + i)), [0]);
+}
+
+function readPieces(part) {
+  const found = new Map();
+  for (let rank = 0; ; rank++) {
+    const stem = `${part}/rank-${String(rank).padStart(5, "0")}`;
+    if (part === "rng" || !listed.has(`${stem}.json`)) return found;
+    const stored = readStored(stem);
+    for (const entry of parse(readFileSync(join(folder, `${stem}.json`))).get("pieces")) {
+      const shape = entry.get("shape").map(Number);
+      const numbers = elementsOf(entry, shape);
+      const { data } = stored.get(entry.get("stored"));
+      const width = data.length / numbers.length;
+      const name = entry.get("tensor");
+      const count = shape.reduce((left, right) => left * right, 1);
+      if (!found.has(name)) found.set(name, Buffer.alloc(count * width));
+      numbers.forEach((number, i) => data.copy(found.get(name), number * width, i * width, (i + 1) * width));
+    }
+  }
+}
+
+function readTree(stem, pieces) {
+  const stored = readStored(stem);
+  stored.pieces = pieces ?? new Map();
   return tree(parse(readFileSync(join(folder, `${stem}.json`))), stored);
 }
 
 function numbered(stem) {
   const found = [];
+  const pieces = readPieces(stem.split("/")[0]);
   for (;;) {
     const name = `${stem}-${String(found.length).padStart(5, "0")}`;
     if (!listed.has(`${name}.json`)) return ["list", found];
-    found.push(readTree(name));
+    found.push(readTree(name, pieces));
   }
 }
 
-const index = parse(readFileSync(join(folder, "model", "model.safetensors.index.json")));
-const notes = index.get("metadata").get("trainwright");
-const shards = new Map();
-const model = new Map();
-for (const [name, file] of index.get("weight_map")) {
-  if (!shards.has(file)) shards.set(file, readSafetensors(join(folder, "model", file)));
-  model.set(name, trueTensor(shards.get(file).get(name), notes.get("dtypes").get(name)));
+function readModel() {
+  if (listed.has("model/state.json")) return readTree("model/state", readPieces("model"));
+  const index = parse(readFileSync(join(folder, "model", "model.safetensors.index.json")));
+  const notes = index.get("metadata").get("trainwright");
+  const shards = new Map();
+  const model = new Map();
+  for (const [name, file] of index.get("weight_map")) {
+    if (!shards.has(file)) shards.set(file, readSafetensors(join(folder, "model", file)));
+    model.set(name, trueTensor(shards.get(file).get(name), notes.get("dtypes").get(name)));
+  }
+  for (const [name, first] of notes.get("tied")) model.set(name, model.get(first));
+  const extra = notes.has("extra") ? readTree(`model/${notes.get("extra")}`)[1] : [];
+  return ["dict", [...[...model].map(([name, value]) => [["str", hex(name)], value]), ...extra]];
 }
-for (const [name, first] of notes.get("tied")) model.set(name, model.get(first));
-const extra = notes.has("extra") ? readTree(`model/${notes.get("extra")}`)[1] : [];
+
 console.log(JSON.stringify({
   trainer: readTree("trainer"), rng: numbered("rng/rank"), optimizer: numbered("optimizer/optimizer"),
-  model: ["dict", [...[...model].map(([name, value]) => [["str", hex(name)], value]), ...extra]],
+  model: readModel(),
 }));

@@ -6,9 +6,11 @@ Tensors come as `Stored`, what Python has no type for as `Tagged`.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 import math
 import struct
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -58,8 +60,11 @@ def read(folder: Path) -> dict[str, Any]:
     found["trainer"] = read_tree(folder, "trainer", listed)
     for part, stem in (("rng", "rank"), ("optimizer", "optimizer")):
         numbers = [f"{part}/{stem}-{i:05d}" for i in range(len(listed)) if f"{part}/{stem}-{i:05d}.json" in listed]
-        found[part] = [read_tree(folder, name, listed) for name in numbers]
-    found["model"] = read_model(folder, listed)
+        found[part] = [read_tree(folder, name, listed, read_pieces(folder, part, listed)) for name in numbers]
+    if "model/state.json" in listed:
+        found["model"] = read_tree(folder, "model/state", listed, read_pieces(folder, "model", listed))
+    else:
+        found["model"] = read_model(folder, listed)
     return found
 
 
@@ -89,7 +94,7 @@ def read_manifest(data: bytes) -> dict[str, Any]:
     if not begin.endswith(b'"seal": "') or end != b'"\n}\n' or digest(begin + b"0" * 32 + end) != digits.decode():
         raise Refused("seal")
     manifest: dict[str, Any] = read_json(data)
-    if manifest["format_version"] != 1:
+    if manifest["format_version"] not in (1, 2):
         raise Refused("version")
     manifest["metrics"] = {name: float(text) for name, text in manifest["metrics"].items()}
     return manifest
@@ -146,14 +151,54 @@ def read_model(folder: Path, listed: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def read_tree(folder: Path, stem: str, listed: dict[str, Any]) -> Any:
+def read_pieces(folder: Path, part: str, listed: dict[str, Any]) -> dict[Any, Stored]:
+    """Return ("pieces", name) → tensor for those of a part that lie in pieces."""
+    places: dict[str, tuple[str, tuple[int, ...], dict[int, bytes]]] = {}
+    for i in itertools.count():
+        stem = f"{part}/rank-{i:05d}"
+        if part == "rng" or f"{stem}.json" not in listed:
+            break
+        stored = {}
+        if f"{stem}.safetensors" in listed:
+            stored = read_safetensors((folder / f"{stem}.safetensors").read_bytes())
+        for entry in read_json((folder / f"{stem}.json").read_bytes())["pieces"]:
+            shape = tuple(entry["shape"])
+            dtype, whole, elements = places.setdefault(entry["tensor"], (entry["dtype"], shape, {}))
+            data = stored[entry["stored"]].data
+            numbers = list(elements_of(entry, shape))
+            width = len(data) // len(numbers)
+            if (dtype, whole) != (entry["dtype"], shape) or elements.keys() & set(numbers):
+                raise Refused(entry["tensor"])
+            elements |= {number: data[i * width : (i + 1) * width] for i, number in enumerate(numbers)}
+    found: dict[Any, Stored] = {}
+    for name, (dtype, shape, elements) in places.items():
+        if sorted(elements) != list(range(math.prod(shape))):
+            raise Refused(name)
+        found["pieces", name] = Stored(dtype, shape, b"".join(elements[i] for i in sorted(elements)))
+    return found
+
+
+def elements_of(entry: dict[str, Any], shape: tuple[int, ...]) -> Iterator[int]:
+    """Yield the numbers of a piece's elements in the flattened tensor, in the order in which they are stored."""
+    if "start" in entry:
+        yield from range(entry["start"], entry["stop"])
+        return
+    ranges = [range(first, first + n) for first, n in zip(entry["offsets"], entry["lengths"], strict=True)]
+    for index in itertools.product(*ranges):
+        number = 0
+        for at, size in zip(index, shape, strict=True):
+            number = number * size + at
+        yield number
+
+
+def read_tree(folder: Path, stem: str, listed: dict[str, Any], pieces: dict[Any, Stored] | None = None) -> Any:
     """Return a tree."""
     tensors = f"{stem}.safetensors"
     stored = read_safetensors((folder / tensors).read_bytes()) if tensors in listed else {}
-    return tree(read_json((folder / f"{stem}.json").read_bytes()), stored)
+    return tree(read_json((folder / f"{stem}.json").read_bytes()), {**stored, **(pieces or {})})
 
 
-def tree(node: Any, stored: dict[str, Stored]) -> Any:
+def tree(node: Any, stored: dict[Any, Stored]) -> Any:
     """Return what a node of a tree stands for."""
     if isinstance(node, list):
         return [tree(item, stored) for item in node]
@@ -164,6 +209,11 @@ def tree(node: Any, stored: dict[str, Stored]) -> Any:
     tag, value = node["$"], node.get("v")
     if tag == "tensor":
         return as_true(stored[value], node.get("dtype"))
+    if tag == "pieces":
+        whole = stored.get(("pieces", value), Stored(node["dtype"], tuple(node["shape"]), b""))
+        if (whole.dtype, list(whole.shape)) != (node["dtype"], node["shape"]) or (0 in whole.shape) is bool(whole.data):
+            raise Refused(value)
+        return whole
     if tag == "ndarray":
         data = stored[value].data if "v" in node else b""
         return Tagged(tag, (node["dtype"], tuple(node["shape"]), data))
@@ -176,7 +226,7 @@ def tree(node: Any, stored: dict[str, Stored]) -> Any:
     return SCALARS[tag](node, stored)
 
 
-def _time(node: Any, stored: dict[str, Stored]) -> Any:
+def _time(node: Any, stored: dict[Any, Stored]) -> Any:
     time = datetime.datetime.fromisoformat(node["v"]).replace(fold=node["fold"])
     return Tagged("zoned", (time, node["zone"])) if "zone" in node else time
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint import format_reader
+from tests.checkpoint.cutting import Cut, rows, spans, tiles, write_in_pieces
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.format_reader import Stored, Tagged
 from tests.helpers.runs import quiet_trainer
@@ -109,6 +110,11 @@ def test_the_reader_made_from_the_document_reads_every_kind_of_value(tmp_path: P
     check_alike(write_checkpoint(tmp_path / "a", every_kind(), max_shard_bytes=max_shard_bytes), every_kind())
 
 
+@pytest.mark.parametrize("cut", [rows, tiles, spans])
+def test_it_reads_a_checkpoint_in_pieces(tmp_path: Path, cut: Cut) -> None:
+    check_alike(write_in_pieces(tmp_path / "a", every_kind(), 3, cut), every_kind())
+
+
 def test_it_reads_a_checkpoint_of_weights(tmp_path: Path) -> None:
     weights = Snapshot(state=TrainState(step=3).to_dict(), model={"w": torch.ones(2)}, kind="weights")
     check_alike(write_checkpoint(tmp_path / "a", weights), weights)
@@ -157,9 +163,10 @@ def test_it_reads_the_checkpoint_of_a_training(tmp_path: Path) -> None:
     assert set(snapshot.trainer) | {"progress"} == set(_column("## trainer.json", 0))
 
 
+@pytest.mark.parametrize("write", [write_checkpoint, write_in_pieces])
 @pytest.mark.parametrize("at", range(0, 2000, 97))
-def test_it_refuses_a_folder_in_which_a_byte_has_changed(tmp_path: Path, at: int) -> None:
-    folder = write_checkpoint(tmp_path / "a", every_kind())
+def test_it_refuses_a_folder_in_which_a_byte_has_changed(tmp_path: Path, at: int, write: Any) -> None:
+    folder = write(tmp_path / "a", every_kind())
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     file = files[at % len(files)]
     data = bytearray(file.read_bytes())
@@ -214,8 +221,12 @@ def typed(value: Any) -> Any:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_a_reader_in_javascript_reads_the_same(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "a", every_kind(), max_shard_bytes=40)
+@pytest.mark.parametrize("cut", [None, tiles, spans])
+def test_a_reader_in_javascript_reads_the_same(tmp_path: Path, cut: Cut | None) -> None:
+    if cut is None:
+        folder = write_checkpoint(tmp_path / "a", every_kind(), max_shard_bytes=40)
+    else:
+        folder = write_in_pieces(tmp_path / "a", every_kind(), 3, cut)
     script = Path(format_reader.__file__).with_suffix(".mjs")
     done = subprocess.run(["node", str(script), str(folder)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import format_reader
+from tests.checkpoint.cutting import write_in_pieces
 from tests.checkpoint.every_kind import every_kind
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import (
@@ -19,6 +20,7 @@ from trainwright.checkpoint import (
     read_manifest,
     upgrade,
     verify,
+    write_checkpoint,
 )
 from trainwright.core.errors import CheckpointError
 
@@ -57,8 +59,23 @@ def test_a_stored_index_is_read(folder: Path) -> None:
     assert (entry.name, entry.step, entry.kind, entry.metrics["loss"]) == ("step=12", 12, "full", 0.1)
 
 
-def test_the_first_version_is_read_by_a_reader_of_the_document() -> None:
-    assert format_reader.read(DATA / "format-1" / "step=12")["trainer"]["progress"]["step"] == 12
+@pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
+def test_a_stored_checkpoint_is_read_by_a_reader_of_the_document(folder: Path) -> None:
+    assert format_reader.read(folder / "step=12")["trainer"]["progress"]["step"] == 12
+
+
+def test_whole_tensors_and_indices_are_written_so_that_readers_of_the_first_version_read_them(tmp_path: Path) -> None:
+    assert read_manifest(write_checkpoint(tmp_path / "whole", every_kind())).format_version == 1
+    RunIndex(tmp_path, run="a").add(tmp_path / "whole")
+    assert '"format_version": 1,' in (tmp_path / "index.json").read_text()
+    assert read_manifest(write_in_pieces(tmp_path / "pieces", every_kind())).format_version == 2
+
+
+def test_a_reader_of_the_first_version_refuses_pieces_as_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_in_pieces(tmp_path / "pieces", every_kind())
+    monkeypatch.setattr(upgrade, "FORMAT_VERSION", 1)
+    with pytest.raises(NewerFormatError, match="format_version=2 is newer than 1"):
+        read_checkpoint(path)
 
 
 def _from_one_to_two(trees: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +132,7 @@ def test_an_upgrade_is_given_the_parts_that_were_asked_for() -> None:
 
 
 def test_a_version_without_a_way_to_today_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "FORMAT_VERSION", 2)
+    monkeypatch.setattr(upgrade, "UPGRADES", {})
     with pytest.raises(CheckpointError, match="format_version=1 is older than this Trainwright can read"):
         read_manifest(DATA / "format-1" / "step=12")
 

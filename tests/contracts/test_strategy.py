@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
@@ -64,6 +65,16 @@ class ContractTask(TaskModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class SaveAtEnd(Callback):
+    """Saves while the model lies as it is trained; after a stage it is whole again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def train(
     name: str, epochs: int, *, ckpt_path: Path | None = None, save_to: Path | None = None
 ) -> tuple[StepRecorder, dict[str, torch.Tensor]]:
@@ -76,11 +87,9 @@ def train(
         max_epochs=epochs,
         accumulate_grad_batches=_ACCUMULATE // processes,
         gradient_clip_val=0.3,
-        callbacks=[recorder],
+        callbacks=[recorder] if save_to is None else [recorder, SaveAtEnd(save_to)],
     )
     trainer.fit(task, micro_batches(), ckpt_path=ckpt_path)
-    if save_to is not None:
-        trainer.save_checkpoint(save_to)
     return recorder, weights_of(task)
 
 

@@ -360,19 +360,31 @@ class StateWatcher(Callback):
 
     def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
         self.seen = {(type(value).__name__, value.device.type) for value in checkpoint["state_dict"].values()}
+        self.shape = checkpoint["state_dict"]["blocks.0.mix.weight"].shape
 
 
-def _save(folder: Path) -> set[tuple[str, str]]:
+def _save(folder: Path, state_dict_type: str) -> set[tuple[str, str]]:
     watcher = StateWatcher()
-    strategy = FSDPStrategy(activation_checkpointing=True)  # what wraps the units is not in their names
+    # What wraps the units is not in their names.
+    strategy = FSDPStrategy(activation_checkpointing=True, state_dict_type=state_dict_type)
     train(strategy, 2, callbacks=[watcher, ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)])
+    assert watcher.shape == (7, 7)
     return watcher.seen
 
 
+_SEEN = {
+    "full": [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}],
+    "sharded": [{("DTensor", "cpu"), ("Tensor", "cpu")}] * 2,
+}
+
+
 @pytest.mark.distributed
-def test_a_checkpoint_within_a_run_holds_whole_tensors_and_ties_and_loads_into_one_process(tmp_path: Path) -> None:
-    seen = run_distributed(_save, 2, tmp_path / "run")
-    assert seen == [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}]
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one_process(
+    tmp_path: Path, state_dict_type: str
+) -> None:
+    seen = run_distributed(_save, 2, tmp_path / "run", state_dict_type)
+    assert seen == _SEEN[state_dict_type]
     path = next(path for path in (tmp_path / "run").iterdir() if "step=2" in path.name)
     snapshot = read_checkpoint(path)
     assert snapshot.model is not None
@@ -526,7 +538,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
             "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
             "fsdp_forward_prefetch": "true",
             "fsdp_offload_params": True,
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_use_orig_params": True,
             "fsdp_activation_checkpointing": "false",
         },
@@ -534,6 +546,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
     )
     assert (strategy.sharding_strategy, strategy.auto_wrap_policy) == ("SHARD_GRAD_OP", ["Block", "Linear"])
     assert (strategy.forward_prefetch, strategy.cpu_offload, strategy.activation_checkpointing) == (1, True, False)
+    assert strategy.state_dict_type == "full"
 
 
 @pytest.mark.parametrize(
@@ -545,6 +558,7 @@ def test_the_options_of_an_accelerate_configuration_are_read() -> None:
         ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
         ({"fsdp_offload_params": "maybe"}, "true or false"),
         ({"fsdp_colour": "red"}, "fsdp_colour"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its pieces"),
     ],
 )
 def test_an_accelerate_option_that_cannot_be_served_is_named(config: dict[str, Any], text: str) -> None:

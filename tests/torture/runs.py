@@ -42,7 +42,7 @@ class Case:
         accumulate: micro-batches in a step; the global batch stays the same.
         keep: checkpoints that are kept: the `"newest"` (older ones are deleted), `"all"` with a link to the newest, or
             one called `last` that is `"replaced"` in its place.
-        async_save: the Trainer's argument.
+        async_save, strategy: the Trainer's arguments.
     """
 
     world: int = 1
@@ -50,10 +50,11 @@ class Case:
     accumulate: int = 1
     keep: Literal["newest", "all", "replaced"] = "newest"
     async_save: bool = True
+    strategy: str = "auto"
 
     def __str__(self) -> str:
         saving = "async" if self.async_save else "sync"
-        return f"{self.world}x-{self.workers}workers-{self.accumulate}acc-{self.keep}-{saving}"
+        return f"{self.world}x-{self.workers}workers-{self.accumulate}acc-{self.keep}-{saving}-{self.strategy}"
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,9 @@ class Kill:
     """When a SIGKILL comes and to whom.
 
     Attributes:
-        at_event: at the n-th write point of the attempt (see `set_fault_hook`), to the main rank.
+        at_event: at the n-th write point of the attempt (see `set_fault_hook`) of the first of `ranks`, to that rank.
         after_s: or so many seconds after the start.
-        ranks: to whom it is sent then; the others die soon after, as under a launcher.
+        ranks: to whom it is sent; the others die soon after, as under a launcher.
         grace_s: how much later.
     """
 
@@ -127,7 +128,10 @@ def append(path: Path, line: str) -> None:
 
 
 def preload() -> None:
-    """Import in this process what a training would import in each fork: torch's optimizers bring 800 modules."""
+    """Import in this process what a training would import in each fork: optimizers and sharding bring 800 modules."""
+    import torch._dynamo
+    import torch.distributed.fsdp
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.optim.Adam([nn.Parameter(torch.zeros(1))])
@@ -181,6 +185,7 @@ def train(case: Case, attempt: Attempt, checkpoints: Path, rank: int, *, resume:
         max_epochs=EPOCHS,
         accumulate_grad_batches=case.accumulate,
         async_save=case.async_save,
+        strategy=case.strategy,
         callbacks=[ModelCheckpoint(checkpoints, filename="{step}", every_n_train_steps=SAVE_EVERY, **policy)],
     )
     workers: Any = {"num_workers": case.workers, "multiprocessing_context": "fork"} if case.workers else {}
@@ -342,7 +347,7 @@ def run_attempt(case: Case, attempt: Attempt, checkpoints: Path, *, resume: bool
         def main() -> None:
             if rank == 0 and kill is None:
                 set_fault_hook(lambda event, path: append(attempt.write_points, f"{event} {path}"))
-            elif rank == 0 and kill is not None and kill.at_event is not None:
+            elif kill is not None and kill.at_event is not None and rank == kill.ranks[0]:
                 set_fault_hook(KillAt(kill.at_event))
             train(case, attempt, checkpoints, rank, resume=resume)
 

@@ -185,6 +185,8 @@ _SHORT = [
     Case(keep="replaced", workers=2),
     Case(keep="replaced", async_save=False),
     Case(world=2),
+    Case(world=2, strategy="fsdp"),
+    Case(world=2, strategy="fsdp", keep="replaced", async_save=False),
 ]
 
 
@@ -195,6 +197,8 @@ def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> N
     number = 8 // case.world
     kills = [Kill(at_event=at) for at in source.sample(range(whole.write_points), number)]
     kills += [Kill.at_random(source, whole.seconds, case.world) for _ in range(number)]
+    if case.strategy == "fsdp":  # every rank writes; the other one has fewer points
+        kills += [Kill(at_event=source.randrange(whole.write_points // 4), ranks=(1,)) for _ in range(number // 2)]
     source.shuffle(kills)
     assert survive(case, tmp_path, kills, whole) >= number // 2
 

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ Then = Callable[[Path], None]
 @dataclass(frozen=True, slots=True)
 class _Job:
     path: Path
-    contents: Contents
+    write: Callable[[], Any]
     then: Then | None
 
 
@@ -84,12 +85,43 @@ class AsyncWriter:
         self.wait()
         path = Path(path)
         check_target(path)
-        contents = plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes)
+        self._stage(plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes))
+        self._write(path, then)
+        return path
+
+    def stage(self, contents: Contents) -> None:
+        """Copy the tensors of `contents`, which then holds the copies; for a save of several ranks.
+
+        Blocks until everything that was submitted is done and the tensors are copied. `start` writes what is staged.
+
+        Raises:
+            CheckpointError: an earlier checkpoint could not be written (its path is named); nothing is copied.
+        """
+        self.wait()
+        self._stage(contents)
+
+    def start(self, path: Path, write: Callable[[], None], *, then: Then | None = None) -> None:
+        """Have the thread call `write`, after what it has to do already; waits for nothing.
+
+        Args:
+            path: the checkpoint that is written, for messages.
+            write: writes it, or this rank's share of it, from what has been staged.
+            then: see `submit`.
+
+        Raises:
+            CheckpointError: an earlier one has failed meanwhile.
+        """
+        self._start(_Job(path, write, then))
+
+    def _stage(self, contents: Contents) -> None:
         self._contents = None  # an error half way would leave a mixture of the two
         self.buffers.stage(contents.files)
         self._contents = contents
-        self._start(_Job(path, contents, then))
-        return path
+
+    def _write(self, path: Path, then: Then | None, **changes: Any) -> None:
+        assert self._contents is not None  # staged before
+        # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
+        self._start(_Job(path, partial(write_contents, path, replace(self._contents, **changes), threads=False), then))
 
     def submit_again(
         self, path: Path | str, *, metrics: Mapping[str, Any] | None = None, then: Then | None = None
@@ -109,10 +141,7 @@ class AsyncWriter:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
         path = Path(path)
         check_target(path)
-        contents = self._contents
-        if metrics is not None:
-            contents = replace(contents, metrics=plain_metrics(metrics))
-        self._start(_Job(path, contents, then))
+        self._write(path, then, **({} if metrics is None else {"metrics": plain_metrics(metrics)}))
         return path
 
     def wait(self) -> None:
@@ -157,8 +186,7 @@ class AsyncWriter:
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
             try:
-                # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
-                write_contents(job.path, job.contents, threads=False)
+                job.write()
                 if job.then is not None:
                     job.then(job.path)
             except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save

@@ -15,15 +15,19 @@ import pathlib
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from trainwright.checkpoint.layout import dump_json
-from trainwright.checkpoint.safetensors_io import from_storable, to_storable
+from trainwright.checkpoint.pieces import Pieces
+from trainwright.checkpoint.safetensors_io import dtype_name, from_storable, to_storable
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError
+
+T = TypeVar("T")
 
 TAG = "$"
 # Deep enough for any honest state, shallow enough for Python's and the JSON parser's own stacks.
@@ -38,7 +42,26 @@ _SCALAR_KINDS = "biufcmM"
 _ARRAY_KINDS = _SCALAR_KINDS + "SU"
 
 
-def encode(tree: Any, root: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Where the tensors of a tree are found.
+
+    Attributes:
+        tensors: by name.
+        pieces: name, shape and dtype (see `dtype_of`) of a tensor that lies in pieces → that tensor; None: there are
+            no pieces.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    pieces: FindPieces | None = None
+
+
+def encode(
+    tree: Any, root: str = "", *, pieces: dict[str, Pieces] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Split a state tree into a JSON value and its tensors.
 
     Args:
@@ -48,6 +71,7 @@ def encode(tree: Any, root: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
             any of these that is hashable, tensors excepted. An exact type only: subclasses would come back as
             something else.
         root: what error messages and tensor names begin with.
+        pieces: takes up the `Pieces` in the tree by name; None: there must be none.
 
     Returns:
         The JSON value and the tensors by name. Names are paths in the tree. Tensors are the tree's own memory,
@@ -57,11 +81,11 @@ def encode(tree: Any, root: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
         CheckpointError: something else is in the tree, it contains itself, or it is nested more than 150 deep. The
             message names the place, as in `callbacks.EarlyStopping.best`.
     """
-    encoder = _Encoder(root)
+    encoder = _Encoder(root, pieces)
     return encoder.value(tree, root, 0), encoder.tensors
 
 
-def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces | None = None) -> Any:
     """Put together what `encode` split.
 
     Tensors are those of `tensors` (whatever device they are on), without `requires_grad`.
@@ -70,7 +94,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         CheckpointError: a tensor is missing or the value is not what `encode` writes.
     """
     try:
-        return _decode(value, tensors)
+        return _decode(value, Stores(tensors, pieces))
     except RecursionError as error:
         raise CheckpointError("the saved state is nested too deeply to be ours.") from error
 
@@ -93,9 +117,10 @@ def _printable(text: str) -> bool:
 
 
 class _Encoder:
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, pieces: dict[str, Pieces] | None) -> None:
         self.root = root
         self.tensors: dict[str, torch.Tensor] = {}
+        self._pieces = pieces
         self._open: set[int] = set()  # ids of the containers that we are inside of
         self._seen: dict[int, Any] = {}  # id of a tensor → its node
 
@@ -108,6 +133,8 @@ class _Encoder:
             return scalar(value)
         if kind in _TENSOR_TYPES:
             return self._tensor(value, path)
+        if kind is Pieces:
+            return self._in_pieces(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
@@ -161,11 +188,23 @@ class _Encoder:
                 stored, dtype = to_storable(tensor)
             except CheckpointError as error:
                 raise CheckpointError(f"{path or 'the state'}: {error}") from error
-            node = {TAG: "tensor", "v": self._keep(stored, path)}
+            node = {TAG: "tensor", "v": _keep(self.tensors, stored, path)}
             if dtype is not None:
                 node["dtype"] = dtype
             self._seen[id(tensor)] = node
         return self._seen[id(tensor)]
+
+    def _in_pieces(self, whole: Pieces, path: str) -> Any:
+        if self._pieces is None:
+            raise CheckpointError(f"{path or 'the state'} lies in pieces, which only all ranks together can save.")
+        if id(whole) not in self._seen:
+            self._seen[id(whole)] = {
+                TAG: "pieces",
+                "v": _keep(self._pieces, whole, path),
+                "shape": list(whole.shape),
+                "dtype": dtype_name(whole.dtype),
+            }
+        return self._seen[id(whole)]
 
     def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
         if array.dtype.kind not in _ARRAY_KINDS:
@@ -173,17 +212,8 @@ class _Encoder:
         data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)) if array.nbytes else None
         node = {TAG: "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
         if data is not None:
-            node["v"] = self._keep(data, path)
+            node["v"] = _keep(self.tensors, data, path)
         return node
-
-    def _keep(self, tensor: torch.Tensor, path: str) -> str:
-        name = path.encode("utf-8", "backslashreplace").decode() or "value"
-        chosen, count = name, 1
-        while chosen in self.tensors or chosen == "__metadata__":
-            count += 1
-            chosen = f"{name}#{count}"
-        self.tensors[chosen] = tensor
-        return chosen
 
     def _datetime(self, value: datetime.datetime, path: str) -> Any:
         node: dict[str, Any] = {TAG: "datetime", "v": value.isoformat(), "fold": value.fold}
@@ -201,6 +231,17 @@ class _Encoder:
             "JSON and tensors, never pickle. Save plain data instead (numbers, text, lists, dicts, tensors, arrays, "
             "dates, paths), for example from state_dict(), and build the object again on load."
         )
+
+
+def _keep(kept: dict[str, T], value: T, path: str) -> str:
+    """Enter a value under a name of its own, which it returns: its path."""
+    name = path.encode("utf-8", "backslashreplace").decode() or "value"
+    chosen, count = name, 1
+    while chosen in kept or chosen == "__metadata__":
+        count += 1
+        chosen = f"{name}#{count}"
+    kept[chosen] = value
+    return chosen
 
 
 def _encode_int(value: int) -> Any:
@@ -239,102 +280,112 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 _CONTAINERS = frozenset({list, tuple, dict, set, frozenset, Counter, OrderedDict, defaultdict})
 
 
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode(value: Any, stores: Stores) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, stores) for item in value]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, stores) for key, item in value.items()}
     decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
     if decoder is None:
         raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright does not know.")
     try:
-        return decoder(value, tensors)
+        return decoder(value, stores)
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
         if isinstance(error, (CheckpointError, RecursionError)):
             raise
         raise CheckpointError(f"the saved state holds a {value[TAG]!r} that cannot be read: {error!r}.") from error
 
 
-def _stored(node: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _stored(node: Any, stores: Stores) -> torch.Tensor:
     name = node["v"]
-    if name not in tensors:
+    if name not in stores.tensors:
         raise CheckpointError(f"the tensor {name!r} of the saved state is missing.")
-    return tensors[name]
+    return stores.tensors[name]
 
 
-def _decode_array(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_pieces(node: Any, stores: Stores) -> torch.Tensor:
+    if stores.pieces is None:
+        raise CheckpointError(f"the tensor {node['v']!r} is said to lie in pieces, and there are none here.")
+    shape = node["shape"]
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    return stores.pieces(str(node["v"]), tuple(shape), str(node["dtype"]))
+
+
+def _decode_array(node: Any, stores: Stores) -> Any:
     dtype, shape = np.dtype(node["dtype"]), tuple(node["shape"])
     if "v" not in node:
         if dtype.kind not in _ARRAY_KINDS or math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} and dtype {dtype} has lost its data")
         return np.ndarray(shape, dtype)
-    return _stored(node, tensors).cpu().numpy().view(dtype).reshape(shape).copy()
+    return _stored(node, stores).cpu().numpy().view(dtype).reshape(shape).copy()
 
 
-def _decode_scalar(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_scalar(node: Any, stores: Stores) -> Any:
     dtype, data = np.dtype(node["dtype"]), bytes.fromhex(node["v"])
     if dtype.kind not in _SCALAR_KINDS or len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no scalar of dtype {dtype}")
     return np.frombuffer(data, dtype)[0]
 
 
-def _decode_datetime(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_datetime(node: Any, stores: Stores) -> Any:
     value = datetime.datetime.fromisoformat(node["v"]).replace(fold=node["fold"])
     return value.replace(tzinfo=zoneinfo.ZoneInfo(node["zone"])) if "zone" in node else value
 
 
-def _decode_dtype(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_dtype(node: Any, stores: Stores) -> Any:
     dtype = getattr(torch, node["v"], None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {node['v']!r}")
     return dtype
 
 
-def _decode_float(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _decode_float(node: Any, stores: Stores) -> Any:
     if node["v"] not in ("nan", "inf", "-inf"):
         raise ValueError(f"expected nan, inf or -inf, got {node['v']!r}")
     return float(node["v"])
 
 
-def _items(node: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    return [_decode(item, tensors) for item in node["v"]]
+def _items(node: Any, stores: Stores) -> list[Any]:
+    return [_decode(item, stores) for item in node["v"]]
 
 
-def _pairs(node: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+def _pairs(node: Any, stores: Stores) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for key, item in node["v"]:
-        found[_decode(key, tensors)] = _decode(item, tensors)
+        found[_decode(key, stores)] = _decode(item, stores)
     return found
 
 
-_DECODERS: dict[str, Callable[[Any, Mapping[str, torch.Tensor]], Any]] = {
-    "tensor": lambda node, tensors: from_storable(_stored(node, tensors), node.get("dtype")),
+_DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
+    "tensor": lambda node, stores: from_storable(_stored(node, stores), node.get("dtype")),
+    "pieces": _decode_pieces,
     "ndarray": _decode_array,
     "npscalar": _decode_scalar,
-    "npstr": lambda node, tensors: np.str_(_decode(node["v"], tensors)),
-    "npbytes": lambda node, tensors: np.bytes_(bytes.fromhex(node["v"])),
-    "tuple": lambda node, tensors: tuple(_items(node, tensors)),
-    "set": lambda node, tensors: set(_items(node, tensors)),
-    "frozenset": lambda node, tensors: frozenset(_items(node, tensors)),
+    "npstr": lambda node, stores: np.str_(_decode(node["v"], stores)),
+    "npbytes": lambda node, stores: np.bytes_(bytes.fromhex(node["v"])),
+    "tuple": lambda node, stores: tuple(_items(node, stores)),
+    "set": lambda node, stores: set(_items(node, stores)),
+    "frozenset": lambda node, stores: frozenset(_items(node, stores)),
     "dict": _pairs,
-    "OrderedDict": lambda node, tensors: OrderedDict(_pairs(node, tensors)),
-    "Counter": lambda node, tensors: Counter(_pairs(node, tensors)),
-    "defaultdict": lambda node, tensors: defaultdict(
-        None if node["factory"] is None else _FACTORIES[node["factory"]], _pairs(node, tensors)
+    "OrderedDict": lambda node, stores: OrderedDict(_pairs(node, stores)),
+    "Counter": lambda node, stores: Counter(_pairs(node, stores)),
+    "defaultdict": lambda node, stores: defaultdict(
+        None if node["factory"] is None else _FACTORIES[node["factory"]], _pairs(node, stores)
     ),
-    "int": lambda node, tensors: int(node["v"], 16),
+    "int": lambda node, stores: int(node["v"], 16),
     "float": _decode_float,
-    "complex": lambda node, tensors: complex(*_items(node, tensors)),
-    "str": lambda node, tensors: bytes.fromhex(node["v"]).decode("utf-8", "surrogatepass"),
-    "bytes": lambda node, tensors: bytes.fromhex(node["v"]),
+    "complex": lambda node, stores: complex(*_items(node, stores)),
+    "str": lambda node, stores: bytes.fromhex(node["v"]).decode("utf-8", "surrogatepass"),
+    "bytes": lambda node, stores: bytes.fromhex(node["v"]),
     "datetime": _decode_datetime,
-    "date": lambda node, tensors: datetime.date.fromisoformat(node["v"]),
-    "timedelta": lambda node, tensors: datetime.timedelta(*node["v"]),
-    "path": lambda node, tensors: pathlib.Path(_decode(node["v"], tensors)),
-    "duration": lambda node, tensors: Duration(*_items(node, tensors)),
-    "size": lambda node, tensors: torch.Size(node["v"]),
+    "date": lambda node, stores: datetime.date.fromisoformat(node["v"]),
+    "timedelta": lambda node, stores: datetime.timedelta(*node["v"]),
+    "path": lambda node, stores: pathlib.Path(_decode(node["v"], stores)),
+    "duration": lambda node, stores: Duration(*_items(node, stores)),
+    "size": lambda node, stores: torch.Size(node["v"]),
     "dtype": _decode_dtype,
-    "device": lambda node, tensors: torch.device(node["v"]),
+    "device": lambda node, stores: torch.device(node["v"]),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.checkpoint.codec import decode
+from trainwright.checkpoint.codec import FindPieces
 from trainwright.checkpoint.export import StoredTensor, stored_tensors
 from trainwright.checkpoint.layout import (
     OPTIMIZER_FOLDER,
@@ -19,10 +19,10 @@ from trainwright.checkpoint.layout import (
     TRAINER_STEM,
     Manifest,
     numbered,
-    read_json,
 )
-from trainwright.checkpoint.reader import read_manifest, verify
-from trainwright.checkpoint.safetensors_io import read_safetensors
+from trainwright.checkpoint.piece_files import loaded
+from trainwright.checkpoint.reader import FoundCheckpoint, find_pieces, read_manifest, verify
+from trainwright.checkpoint.trees import read_tree
 from trainwright.core.errors import CheckpointError
 
 
@@ -135,20 +135,22 @@ def _compare_part(
         return
     folder, stem = {"optimizer": (OPTIMIZER_FOLDER, "optimizer"), "rng": (RNG_FOLDER, "rank")}[part]
     stems = [numbered(manifest.parts[part].files, folder, stem) for manifest in manifests]
+    pieces = [
+        find_pieces(FoundCheckpoint(side, manifest), part, copy=False) if part == "optimizer" else None
+        for side, manifest in zip(sides, manifests, strict=True)
+    ]
     for number in range(max(map(len, stems))):
         path = f"{part}[{number}]"
         if all(number < len(names) for names in stems):
             names = [item[number] for item in stems]
-            _compare_trees(found, path, *(_mapped_tree(side, name) for side, name in zip(sides, names, strict=True)))
+            _compare_trees(found, path, *map(_mapped_tree, sides, names, pieces))
         else:
             (found.only_left if number < len(stems[0]) else found.only_right).append(path)
 
 
-def _mapped_tree(folder: Path, stem: str) -> Any:
-    """Read a tree whose tensors stay mapped to their file."""
-    path, tensor_path = folder / f"{stem}.json", folder / f"{stem}.safetensors"
-    tensors = read_safetensors(tensor_path, copy=False) if tensor_path.is_file() else {}
-    return decode(read_json(path), tensors)
+def _mapped_tree(folder: Path, stem: str, pieces: FindPieces | None = None) -> Any:
+    """Read a tree whose tensors stay mapped to their files."""
+    return read_tree(folder, stem, copy=False, pieces=pieces)
 
 
 def _compare_models(found: CheckpointDifference, left: Path, right: Path) -> None:
@@ -158,7 +160,7 @@ def _compare_models(found: CheckpointDifference, left: Path, right: Path) -> Non
         if name not in sides[0] or name not in sides[1]:
             (found.only_left if name in sides[0] else found.only_right).append(path)
         else:
-            _compare_tensors(found, path, _load(sides[0][name]), _load(sides[1][name]))
+            _compare_tensors(found, path, sides[0][name].read(), sides[1][name].read())
 
 
 def _by_name(stored: tuple[list[StoredTensor], dict[str, str]]) -> dict[str, StoredTensor]:
@@ -167,13 +169,9 @@ def _by_name(stored: tuple[list[StoredTensor], dict[str, str]]) -> dict[str, Sto
     return by_name | {name: by_name[first] for name, first in tied.items()}
 
 
-def _load(tensor: StoredTensor) -> torch.Tensor:
-    return read_safetensors(tensor.file, names=[tensor.stored_as], copy=False)[tensor.stored_as]
-
-
 def _compare_trees(found: CheckpointDifference, path: str, left: Any, right: Any) -> None:
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        _compare_tensors(found, path, left, right)
+        _compare_tensors(found, path, loaded(left), loaded(right))
         return
     if type(left) is type(right) and isinstance(left, (Mapping, list, tuple)):
         for key, one, other in _pairs(left, right):

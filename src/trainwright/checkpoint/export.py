@@ -5,6 +5,7 @@ Bytes go from file to file one tensor at a time: the extra memory is one tensor,
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -18,10 +19,18 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.durable import HashingFile, hidden, make_folder, rename, sync_folder, write_file
-from trainwright.checkpoint.layout import MANIFEST, MODEL_FOLDER, dump_json, inside, read_json
+from trainwright.checkpoint.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM, dump_json, inside, read_json
 from trainwright.checkpoint.model import MAX_SHARD_BYTES, MODEL_INDEX, SINGLE_FILE
+from trainwright.checkpoint.piece_files import PieceFiles, loaded
 from trainwright.checkpoint.reader import read_manifest, verify
-from trainwright.checkpoint.safetensors_io import MAX_HEADER_BYTES, read_header, read_safetensors
+from trainwright.checkpoint.safetensors_io import (
+    MAX_HEADER_BYTES,
+    dtype_name,
+    read_header,
+    read_safetensors,
+    to_storable,
+)
+from trainwright.checkpoint.trees import read_tree
 from trainwright.core.errors import CheckpointError
 
 Layout = Literal["single", "sharded"]
@@ -32,6 +41,7 @@ EXPORT_DTYPES: dict[str, tuple[str, torch.dtype]] = {
     "fp16": ("F16", torch.float16),
     "bf16": ("BF16", torch.bfloat16),
 }
+_STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a model in pieces, within its folder
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 # How other programs find the dtypes that our checkpoints keep as views of plain ones; the bytes are the same.
@@ -54,6 +64,7 @@ class StoredTensor:
         dtype: the format's name of its dtype, such as `"F32"`.
         shape: its shape.
         write_as: the key of `EXPORT_DTYPES` to convert to, or None to copy its bytes.
+        value: the tensor itself where a checkpoint keeps it in pieces: read when it is used. None: it lies in `file`.
     """
 
     name: str
@@ -62,6 +73,13 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     write_as: str | None = None
+    value: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor as safetensors can hold it, on the host: mapped, or put together from its pieces."""
+        if self.value is not None:
+            return to_storable(loaded(self.value))[0]
+        return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
 
     @property
     def written_dtype(self) -> str:
@@ -182,7 +200,7 @@ def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, st
 
 def _model_folder(source: Path, check: bool) -> Path:
     """Return the folder of safetensors that `source` means, verified if it is sealed."""
-    if (source / MODEL_INDEX).is_file() or (source / SINGLE_FILE).is_file():
+    if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
         return source
     manifest = read_manifest(source)  # raises, with what lies nearby
     if "model" not in manifest.parts:
@@ -195,6 +213,8 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
     path = folder / MODEL_INDEX
+    if (folder / _STATE).is_file():
+        return _read_pieces(folder, native)
     if not path.is_file():
         single = inside(folder, SINGLE_FILE, str(folder))
         return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
@@ -219,6 +239,38 @@ def _read_layout(folder: Path, *, native: bool = True) -> _Model:
     return _Model([found[name] for name in weight_map], tied, extra)
 
 
+def _read_pieces(folder: Path, native: bool) -> _Model:
+    """Return the tensors of a model that lies in pieces, or that ranks have written whole beside such."""
+    stem = _STATE.removesuffix(".json")
+    # The files are those that the manifest lists, if they were verified: a stranger among them makes no sense to them.
+    pieces = PieceFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
+    tree = read_tree(folder, stem, copy=False, pieces=functools.cache(pieces.find))
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")
+    found: list[StoredTensor] = []
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in tree.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if first.setdefault(id(value), name) != name:
+            tied[name] = first[id(value)]
+            continue
+        dtype, shape = dtype_name(value.dtype), tuple(value.shape)
+        if dtype.startswith("torch."):
+            stored = to_storable(torch.empty(shape, dtype=value.dtype))[0]
+            dtype, shape = (_native(name, dtype), shape) if native else (dtype_name(stored.dtype), tuple(stored.shape))
+        found.append(StoredTensor(name, folder / _STATE, name, dtype, shape, value=value))
+    extra = [stem] if any(not isinstance(value, torch.Tensor) for value in tree.values()) else []
+    return _Model(found, tied, extra)
+
+
+def _native(name: str, dtype: str) -> str:
+    if dtype not in _NATIVE:
+        raise CheckpointError(f"{name!r} is {dtype}, which no safetensors file can say. It is not exported.")
+    return _NATIVE[dtype]
+
+
 def _entries(file: Path) -> Iterator[str]:
     return (name for name in read_header(file) if name != "__metadata__")
 
@@ -232,9 +284,7 @@ def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: 
         dtype, shape = str(header[name]["dtype"]), tuple(int(size) for size in header[name]["shape"])
         special = dtypes.get(name)
         if special is not None and native:
-            if special not in _NATIVE:
-                raise CheckpointError(f"{name!r} is {special}, which no safetensors file can say. It is not exported.")
-            dtype = _NATIVE[special]
+            dtype = _native(name, special)
             shape = shape[:-1] if dtype == "C64" else shape  # kept as pairs of real numbers
         found.append(StoredTensor(name, file, name, dtype, shape))
     return found
@@ -291,8 +341,8 @@ def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]
 
 
 def _bytes_of(tensor: StoredTensor) -> memoryview:
-    """Read one tensor, mapped if its bytes are only copied, and convert it if asked."""
-    value = read_safetensors(tensor.file, names=[tensor.stored_as], copy=False)[tensor.stored_as]
+    """Read one tensor, mapped if its bytes are only copied from one place, and convert it if asked."""
+    value = tensor.read()
     if tensor.write_as is not None:
         value = value.to(EXPORT_DTYPES[tensor.write_as][1])
     array: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from trainwright.checkpoint.planned_file import PlannedFile, host_bytes
+from trainwright.checkpoint.planned_file import PlannedFile, flat_bytes, host_bytes
 
 # Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
 BLOCK_BYTES = 64 * 2**20
@@ -128,7 +128,7 @@ class HostBuffers:
             pieces[0].view(tensor.dtype).view(tensor.shape).copy_(tensor)  # in one go, without a contiguous copy
             return
         # The next operation in a device's queue may take the memory of `flat`: by then it has been read.
-        flat = tensor.detach().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
 

@@ -7,6 +7,9 @@
       trainer.json                     progress, schedulers, callbacks, ... (+ trainer.safetensors)
       rng/rank-00000.json              one per rank (+ .safetensors)
 
+Where tensors lie in pieces, model/ is the tree model/state.json instead, and model/ and optimizer/ have for each rank
+rank-00000.json, which says what its pieces are, and rank-00000.safetensors.
+
 Every path in a manifest or an index is relative and stays inside its folder, so that checkpoints can be moved.
 """
 
@@ -22,11 +25,12 @@ from typing import Any, Literal
 
 import xxhash
 
-from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
+from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 MODEL_FOLDER = "model"
+MODEL_STEM = f"{MODEL_FOLDER}/state"  # of a model in pieces
 OPTIMIZER_FOLDER = "optimizer"
 RNG_FOLDER = "rng"
 TRAINER_STEM = "trainer"
@@ -94,7 +98,7 @@ class Manifest:
     topology: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    format_version: int = FORMAT_VERSION
+    format_version: int = PLAIN_VERSION
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON whose last entry, the seal, is the hash of everything else in it."""

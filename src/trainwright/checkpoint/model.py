@@ -29,6 +29,21 @@ def plain_name(name: str) -> str:
     return _WRAPPER.sub("", name).removeprefix(".")
 
 
+def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict under names without what wrappers added.
+
+    Raises:
+        CheckpointError: two names are one without it.
+    """
+    found: dict[str, Any] = {}
+    for long_name, value in state_dict.items():
+        name = plain_name(long_name)
+        if name in found:
+            raise CheckpointError(f"two entries of the state dict are called {name!r} (one is {long_name!r}).")
+        found[name] = value
+    return found
+
+
 def load_plain_state(
     module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
@@ -76,10 +91,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
     tied: dict[str, str] = {}
     dtypes: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
-    for long_name, value in state_dict.items():
-        name = plain_name(long_name)
-        if name in tensors or name in tied or name in extra:
-            raise CheckpointError(f"two entries of the state dict are called {name!r} (one is {long_name!r}).")
+    for name, value in plain_names(state_dict).items():
         if not isinstance(value, torch.Tensor):
             extra[name] = value
             continue

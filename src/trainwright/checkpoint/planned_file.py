@@ -49,7 +49,13 @@ class PlannedFile:
 
 def host_bytes(tensor: torch.Tensor) -> Any:
     """Return a tensor's bytes as a flat uint8 array: its own memory when it is on the host and contiguous."""
-    return tensor.detach().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return flat_bytes(tensor.detach().resolve_neg().cpu().contiguous()).numpy()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as one of dtype uint8 with one dimension, in the same memory."""
+    # One element counts as contiguous with any stride, and with another one than 1 its bytes cannot be seen.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = True) -> dict[str, FileEntry]:

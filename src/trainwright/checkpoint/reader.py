@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +13,13 @@ from typing import Any, Literal
 import torch
 import xxhash
 
+from trainwright.checkpoint.codec import FindPieces
 from trainwright.checkpoint.durable import CHUNK_BYTES
 from trainwright.checkpoint.layout import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
     MODEL_FOLDER,
+    MODEL_STEM,
     OPTIMIZER_FOLDER,
     PARTS,
     RNG_FOLDER,
@@ -28,11 +31,13 @@ from trainwright.checkpoint.layout import (
     numbered,
 )
 from trainwright.checkpoint.model import read_model
+from trainwright.checkpoint.piece_files import RANK_STEM, PieceFiles
 from trainwright.checkpoint.staging import split_hidden, stepped_aside
 from trainwright.checkpoint.trees import read_tree
 from trainwright.checkpoint.upgrade import NewerFormatError, upgraded
 from trainwright.checkpoint.writer import PROGRESS, Snapshot
 from trainwright.core.errors import CheckpointError, TrainwrightWarning, nearest
+from trainwright.core.tree import map_tensors
 
 # What becomes of the wish for a checkpoint that turns out to be damaged: an error, or the newest one that is whole.
 OnDamaged = Literal["error", "fall_back"]
@@ -175,8 +180,9 @@ def read_checkpoint(
             those that are absent are named in `Snapshot.missing` and in a warning. A part that is there but damaged,
             be it that one of its files is gone, is an error all the same.
         device: where the model's tensors go; all others are on the CPU.
-        copy_model: see `read_model`; False leaves the model's and the optimizers' tensors mapped to the files, for a
-            caller that copies them into a module and an optimizer and then drops them.
+        copy_model: see `read_model`; False leaves the model's and the optimizers' tensors mapped to the files, or to
+            be read when they are used where they lie in pieces (`SavedTensor`), for a caller that copies them into a
+            module and an optimizer and then drops them.
 
     Raises:
         FileNotFoundError: nothing is at `path`.
@@ -286,17 +292,53 @@ def _read_parts(
     """Return part → tree, as the format of the checkpoint has it."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
+    pieces = {name: find_pieces(found, name, copy=copy) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
         trees["trainer"] = read_tree(folder, TRAINER_STEM)
     if "optimizer" in present:
         stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
-        trees["optimizer"] = [read_tree(folder, stem, copy=copy) for stem in stems]
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy, pieces=pieces["optimizer"]) for stem in stems]
     if "rng" in present:
         trees["rng"] = [read_tree(folder, stem) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
-    if "model" in present:
+    if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
+        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy)
+    elif "model" in present:
         sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
         trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy, files=sealed)
     return trees
+
+
+def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch.device | str, copy: bool) -> Any:
+    weights = read_tree(folder, MODEL_STEM, copy=copy, pieces=pieces)
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
+    if torch.device(device).type == "cpu":
+        return weights
+    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # tied ones stay one
+
+
+def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces | None:
+    """Return how the tensors of a part that lie in pieces are found by name; None if it has none.
+
+    Args:
+        found: the checkpoint.
+        part: `"model"` or `"optimizer"`.
+        copy: put tensors together in memory; False: they are read when they are used (see `SavedTensor`).
+
+    Raises:
+        CheckpointError: an index of pieces is damaged.
+    """
+    files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
+    if f"{folder}/{RANK_STEM}-00000.json" not in files:
+        return None
+    pieces = PieceFiles(found.path, folder, files)
+
+    @functools.cache  # weights that are tied stay one tensor
+    def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        tensor = pieces.find(name, shape, dtype)
+        return tensor.load() if copy else tensor
+
+    return find
 
 
 def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:

@@ -43,7 +43,7 @@ from trainwright.checkpoint.layout import (
 )
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.checkpoint.staging import remove_folder
-from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
+from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
 from trainwright.core.urls import is_url, last_part, local_folder
 
@@ -331,7 +331,7 @@ class RemoteIndex:
             ) from error
 
     def _store(self, entries: list[RemoteEntry]) -> None:
-        values = {"format_version": FORMAT_VERSION, "checkpoints": [asdict(entry) for entry in entries]}
+        values = {"format_version": PLAIN_VERSION, "checkpoints": [asdict(entry) for entry in entries]}
         self._home.write(self._file, dump_json(values, indent=2).encode() + b"\n")
 
 

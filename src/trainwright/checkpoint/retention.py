@@ -21,7 +21,7 @@ from trainwright.checkpoint.layout import (
 )
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.checkpoint.staging import remove_folder
-from trainwright.checkpoint.upgrade import FORMAT_VERSION, check_format_version, upgraded
+from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError
 
 
@@ -171,7 +171,7 @@ class RunIndex:
             }
             for entry in entries
         ]
-        text = dump_json({"format_version": FORMAT_VERSION, "checkpoints": items}, indent=2)
+        text = dump_json({"format_version": PLAIN_VERSION, "checkpoints": items}, indent=2)
         replace_file(self.path, text.encode() + b"\n")
 
 

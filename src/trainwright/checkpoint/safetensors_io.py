@@ -34,6 +34,30 @@ _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 _SPECIAL = {str(dtype): dtype for dtype in (*_COMPLEX, *_AS_BYTES)}
+_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the format's name of a dtype, `"F32"`; of one that it keeps as a view, torch's, `"torch.complex64"`.
+
+    Raises:
+        CheckpointError: tensors of that dtype cannot be saved.
+    """
+    name = _DTYPE_NAMES.get(dtype, str(dtype))
+    if name not in _BY_NAME:
+        raise CheckpointError(f"tensors of {dtype} cannot be saved.")
+    return name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Undo `dtype_name`.
+
+    Raises:
+        CheckpointError: there is no such dtype.
+    """
+    if name not in _BY_NAME:
+        raise CheckpointError(f"{name!r} is no dtype that a checkpoint can hold.")
+    return _BY_NAME[name]
 
 
 def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:

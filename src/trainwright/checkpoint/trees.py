@@ -5,22 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint.codec import decode, encode
+from trainwright.checkpoint.codec import FindPieces, decode, encode
 from trainwright.checkpoint.layout import MAX_JSON_BYTES, dump_json, inside, read_json
+from trainwright.checkpoint.pieces import Pieces
 from trainwright.checkpoint.planned_file import PlannedFile
 from trainwright.checkpoint.safetensors_io import plan_safetensors, read_safetensors
 from trainwright.core.errors import CheckpointError
 
 
-def plan_tree(stem: str, tree: Any) -> list[PlannedFile]:
+def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
     """Encode `tree` (see `codec.encode`) as `stem.json` and, if it holds tensors, `stem.safetensors`.
 
     Everything but the tensors is encoded when this returns; tensors are the tree's own memory.
 
+    Args:
+        stem: of the files.
+        tree: see `codec.encode`.
+        root, pieces: likewise; the values of pieces lie in files of their own.
+
     Raises:
         CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
     """
-    value, tensors = encode(tree)
+    value, tensors = encode(tree, root, pieces=pieces)
     text = dump_json(value).encode() + b"\n"
     if len(text) > MAX_JSON_BYTES:
         raise CheckpointError(
@@ -33,7 +39,7 @@ def plan_tree(stem: str, tree: Any) -> list[PlannedFile]:
     return files
 
 
-def read_tree(folder: Path, stem: str, *, copy: bool = True) -> Any:
+def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces | None = None) -> Any:
     """Read what `plan_tree` planned; tensors are on the CPU and, unless `copy` is False, independent of the file.
 
     Raises:
@@ -45,6 +51,6 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True) -> Any:
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     try:
-        return decode(read_json(path), tensors)
+        return decode(read_json(path), tensors, pieces)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

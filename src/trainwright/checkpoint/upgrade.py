@@ -1,5 +1,8 @@
 """Reading older formats: what was read is turned from each version into the next, until it is today's.
 
+What is written states the lowest version that describes it, so that older readers go on reading what they understand:
+2 where tensors lie in pieces, 1 otherwise, indices of runs included.
+
 A change of the format raises `FORMAT_VERSION` by one and adds the entry `UPGRADES[old]` here, together with a stored
 checkpoint of the old version under `tests/checkpoint/data/`, which every later reader must go on reading.
 """
@@ -11,7 +14,9 @@ from typing import Any
 
 from trainwright.core.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest that is read
+PLAIN_VERSION = 1  # what checkpoints of whole tensors, and indices, are written as
+PIECES_VERSION = 2  # those whose tensors lie in pieces
 
 Trees = dict[str, Any]
 Upgrade = Callable[[Trees], Trees]
@@ -20,7 +25,7 @@ Upgrade = Callable[[Trees], Trees]
 # wants the weights alone has no others. Under "manifest" the object of a manifest.json (before any part is read),
 # under "index" that of a run's index.json, under "remote_index" that of its remote copy; under the name of a part the
 # decoded part: "trainer" (a dict), "model" (name → value), "optimizer" and "rng" (lists of trees).
-UPGRADES: dict[int, Upgrade] = {}
+UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # 2 has added tensors in pieces, and changed nothing
 
 
 class NewerFormatError(CheckpointError):

@@ -19,18 +19,23 @@ from trainwright.checkpoint.durable import held, hidden, make_folder, rename, sy
 from trainwright.checkpoint.layout import (
     MANIFEST,
     MODEL_FOLDER,
+    MODEL_STEM,
     OPTIMIZER_FOLDER,
     PARTS,
     RNG_FOLDER,
     TRAINER_STEM,
+    FileEntry,
     Kind,
     Manifest,
     Part,
 )
-from trainwright.checkpoint.model import MAX_SHARD_BYTES, plan_model
+from trainwright.checkpoint.model import MAX_SHARD_BYTES, plain_names, plan_model
+from trainwright.checkpoint.piece_files import plan_pieces
+from trainwright.checkpoint.pieces import Pieces
 from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.staging import remove_folder
 from trainwright.checkpoint.trees import plan_tree
+from trainwright.checkpoint.upgrade import PIECES_VERSION, PLAIN_VERSION
 from trainwright.core.errors import CheckpointError
 
 _FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
@@ -52,6 +57,8 @@ class Snapshot:
         world_size: processes of the run.
         kind: `"weights"` leaves optimizers and RNG out.
         missing: after reading: the parts that were asked for, absent, and allowed to be.
+        in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
+            write it together (see `plan_share`).
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +70,7 @@ class Snapshot:
     world_size: int = 1
     kind: Kind = "full"
     missing: tuple[str, ...] = ()
+    in_pieces: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +79,7 @@ class Contents:
 
     Attributes:
         parts: part → its files by paths relative to the checkpoint folder.
-        step, epoch, kind, world_size, metrics: for the manifest.
+        step, epoch, kind, world_size, metrics, format_version: for the manifest.
     """
 
     parts: dict[str, list[PlannedFile]]
@@ -80,6 +88,7 @@ class Contents:
     kind: Kind
     world_size: int
     metrics: dict[str, float]
+    format_version: int = PLAIN_VERSION
 
     @property
     def files(self) -> list[PlannedFile]:
@@ -98,14 +107,51 @@ def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTE
     """
     _check_snapshot(snapshot)
     # The small parts come first: a disk that is full or read-only shows before gigabytes are written.
-    parts = {"trainer": plan_tree(TRAINER_STEM, {PROGRESS: snapshot.state, **snapshot.trainer})}
+    parts = _plan_small(snapshot)
     if snapshot.kind == "full":
-        parts["rng"] = _plan_trees(RNG_FOLDER, "rank", snapshot.rng)
         parts["optimizer"] = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers)
     if snapshot.model is not None:
         parts["model"] = plan_model(snapshot.model, max_shard_bytes=max_shard_bytes)
         for file in parts["model"]:
             file.path = f"{MODEL_FOLDER}/{file.path}"
+    return _contents(snapshot, parts)
+
+
+def plan_share(snapshot: Snapshot, rank: int) -> Contents:
+    """Encode what one rank writes of a checkpoint in pieces: those that it holds, and as rank 0 all that is whole too.
+
+    Every rank does this with its own snapshot. Nothing is copied, written or communicated; the tensors in the result
+    are the snapshot's own.
+
+    Raises:
+        CheckpointError: see `plan_checkpoint`.
+    """
+    _check_snapshot(snapshot)
+    parts = _plan_small(snapshot) if rank == 0 else {}
+    if snapshot.kind == "full":
+        pieces: dict[str, Pieces] = {}
+        trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, pieces)
+        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_pieces(OPTIMIZER_FOLDER, rank, pieces)]
+    if snapshot.model is not None:
+        pieces = {}
+        try:
+            tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), pieces=pieces)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.{error}") from error
+        parts["model"] = [*(tree if rank == 0 else ()), *plan_pieces(MODEL_FOLDER, rank, pieces)]
+    contents = _contents(snapshot, parts)
+    contents.format_version = PIECES_VERSION
+    return contents
+
+
+def _plan_small(snapshot: Snapshot) -> dict[str, list[PlannedFile]]:
+    parts = {"trainer": plan_tree(TRAINER_STEM, {PROGRESS: snapshot.state, **snapshot.trainer})}
+    if snapshot.kind == "full":
+        parts["rng"] = _plan_trees(RNG_FOLDER, "rank", snapshot.rng)
+    return parts
+
+
+def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Contents:
     return Contents(
         parts=parts,
         step=int(snapshot.state.get("step", 0)),
@@ -154,20 +200,97 @@ def write_contents(path: Path | str, contents: Contents, *, threads: bool = True
         contents: its files.
         threads: hash in a second thread; False where no thread may be started any more, and where nobody waits.
     """
-    path = Path(path)
-    check_target(path)
-    make_folder(path.parent)
-    temporary = hidden(path, "tmp")
-    try:
-        make_folder(temporary)
-        with held(temporary):
-            _write_parts(temporary, contents, threads)
-            _publish(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            remove_folder(temporary)
-        raise
-    return path
+    with Draft(path) as draft:
+        draft.publish(contents, draft.write(contents, threads=threads))
+    return draft.path
+
+
+class Draft:
+    """A checkpoint that is being written: a hidden folder beside its place, held by this process while it lives.
+
+    Leaving its `with` block without having published it deletes it.
+
+    Args:
+        path: the folder to make in the end.
+
+    Raises:
+        CheckpointError: `path` holds something that is no checkpoint.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        check_target(self.path)
+        make_folder(self.path.parent)
+        self.folder = hidden(self.path, "tmp")
+        self._lock = contextlib.ExitStack()
+        self._published = False
+        try:
+            make_folder(self.folder)
+            self._lock.enter_context(held(self.folder))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder, and delete it unless it was published."""
+        if not self._published:
+            with contextlib.suppress(OSError):
+                remove_folder(self.folder)
+        self._lock.close()
+
+    def make_folders(self, contents: Contents) -> None:
+        """Make what the files of `contents` go into."""
+        for sub in self._folders(contents):
+            make_folder(sub)
+
+    def write(self, contents: Contents, *, threads: bool = True) -> dict[str, FileEntry]:
+        """Write this process's files into the folder; returns size and hash of each. Blocks until they are synced."""
+        self.make_folders(contents)
+        return write_files(self.folder, contents.files, threads=threads)
+
+    def publish(self, contents: Contents, entries: Mapping[str, FileEntry]) -> None:
+        """Seal what has been written and put it into its place.
+
+        Args:
+            contents: of this process; the manifest's facts are taken from it.
+            entries: every file in the folder, of this process and of others.
+        """
+        folders = self._folders(contents)
+        for sub in folders:
+            sync_folder(sub)
+        named = {file.path for file in contents.files}
+        parts = {
+            name: [file.path for file in files]
+            + [path for path in entries if path not in named and path.startswith(f"{_FOLDERS.get(name)}/")]
+            for name, files in contents.parts.items()
+        }
+        manifest = Manifest(
+            step=contents.step,
+            epoch=contents.epoch,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+            kind=contents.kind,
+            parts={name: Part({path: entries[path] for path in paths}) for name, paths in parts.items()},
+            topology={"world_size": contents.world_size},
+            versions=_versions(),
+            metrics=contents.metrics,
+            format_version=contents.format_version,
+        )
+        # Everything that the manifest vouches for is on the disk before the manifest is.
+        sync_folder(self.folder)
+        write_file(self.folder / MANIFEST, manifest.to_bytes())
+        sync_folder(self.folder)
+        _publish(self.folder, self.path)
+        self._published = True
+
+    def _folders(self, contents: Contents) -> list[Path]:
+        return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
 
 
 def check_target(path: Path) -> None:
@@ -198,38 +321,16 @@ def _check_snapshot(snapshot: Snapshot) -> None:
         )
 
 
-def _plan_trees(folder: str, stem: str, trees: list[Any]) -> list[PlannedFile]:
+def _plan_trees(folder: str, stem: str, trees: list[Any], pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
     files: list[PlannedFile] = []
     for number, tree in enumerate(trees):
         try:
-            files += plan_tree(f"{folder}/{stem}-{number:05d}", tree)
+            name = f"{stem}-{number:05d}"
+            # The pieces of all of a part's trees lie in one file for each rank.
+            files += plan_tree(f"{folder}/{name}", tree, root="" if pieces is None else name, pieces=pieces)
         except CheckpointError as error:
             raise CheckpointError(f"{folder}[{number}].{error}") from error
     return files
-
-
-def _write_parts(folder: Path, contents: Contents, threads: bool) -> None:
-    folders = [folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
-    for sub in folders:
-        make_folder(sub)
-    entries = write_files(folder, contents.files, threads=threads)
-    for sub in folders:
-        sync_folder(sub)
-    parts = {name: Part({file.path: entries[file.path] for file in files}) for name, files in contents.parts.items()}
-    manifest = Manifest(
-        step=contents.step,
-        epoch=contents.epoch,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
-        kind=contents.kind,
-        parts=parts,
-        topology={"world_size": contents.world_size},
-        versions=_versions(),
-        metrics=contents.metrics,
-    )
-    # Everything that the manifest vouches for is on the disk before the manifest is.
-    sync_folder(folder)
-    write_file(folder / MANIFEST, manifest.to_bytes())
-    sync_folder(folder)
 
 
 def _versions() -> dict[str, str]:

@@ -1,0 +1,142 @@
+"""Several ranks that write one checkpoint: each its own files, and one of them seals it once all have told it so.
+
+They speak through the key-value store of their run, in whatever thread they write in, and never through a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from trainwright.checkpoint.layout import FileEntry, check_relative
+from trainwright.checkpoint.planned_file import write_files
+from trainwright.checkpoint.staging import split_hidden
+from trainwright.checkpoint.writer import Contents, Draft
+from trainwright.core.errors import CheckpointError
+
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
+
+
+class Store(Protocol):
+    """What is used of a `torch.distributed.Store`. Other threads must not use the same connection."""
+
+    def set(self, key: str, value: str, /) -> Any:
+        """Set a key."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value of a key that is there."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all of some keys are there."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Delete a key."""
+
+
+class Crew:
+    """The ranks that write one checkpoint together.
+
+    Args:
+        store: where they leave what they have to tell.
+        rank: of this process; rank 0 seals.
+        world_size: how many there are.
+        timeout_s: how long rank 0 waits for the others once it has written its own files.
+    """
+
+    def __init__(self, store: Store, *, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout_s = timeout_s
+        self._hurry_until_s: float | None = None
+
+    def hurry(self, seconds: float) -> None:
+        """Wait no longer than that from now on, since ranks may have failed. May be called from any thread."""
+        self._hurry_until_s = time.monotonic() + seconds
+
+    def write_share(self, folder: Path, contents: Contents, *, threads: bool = True) -> None:
+        """Write this rank's files into the folder that rank 0 has made, and tell rank 0, also of an error.
+
+        Blocks until they are synced. For all ranks but the main one; not collective.
+
+        Raises:
+            CheckpointError: rank 0 cannot be told.
+        """
+        try:
+            report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, threads=threads))}
+        except Exception as error:  # noqa: BLE001  # rank 0 raises it, and must not wait in vain
+            report = {"error": f"{type(error).__name__}: {error}"}
+        try:
+            self._store.set(_key(folder, self.rank), json.dumps(report))
+        except Exception as error:
+            raise CheckpointError(f"rank {self.rank} cannot tell rank 0 what it has written: {error}") from error
+
+    def write_and_publish(self, draft: Draft, contents: Contents, *, threads: bool = True) -> None:
+        """Write rank 0's files, wait for what the others report, and publish the checkpoint. Not collective.
+
+        Raises:
+            CheckpointError: a rank could not write, or has not told within the timeout; it is named.
+            OSError: rank 0 could not write.
+        """
+        with draft:
+            entries = draft.write(contents, threads=threads)
+            entries |= self._collect(draft.folder)
+            draft.publish(contents, entries)
+
+    def _collect(self, folder: Path) -> dict[str, FileEntry]:
+        """Wait until every other rank has told what it has written; returns its files by their paths."""
+        entries: dict[str, FileEntry] = {}
+        waiting = set(range(1, self.world_size))
+        begun_s, look_s = time.monotonic(), _FIRST_LOOK_S
+        while waiting:
+            for rank in sorted(waiting):
+                key = _key(folder, rank)
+                if self._store.check([key]):
+                    entries |= _read_report(rank, self._store.get(key), folder)
+                    self._store.delete_key(key)
+                    waiting.discard(rank)
+            if waiting:
+                self._check_patience(waiting, begun_s)
+                time.sleep(look_s)
+                look_s = min(2 * look_s, _LONGEST_LOOK_S)
+        return entries
+
+    def _check_patience(self, waiting: set[int], begun_s: float) -> None:
+        now_s = time.monotonic()
+        late = now_s > begun_s + self._timeout_s
+        if late or (self._hurry_until_s is not None and now_s > self._hurry_until_s):
+            why = f"within {self._timeout_s:g} s (the strategy's timeout)" if late else "before the run failed"
+            names = ", ".join(str(rank) for rank in sorted(waiting))
+            raise CheckpointError(
+                f"rank {names} of {self.world_size} did not report its files {why}. It has died, or its disk is slow."
+            )
+
+
+def _key(folder: Path, rank: int) -> str:
+    assert split_hidden(folder.name) is not None  # its random digits tell this save from all others
+    return f"{folder.name.rpartition('-')[2]}/{rank}"
+
+
+def _to_json(entries: Mapping[str, FileEntry]) -> dict[str, Any]:
+    return {path: [entry.size, entry.xxh3_128] for path, entry in entries.items()}
+
+
+def _read_report(rank: int, data: bytes, folder: Path) -> dict[str, FileEntry]:
+    report = json.loads(data)
+    if "error" in report:
+        raise CheckpointError(f"rank {rank} could not write its files: {report['error']}")
+    entries = {check_relative(path, f"rank {rank}"): FileEntry(*entry) for path, entry in report["files"].items()}
+    for path, entry in entries.items():
+        try:
+            size = (folder / path).stat().st_size
+        except OSError:
+            size = -1
+        if size != entry.size:
+            raise CheckpointError(
+                f"rank {rank} has written {path} with {entry.size} bytes, and rank 0 does not see it. Put checkpoints "
+                "on a file system that all nodes share, or have rank 0 write them whole (state_dict_type='full')."
+            )
+    return entries

@@ -1,0 +1,164 @@
+"""Tensors that lie in pieces on several ranks: which region of the whole a piece is, and what two regions share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A block of a tensor: its first index and its length in each dimension."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of a flattened tensor (row-major), from `start` up to `stop`, which is not among them."""
+
+    start: int
+    stop: int
+
+
+Region = Box | Span
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What this rank saves of a tensor that lies on several ranks; a leaf of the state of a `Snapshot`.
+
+    Every rank has one at the same place of its tree. All regions together, over the ranks, cover the tensor, and no
+    two of them overlap: of copies, one rank alone holds its own for saving.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        held: regions, each with this rank's values on any device: of the box's lengths, or one-dimensional for a span.
+            Empty: other ranks save all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: tuple[tuple[Region, torch.Tensor], ...] = ()
+
+
+def whole_region(shape: tuple[int, ...]) -> Box:
+    """Return all of a tensor as one block."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def lengths_of(region: Region) -> tuple[int, ...]:
+    """Return the shape of a tensor that holds the region."""
+    return region.lengths if isinstance(region, Box) else (region.stop - region.start,)
+
+
+def num_elements(region: Region) -> int:
+    """Return how many elements the region has."""
+    return math.prod(lengths_of(region))
+
+
+def fits(region: Region, shape: tuple[int, ...]) -> bool:
+    """Tell whether a region lies within a tensor of a shape."""
+    if isinstance(region, Span):
+        return 0 <= region.start <= region.stop <= math.prod(shape)
+    return len(region.offsets) == len(region.lengths) == len(shape) and all(
+        begin >= 0 and length >= 0 and begin + length <= size
+        for begin, length, size in zip(region.offsets, region.lengths, shape, strict=True)
+    )
+
+
+def copy_common(
+    target: torch.Tensor, wanted: Region, source: torch.Tensor, held: Region, shape: tuple[int, ...]
+) -> None:
+    """Copy what two regions of one tensor share from the values of one into those of the other.
+
+    Args:
+        target: values of `wanted`, overwritten: of shape `lengths_of(wanted)`, with any further dimensions behind.
+        wanted: a region of the tensor.
+        source: values of `held`, likewise.
+        held: another region.
+        shape: of the tensor.
+    """
+    for to_box, to_values in _blocks(target, wanted, shape):
+        for from_box, from_values in _blocks(source, held, shape):
+            common = _common(to_box, from_box)
+            if common is not None:
+                _part(to_values, to_box, common).copy_(_part(from_values, from_box, common))
+
+
+def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
+    """Tell whether any two regions of one tensor share an element."""
+    boxes = sorted(
+        (box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)),
+        key=lambda box: box.offsets,
+    )
+    near: list[Box] = []  # those that reach as far as the present one along the first dimension
+    for box in boxes:
+        near = [other for other in near if not shape or other.offsets[0] + other.lengths[0] > box.offsets[0]]
+        if any(_common(box, other) is not None for other in near):
+            return True
+        near.append(box)
+    return False
+
+
+def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:
+    """Return a region as boxes, in the order of their elements."""
+    return [region] if isinstance(region, Box) else list(_cut(region.start, region.stop, shape))
+
+
+def _cut(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    (first, begin), (last, end) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _within(first, begin, end, inner)
+        return
+    if begin:
+        yield from _within(first, begin, row, inner)
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in inner)), (last - first, *inner))
+    yield from _within(last, 0, end, inner)
+
+
+def _within(row: int, begin: int, end: int, inner: tuple[int, ...]) -> Iterator[Box]:
+    for box in _cut(begin, end, inner):
+        yield Box((row, *box.offsets), (1, *box.lengths))
+
+
+def _blocks(values: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield a region's boxes, each with its part of the region's values: views of them."""
+    if isinstance(region, Box):
+        yield region, values
+        return
+    position = 0
+    for box in _boxes(region, shape):
+        count = math.prod(box.lengths)
+        yield box, values[position : position + count].view((*box.lengths, *values.shape[1:]))
+        position += count
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """Return the box that two boxes share, if it has any element."""
+    begins = tuple(max(pair) for pair in zip(one.offsets, other.offsets, strict=True))
+    ends = (
+        min(a + n, b + m) for a, n, b, m in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+    )
+    lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    return Box(begins, lengths) if all(length > 0 for length in lengths) else None
+
+
+def _part(values: torch.Tensor, box: Box, common: Box) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(common.offsets, common.lengths, strict=True)):
+        values = values.narrow(dim, begin - box.offsets[dim], length)
+    return values

@@ -1,0 +1,247 @@
+"""Tensors in pieces: regions of a tensor, the files that hold them, and what is read out of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.cutting import Cut, cut_snapshot, rows, spans, tiles, values_of, write_in_pieces
+from tests.checkpoint.every_kind import every_kind
+from tests.checkpoint.resealing import reseal
+from tests.checkpoint.snapshots import same, small_snapshot
+from trainwright.checkpoint import (
+    Box,
+    Pieces,
+    Region,
+    SavedTensor,
+    Snapshot,
+    Span,
+    plan_share,
+    read_checkpoint,
+    verify,
+    write_checkpoint,
+)
+from trainwright.checkpoint.diff import diff_checkpoints
+from trainwright.checkpoint.export import export_weights
+from trainwright.checkpoint.piece_files import loaded
+from trainwright.checkpoint.pieces import copy_common, lengths_of, num_elements, overlap
+from trainwright.core.errors import CheckpointError
+from trainwright.core.tree import map_tensors
+
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@st.composite
+def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """Return any region of a tensor of this shape."""
+    if draw(st.booleans()):
+        start, stop = sorted(draw(st.integers(0, math.prod(shape))) for _ in range(2))
+        return Span(start, stop)
+    ends = [sorted(draw(st.integers(0, size)) for _ in range(2)) for size in shape]
+    return Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor whose elements are their own numbers."""
+    return torch.arange(math.prod(shape)).reshape(shape)
+
+
+@given(st.data())
+def test_what_two_regions_share_is_copied_and_nothing_else(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    wanted, held = data.draw(regions(shape)), data.draw(regions(shape))
+    target = torch.full(lengths_of(wanted), -1)
+    copy_common(target, wanted, values_of(numbered(shape), held).clone(), held, shape)
+    there = {int(number) for number in values_of(numbered(shape), held).reshape(-1)}
+    expected = values_of(numbered(shape), wanted).clone().apply_(lambda number: number if number in there else -1)
+    assert torch.equal(target, expected)
+    shared = bool((target >= 0).any())
+    assert overlap([wanted, held], shape) is shared
+
+
+@given(st.data(), st.sampled_from([rows, tiles, spans]), st.integers(1, 5))
+def test_cuts_cover_a_tensor_once(data: st.DataObject, cut: Cut, world: int) -> None:
+    shape = data.draw(SHAPES.filter(bool))
+    found = [region for of_rank in cut(shape, world) for region in of_rank]
+    assert sum(map(num_elements, found)) == math.prod(shape)
+    assert not overlap(found, shape)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("cut", [rows, tiles, spans])
+def test_every_kind_of_value_comes_back_however_it_was_cut(tmp_path: Path, cut: Cut, world: int) -> None:
+    path = write_in_pieces(tmp_path / "a", every_kind(), world, cut)
+    assert verify(path) == []
+    back, expected = read_checkpoint(path), every_kind()
+    assert same(dict(back.model or {}), dict(expected.model or {}))
+    assert same(back.optimizers, expected.optimizers)
+    assert same(back.trainer, expected.trainer)
+
+
+def test_without_a_copy_tensors_are_read_when_they_are_used(tmp_path: Path) -> None:
+    path = write_in_pieces(tmp_path / "a", every_kind(), 2, tiles)
+    back, expected = read_checkpoint(path, copy_model=False), every_kind()
+    model = dict(back.model or {})
+    weight = model["embed.weight"]
+    assert isinstance(weight, SavedTensor)
+    assert weight is model["head.weight"]
+    assert (weight.shape, weight.dtype, weight.device.type) == ((3, 2), torch.bfloat16, "cpu")
+    assert torch.equal(weight.read(Box((1, 0), (2, 1))), torch.tensor([[2.0], [4.0]], dtype=torch.bfloat16))
+    assert torch.equal(weight.read(Span(1, 4)), torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16))
+    assert type(weight * 2) is torch.Tensor
+    assert torch.equal(torch.zeros(3, 2).copy_(weight), torch.arange(6.0).reshape(3, 2))
+    assert same(map_tensors(loaded, model), dict(expected.model or {}))
+    assert same(map_tensors(loaded, back.optimizers), expected.optimizers)
+
+
+def test_what_hooks_do_with_tensors_works_on_those_that_lie_in_pieces(tmp_path: Path) -> None:
+    whole = torch.arange(6.0).reshape(2, 3)
+    path = write_in_pieces(tmp_path / "a", Snapshot(model={"w": whole}, kind="weights"), 2, spans)
+    saved = (read_checkpoint(path, copy_model=False).model or {})["w"]
+    assert isinstance(saved, SavedTensor)
+    assert (saved.numel(), saved.dim(), saved.is_floating_point()) == (6, 2, True)
+    assert saved.tolist() == whole.tolist()
+    assert saved.sum().item() == 15
+    assert (saved.numpy() == np.asarray(saved)).all()
+    for found in (
+        saved.clone(), saved.to("cpu", copy=True), saved[:], copy.deepcopy(saved), pickle.loads(pickle.dumps(saved)),
+        torch.cat([saved]), saved.detach(), saved.double().float(), saved.contiguous(),
+    ):  # fmt: skip
+        assert torch.equal(found, whole)
+    assert type(saved.float()) is torch.Tensor or torch.equal(saved.float(), whole)
+    assert "shape=(2, 3)" in repr(saved)
+
+
+def test_a_module_and_an_optimizer_load_what_lies_in_pieces(tmp_path: Path) -> None:
+    snapshot = small_snapshot(3)
+    back = read_checkpoint(write_in_pieces(tmp_path / "a", snapshot, 2, spans), copy_model=False)
+    module = torch.nn.Linear(3, 2)
+    module.load_state_dict(dict(back.model or {}))
+    assert torch.equal(module.weight, torch.full((2, 3), 3.0 - 0.1))
+
+
+def test_a_piece_has_a_file_of_its_rank_and_says_its_place(tmp_path: Path) -> None:
+    path = write_in_pieces(tmp_path / "a", small_snapshot(1), 2, rows)
+    index = json.loads((path / "model" / "rank-00001.json").read_text())
+    assert index["pieces"][0] == {
+        "tensor": "weight", "stored": "weight", "dtype": "F32", "shape": [2, 3], "offsets": [1, 0], "lengths": [1, 3],
+    }  # fmt: skip
+    assert (path / "model" / "rank-00001.safetensors").stat().st_size < 8 + 200 + 4 * 3 + 4
+
+
+def test_whole_and_cut_checkpoints_of_one_state_do_not_differ(tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path / "whole", every_kind())
+    cut = write_in_pieces(tmp_path / "cut", every_kind(), 3, tiles)
+    found = diff_checkpoints(whole, cut)
+    assert not found, found
+    assert found.num_tensors > 20
+    other = every_kind()
+    other.optimizers[0]["state"]["embed.weight"]["exp_avg"] += 1
+    found = diff_checkpoints(whole, write_in_pieces(tmp_path / "other", other, 2, spans))
+    assert [item.path for item in found.tensors] == ["optimizer[0].state.embed.weight.exp_avg"]
+
+
+def _plain() -> Snapshot:
+    model = {"a": torch.arange(12.0).reshape(3, 4), "b": torch.tensor([1 + 2j, 3 + 0j]), "c": torch.ones(2, 2).half()}
+    return Snapshot(model={**model, "tied": model["a"], "note": {"x": 1}}, kind="weights")
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bf16"}, {"layout": "sharded", "max_shard_bytes": 20}])
+def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, options: dict[str, Any]) -> None:
+    found = []
+    for name, source in (
+        ("whole", write_checkpoint(tmp_path / "1", _plain())), ("cut", write_in_pieces(tmp_path / "2", _plain()))
+    ):  # fmt: skip
+        exported = export_weights(source, tmp_path / name, **options)
+        found.append((exported.tied, bool(exported.left_out), [file.read_bytes() for file in exported.files]))
+    assert found[0] == found[1]
+
+
+def test_an_export_takes_the_model_folder_alone(tmp_path: Path) -> None:
+    path = write_in_pieces(tmp_path / "a", _plain())
+    assert export_weights(path / "model", tmp_path / "b").num_tensors == 3
+
+
+# What is not whole
+
+
+def _cut(path: Path) -> Path:
+    return write_in_pieces(path, small_snapshot(1), 2, rows)
+
+
+def _edit(path: Path, file: str, change: Any) -> None:
+    index = path / file
+    value = json.loads(index.read_text())
+    change(value["pieces"][0])
+    index.write_text(json.dumps(value))
+    reseal(path)
+
+
+@pytest.mark.parametrize("file", ["model/rank-00001.safetensors", "optimizer/rank-00000.json", "model/state.json"])
+def test_a_byte_that_has_changed_is_found(tmp_path: Path, file: str) -> None:
+    path = _cut(tmp_path / "a")
+    data = bytearray((path / file).read_bytes())
+    data[-2] ^= 1
+    (path / file).write_bytes(data)
+    assert verify(path) == [f"{file.partition('/')[0]}: {file} has changed: its hash is not the one in manifest.json"]
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_checkpoint(path)
+
+
+def test_a_file_of_a_rank_that_is_gone_is_named(tmp_path: Path) -> None:
+    path = _cut(tmp_path / "a")
+    (path / "model" / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model/rank-00001.safetensors is missing"):
+        read_checkpoint(path, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda piece: piece.update(offsets=[0, 0]), r"the pieces of 'weight' hold 6 of its 6 elements, or some"),
+        (lambda piece: piece.update(tensor="other"), r"the pieces of 'weight' hold 3 of its 6 elements"),
+        (lambda piece: piece.update(offsets=[2, 0]), r"is not what .*rank-00001.safetensors holds"),
+        (lambda piece: piece.update(lengths=[1, 2]), r"is not what .*rank-00001.safetensors holds"),
+        (lambda piece: piece.update(dtype="F64"), r"is not what .*rank-00001.safetensors holds"),
+        (lambda piece: piece.update(shape=[3, 3]), r"are not those of a F32 tensor of shape \(2, 3\)"),
+        (lambda piece: piece.update(stored="../weight"), r"is no index of the pieces"),
+        (lambda piece: piece.update(offsets=[-1, 0]), r"is no index of the pieces"),
+        (lambda piece: piece.update(offsets="00"), r"is no index of the pieces"),
+        (lambda piece: piece.pop("lengths"), r"is no index of the pieces"),
+        (lambda piece: piece.update(dtype="os.system"), r"no dtype that a checkpoint can hold"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, change: Any, text: str) -> None:
+    path = _cut(tmp_path / "a")
+    _edit(path, "model/rank-00001.json", change)
+    assert verify(path) == []  # whoever made it, it is not damage
+    with pytest.raises(CheckpointError, match=text):
+        read_checkpoint(path)
+
+
+def test_pieces_are_not_saved_by_one_process_alone(tmp_path: Path) -> None:
+    (share, _) = cut_snapshot(small_snapshot(1), 2)
+    with pytest.raises(CheckpointError, match=r"weight.exp_avg lies in pieces, which only all ranks together can save"):
+        write_checkpoint(tmp_path / "a", share)
+
+
+def test_values_that_are_not_the_region_they_are_said_to_be_are_refused() -> None:
+    wrong = Pieces((4, 4), torch.float32, ((Box((0, 0), (2, 4)), torch.zeros(3, 4)),))
+    with pytest.raises(CheckpointError, match=r"values of shape \(3, 4\) are not Box"):
+        plan_share(Snapshot(model={"w": wrong}, kind="weights", in_pieces=True), 1)
+
+
+def test_a_part_of_a_transposed_tensor_with_one_element_is_saved(tmp_path: Path) -> None:
+    one = torch.arange(6.0).reshape(2, 3).T[1:2, 1:2]  # one element counts as contiguous, whatever its stride
+    back = read_checkpoint(write_checkpoint(tmp_path / "a", Snapshot(model={"w": one}, kind="weights")))
+    assert torch.equal((back.model or {})["w"], torch.tensor([[4.0]]))
