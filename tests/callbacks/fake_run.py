@@ -202,6 +202,9 @@ class FakeRun:
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("not a callback's business")
 
+    def no_sync(self) -> Any:
+        raise AssertionError("not a callback's business")
+
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         raise AssertionError("not a callback's business")
 
