@@ -10,6 +10,7 @@ from trainwright.core.registry import Registry, import_object
 if TYPE_CHECKING:
     from trainwright.strategies.capabilities import Capabilities
     from trainwright.strategies.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from trainwright.strategies.data_parallel import DataParallel
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.local_sgd import LocalSGDStrategy
@@ -48,6 +49,7 @@ _PUBLIC = {
     "Capabilities": "trainwright.strategies.capabilities",
     "DDPCommunicationHookType": "trainwright.strategies.comm_hooks",
     "DDPStrategy": "trainwright.strategies.ddp",
+    "DataParallel": "trainwright.strategies.data_parallel",
     "DistributedDataParallelKwargs": "trainwright.strategies.comm_hooks",
     "FSDPStrategy": "trainwright.strategies.fsdp",
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
@@ -60,6 +62,7 @@ __all__ = [
     "Capabilities",
     "DDPCommunicationHookType",
     "DDPStrategy",
+    "DataParallel",
     "DistributedDataParallelKwargs",
     "FSDPStrategy",
     "LocalSGDStrategy",

@@ -43,6 +43,18 @@ class Precision:
             raise ConfigurationError(f"precision={spec!r} is unknown.{nearest(str(spec), _KNOWN)} Known: {names}.")
         return found
 
+    def check_device(self, device_type: str) -> None:
+        """Check that a type of device has these formats. Touches none.
+
+        Raises:
+            ConfigurationError: it has not; names a precision that it has.
+        """
+        if device_type == "mps" and self.param_dtype is torch.float64:
+            raise ConfigurationError(
+                f"precision={self.name!r}, but the accelerator 'mps' has no float64. Use precision='32-true', or "
+                "accelerator='cpu'."
+            )
+
     @contextlib.contextmanager
     def default_dtype(self) -> Iterator[Self]:
         """Create floating-point tensors in `param_dtype` inside, so that `torch.zeros(n)` in a step fits the model."""

@@ -117,6 +117,7 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
         Raises:
             ConfigurationError: settings that this strategy cannot serve.
         """
+        precision.check_device(device_type)
         self.device_type = device_type
         self.device_indices = device_indices
         self.num_nodes = num_nodes

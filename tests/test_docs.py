@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contracts import documented
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import PARTS, ROOT
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
@@ -144,9 +145,10 @@ def test_the_examples_of_a_page_run(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [path for path in PAGES[1:] if _starts_processes(path)], ids=lambda path: path.stem)
+def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-    script.write_text(_program(_page("distributed")))
+    script.write_text(_program(path))
     assert "__main__" not in script.read_text()
     _run([sys.executable, "-W", "error", str(script)], tmp_path)
 
@@ -436,6 +438,11 @@ def test_the_logger_that_is_written_has_at_most_twenty_lines() -> None:
     body = text[text.index(block) :].partition("\n\n\n")[0].removeprefix("```python\n")
     assert body.startswith("class ListLogger(Logger):")
     assert len([line for line in body.splitlines() if line.strip()]) <= 20
+
+
+def test_the_strategy_that_is_written_has_at_most_sixty_lines() -> None:
+    assert "STRATEGIES.register(" in documented.block()
+    assert len(documented.block().splitlines()) <= 60
 
 
 def test_the_callbacks_that_have_a_name_are_listed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
@@ -18,8 +20,13 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
-# name → (the Trainer's argument, processes)
-STRATEGIES: dict[str, tuple[str, int]] = {"single": ("single", 1), "ddp": ("ddp", 2), "fsdp": ("fsdp", 2)}
+# name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
+STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
+    "single": ("single", 1),
+    "ddp": ("ddp", 2),
+    "fsdp": ("fsdp", 2),
+    "documented": (documented_strategy, 2),
+}
 ALL = list(STRATEGIES)
 OTHERS = [name for name in ALL if name != "single"]
 
@@ -83,7 +90,7 @@ def train(
     recorder, task = StepRecorder(), ContractTask()
     trainer = quiet_trainer(
         devices="auto" if processes > 1 else 1,
-        strategy=strategy,
+        strategy=strategy if isinstance(strategy, str) else strategy(),
         max_epochs=epochs,
         accumulate_grad_batches=_ACCUMULATE // processes,
         gradient_clip_val=0.3,
@@ -99,7 +106,7 @@ def run(name: str, epochs: int, **options: Any) -> tuple[list[float], list[float
     if processes == 1:
         recorder, weights = train(name, epochs, **options)
         return recorder.losses, recorder.norms, weights
-    by_rank = run_distributed(lambda: train(name, epochs, **options), processes)
+    by_rank = run_distributed(lambda: train(name, epochs, **options), processes, timeout=280)
     recorders = [recorder for recorder, _ in by_rank]
     losses = [sum(shares) / processes for shares in zip(*(r.losses for r in recorders), strict=True)]
     for recorder, weights in by_rank[1:]:

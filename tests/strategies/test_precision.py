@@ -10,6 +10,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.single import SingleDeviceStrategy
 
 
 @pytest.mark.parametrize(
@@ -88,3 +89,13 @@ def test_full_precision_needs_no_context() -> None:
     assert Precision.parse("32-true").forward_context("cpu") is None
     with Precision.parse("32-true").default_dtype():
         assert torch.zeros(1).dtype is torch.float32
+
+
+def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
+    settings: dict[str, Any] = {"device_indices": [0], "num_nodes": 1, "compile_options": None}
+    with pytest.raises(
+        ConfigurationError, match=r"precision='64-true'.*'mps' has no float64\. Use precision='32-true'"
+    ):
+        SingleDeviceStrategy().configure(device_type="mps", precision=Precision.parse("64-true"), **settings)
+    for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
+        SingleDeviceStrategy().configure(device_type="mps", precision=Precision.parse(name), **settings)

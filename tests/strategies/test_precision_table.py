@@ -1,0 +1,169 @@
+"""In which dtype everything is kept, computed, sent and saved: what docs/precision.md says, read from real steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import ROOT
+from trainwright.callbacks.callback import Callback
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.task import TaskModule
+from trainwright.strategies import STRATEGIES, DDPStrategy
+from trainwright.strategies.shards import local_piece
+
+_HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
+_PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp_cpu_offload": 2}
+
+
+def documented() -> dict[str, dict[str, dict[str, str]]]:
+    """Return the page's table: strategy → precision → column → dtype."""
+    found: dict[str, dict[str, dict[str, str]]] = {}
+    for line in (ROOT / "docs" / "precision.md").read_text().splitlines():
+        cells = [cell.strip().strip("`") for cell in line.strip().strip("|").split("|")]
+        if len(cells) == len(_HEAD) and not re.fullmatch(r"-+", cells[0]) and cells[0] != "strategy":
+            row = dict(zip(_HEAD, cells, strict=True))
+            found.setdefault(row["strategy"], {})[row["precision"]] = row
+    return found
+
+
+TABLE = documented()
+
+
+class Probe(TaskModule):
+    """Notes the dtypes that its forward meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        self.head = nn.Linear(8, 1)
+        self.seen: dict[str, torch.dtype] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return a loss so small that no scale overflows it."""
+        hidden = self.block(batch[0])
+        product = self.head(hidden)
+        loss = nn.functional.mse_loss(product, batch[1])
+        self.seen |= {"input": batch[0].dtype, "norm": hidden.dtype, "product": product.dtype, "loss": loss.dtype}
+        self.seen["used"] = self.head.weight.dtype
+        return 1e-3 * loss
+
+    def shard_units(self) -> Any:
+        """Gather the block by itself."""
+        return [self.block]
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer with a state."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Dtypes(Callback):
+    """Notes the dtypes of what is kept between steps."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, torch.dtype] = {}
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.seen["gradient"] = only({local_piece(p.grad).dtype for p in task.parameters()})
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.seen["stored"] = only({local_piece(p).dtype for p in task.parameters()})
+        states = trainer.optimizers[0].state.values()
+        self.seen["state"] = only({local_piece(value).dtype for state in states for value in state.values()})
+
+
+def only(dtypes: set[torch.dtype]) -> torch.dtype:
+    """Return the one dtype there is."""
+    (dtype,) = dtypes
+    return dtype
+
+
+def watch_exchanges(crossing: dict[str, set[torch.dtype]]) -> None:
+    """Note what sharded training sends; for the rest of this process."""
+
+    def watch(kind: str, name: str) -> None:
+        original = getattr(dist, name)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            given = [*args, *kwargs.values()]
+            crossing[kind] |= {value.dtype for value in given if isinstance(value, torch.Tensor)}
+            return original(*args, **kwargs)
+
+        setattr(dist, name, noting)
+
+    watch("gathered", "all_gather_single")
+    watch("reduced", "reduce_scatter_single")
+
+
+def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
+    """Train and save with every precision of a strategy's rows; returns precision → column → dtype."""
+    found = {}
+    crossing: dict[str, set[torch.dtype]] = {"gathered": set(), "reduced": set()}
+    if strategy.startswith("fsdp"):
+        watch_exchanges(crossing)
+
+    def noting(state: Any, bucket: Any) -> Any:
+        crossing["reduced"].add(bucket.buffer().dtype)
+        return allreduce_hook(state, bucket)
+
+    for precision in TABLE[strategy]:
+        for dtypes in crossing.values():
+            dtypes.clear()
+        task, callback = Probe(), Dtypes()
+        trainer = quiet_trainer(
+            devices="auto" if _PROCESSES[strategy] > 1 else 1,
+            strategy=DDPStrategy(ddp_comm_hook=noting) if strategy == "ddp" else strategy,
+            precision=precision,
+            max_steps=2,
+            callbacks=[callback],
+        )
+        trainer.fit(task, [[torch.randn(2, 4), torch.randn(2, 1)] for _ in range(4)])
+        trained = {kind: set(dtypes) for kind, dtypes in crossing.items()}  # a checkpoint gathers what is stored
+        if strategy.startswith("fsdp"):
+            assert only(trained["gathered"]) is task.seen["used"]
+        crosses = name_of(only(trained["reduced"])) if trained["reduced"] else "–"
+        saved = read_checkpoint(trainer.save_checkpoint(folder / f"{strategy}-{precision}"))
+        assert only({tensor.dtype for tensor in (saved.model or {}).values()}) is callback.seen["stored"]
+        states = saved.optimizers[0]["state"].values()
+        assert only({value.dtype for state in states for value in state.values()}) is callback.seen["state"]
+        columns = {column: name_of(dtype) for column, dtype in {**task.seen, **callback.seen}.items()}
+        found[precision] = {**columns, "crosses": crosses, "saved": columns["stored"]}
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name as the page writes it."""
+    return {
+        torch.float64: "fp64",
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+    }[dtype]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", TABLE)
+def test_every_cell_of_the_table_is_what_a_step_does(strategy: str, tmp_path: Path) -> None:
+    processes = _PROCESSES[strategy]
+    if processes == 1:
+        by_rank = [measure(strategy, tmp_path)]
+    else:
+        by_rank = run_distributed(lambda: measure(strategy, tmp_path), processes, init=False, timeout=280)
+    for found in by_rank:
+        said = {precision: {column: row[column] for column in _HEAD[2:]} for precision, row in TABLE[strategy].items()}
+        assert {p: {c: row[c] for c in _HEAD[2:]} for p, row in found.items()} == said
+
+
+def test_the_table_names_strategies_and_all_their_precisions() -> None:
+    assert {"single", "ddp", "fsdp"} <= set(TABLE) <= set(STRATEGIES)
+    for rows in TABLE.values():
+        assert list(rows) == ["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
