@@ -1,4 +1,8 @@
-"""A running average of a task's weights, beside them in memory, and the exact exchange of the two."""
+"""A running average of a task's weights, beside them in memory, and the exact exchange of the two.
+
+Weights that lie in pieces on several ranks are averaged piece by piece, each rank its own, without communication; they
+are collected whenever somebody wants to see them.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import CheckpointError
+from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
 
 AverageFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -24,14 +30,12 @@ class AveragedWeights:
 
     Args:
         task: whose weights; they must be where they are to stay.
+        run: collects and cuts weights that lie in pieces; None: they do not.
         device: where the average is kept; beside each weight when None.
         use_buffers: average floating-point buffers of the state dict too. Whole-number buffers (counters) never are.
         avg_fn: `(average, current, num_averaged) -> new average` of one tensor.
         multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
             updates weigh the same.
-
-    Raises:
-        ConfigurationError: a parameter is sharded: its pieces alone cannot be put into a checkpoint's model part.
 
     Attributes:
         num_averaged: how many updates there have been.
@@ -41,6 +45,7 @@ class AveragedWeights:
     def __init__(
         self,
         task: TaskModule,
+        run: Run | None = None,
         *,
         device: torch.device | str | int | None = None,
         use_buffers: bool = True,
@@ -49,6 +54,7 @@ class AveragedWeights:
     ) -> None:
         self.num_averaged = 0
         self.swapped = False
+        self._run = run
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
         self._places: dict[str, int] = {}  # tied weights share a place
@@ -56,6 +62,7 @@ class AveragedWeights:
         self._find(task, use_buffers)
         with torch.no_grad():
             self._own = [value.detach().to(device, copy=True) for value in self._live]
+        self._whole = False
         self._alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, value in enumerate(self._own):
             self._alike.setdefault((value.device, value.dtype), []).append(place)
@@ -69,16 +76,26 @@ class AveragedWeights:
                 found |= module.named_buffers(recurse=False)
             for key, value in found.items():
                 name = f"{prefix}.{key}" if prefix else key
-                if name in saved and _can_be_averaged(name, value):
+                if name in saved and (value.is_floating_point() or value.is_complex()):
                     if id(value) not in known:
                         known[id(value)] = len(self._owners)
                         self._owners.append((module, key))
                     self._places[_plain(name)] = known[id(value)]
 
     @property
-    def _live(self) -> list[torch.Tensor]:
+    def _held(self) -> list[torch.Tensor]:
         # Looked up anew each time: a task may put another tensor into the place of a buffer.
         return [getattr(module, key) for module, key in self._owners]
+
+    @property
+    def _live(self) -> list[torch.Tensor]:
+        """What this rank holds of the task's weights: memory that it shares with them."""
+        return [_local(value) for value in self._held]
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether the average lies in pieces on several ranks."""
+        return not self._whole and any(isinstance(value, DTensor) for value in self._held)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -112,14 +129,21 @@ class AveragedWeights:
         self.swapped = not self.swapped
 
     def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the task with the average in place of what is averaged; references, not copies."""
+        """Return a state dict of the task with the average in place of what is averaged; references, not copies.
+
+        Collective where the weights lie in pieces and those of `state` are whole.
+        """
         if self.num_averaged == 0:
             return dict(state)
-        average = self._named(self._live if self.swapped else self._own)
+        cut = any(isinstance(value, DTensor) for value in state.values())
+        average = self._named(self._live if self.swapped else self._own, whole=not cut)
         return {name: average.get(_plain(name), value) for name, value in state.items()}
 
     def average(self) -> dict[str, torch.Tensor]:
-        """Return the average by name (tied weights under each); empty while there is none; references, not copies."""
+        """Return the average by name (tied weights under each); empty while there is none; references, not copies.
+
+        Collective where the weights lie in pieces: whole copies then, on the main rank's host.
+        """
         return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
 
     def current(self) -> dict[str, torch.Tensor]:
@@ -133,7 +157,7 @@ class AveragedWeights:
         Raises:
             CheckpointError: they do not belong to this task.
         """
-        for values, held in ((average, self._own), (current, self._live)):
+        for values, targets in ((average, self._own), (current, self._live)):
             if values is None:
                 continue
             strange = sorted(set(values) ^ set(self._places))
@@ -142,28 +166,49 @@ class AveragedWeights:
                     f"the checkpoint's averaged weights and this task's differ in {', '.join(strange[:5])}. Give the "
                     "callback the same use_buffers as before, and the Trainer the same model."
                 )
+            held = self._held
             for name, value in values.items():
-                target = held[self._places[name]]
-                if value.shape != target.shape:
+                place = self._places[name]
+                if value.shape != held[place].shape:
                     raise CheckpointError(
                         f"the checkpoint's averaged {name} is of shape {tuple(value.shape)}, this task's of "
-                        f"{tuple(target.shape)}."
+                        f"{tuple(held[place].shape)}."
                     )
-                target.copy_(value)
+                piece = value if self._run is None else self._run.cut_like(value, held[place])
+                targets[place].copy_(_local(piece))
         self.num_averaged = num_averaged
         self.swapped = False
 
-    def _named(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    @torch.no_grad()
+    def make_whole(self) -> None:
+        """Collect what this object holds, before the task's own weights become whole. Collective."""
+        if self.in_pieces:
+            self._own = self._collect(self._own)
+            self._whole = True
+
+    def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's values as parts of what lies in pieces, where the task's weights do; shares memory."""
+        if self._whole:
+            return values
+        return [
+            value if not isinstance(like, DTensor) else DTensor.from_local(
+                value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
+            )
+            for value, like in zip(values, self._held, strict=True)
+        ]  # fmt: skip
+
+    def _collect(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self._run is None:
+            return values
+        return [self._run.whole_tensor(value) for value in self._as_held(values)]
+
+    def _named(self, values: list[torch.Tensor], *, whole: bool = True) -> dict[str, torch.Tensor]:
+        values = self._collect(values) if whole else self._as_held(values)
         return {name: values[place].detach() for name, place in self._places.items()}
 
 
-def _can_be_averaged(name: str, value: torch.Tensor) -> bool:
-    if hasattr(value, "full_tensor"):
-        raise ConfigurationError(
-            f"{name} is sharded over processes, and weight averaging does not work on pieces. Use a strategy that "
-            "keeps the model whole on every process, or take the callback away."
-        )
-    return value.is_floating_point() or value.is_complex()
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _plain(name: str) -> str:

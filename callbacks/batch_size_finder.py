@@ -47,6 +47,7 @@ class BatchSizeFinder(Callback):
     """
 
     order = Order.FIRST
+    needs = ("lone_steps",)
     SUPPORTED_MODES = ("power", "binsearch")
 
     def __init__(

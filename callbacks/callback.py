@@ -51,9 +51,11 @@ class Callback:
 
     Attributes:
         order: place among the other callbacks; any integer.
+        needs: fields of the strategy's `Capabilities` without which it cannot work; checked before a run starts.
     """
 
     order: int = Order.NORMAL
+    needs: tuple[str, ...] = ()
 
     @property
     def state_key(self) -> str:

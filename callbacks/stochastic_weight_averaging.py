@@ -36,10 +36,11 @@ class StochasticWeightAveraging(Callback):
         device: where the mean is kept; None: beside the weights.
 
     Raises:
-        ConfigurationError: a value out of its range; in a run, several optimizers or schedules, a share without
-            `max_epochs`, or a model that is sharded.
+        ConfigurationError: a value out of its range; in a Trainer, a strategy whose parameters are not those of one
+            training; in a run, several optimizers or schedules, or a share without `max_epochs`.
     """
 
+    needs = ("weight_averages",)
     order = Order.FIRST
 
     def __init__(
@@ -172,7 +173,7 @@ class StochasticWeightAveraging(Callback):
                 group["lr"] = rate  # making a schedule sets it
         for config in run.lr_scheduler_configs:
             config.paused = True
-        self._weights = AveragedWeights(task, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
+        self._weights = AveragedWeights(task, run, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
         if self._weights is None:
@@ -187,6 +188,14 @@ class StochasticWeightAveraging(Callback):
         self._weights.swap()
         if _norms(task):
             _count_statistics_anew(trainer, task)
+
+    def on_fit_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._weights is not None:
+            self._weights.make_whole()
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if self._weights is not None and self._weights.in_pieces:
+            self._weights = None  # of a run that failed: nobody can collect them any more
 
 
 def _norms(task: TaskModule) -> list[_BatchNorm]:

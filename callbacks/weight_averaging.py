@@ -25,7 +25,9 @@ class WeightAveraging(Callback):
     Afterwards validation runs on the average, swapped in and back bit for bit. The model part of a checkpoint holds
     the average, so that whoever loads it infers with that; the weights to train on with stand beside it in the state
     of this callback (not in checkpoints with weights only), so that a resume is exact. When a fit has run to its end
-    the average is in the task. Every rank averages its own, equal weights: nothing is communicated.
+    the average is in the task. Every rank averages its own, equal weights, or its pieces of them: nothing is
+    communicated. Pieces are collected for a checkpoint: then the weights to train on with come to rank 0's host once
+    more.
 
     Override `should_update` to choose when. The average has the dtype of the weights: in bfloat16, small changes of an
     average over many steps are rounded away.
@@ -39,9 +41,11 @@ class WeightAveraging(Callback):
             comes as an int. By default all updates weigh the same.
 
     Raises:
-        ConfigurationError: other keyword arguments, or both functions; in a run, a model that is sharded.
+        ConfigurationError: other keyword arguments, or both functions; in a Trainer, a strategy whose parameters are
+            not those of one training.
     """
 
+    needs = ("weight_averages",)
     order = Order.FIRST  # the others see the average during the whole of a validation, and never half of an update
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
@@ -92,7 +96,8 @@ class WeightAveraging(Callback):
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         # Not in `setup`: now the weights are where they stay, equal on all ranks, and those of a checkpoint are loaded.
-        weights = AveragedWeights(task, device=self._device, use_buffers=self._use_buffers, **self.average_functions())
+        options = {"device": self._device, "use_buffers": self._use_buffers, **self.average_functions()}
+        weights = AveragedWeights(task, trainer, **options)
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._latest_update_step = loaded["latest_update_step"]
@@ -152,6 +157,14 @@ class WeightAveraging(Callback):
                 TrainwrightWarning,
                 stacklevel=2,
             )
+
+    def on_fit_end(self, trainer: Run, task: TaskModule) -> None:
+        if self._weights is not None:
+            self._weights.make_whole()
+
+    def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
+        if self._weights is not None and self._weights.in_pieces:
+            self._weights = None  # of a run that failed: nobody can collect them any more
 
     # Checkpoints
 

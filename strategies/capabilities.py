@@ -15,9 +15,9 @@ class Capabilities:
         lockstep_evaluation: every rank must run the same number of evaluation batches.
         whole_weights: outside of a step every rank holds the parameters and the optimizers' state whole, so that
             anyone may copy or exchange them and one rank can write them alone.
-        equal_replicas: after every step the parameters are those of one training, not each rank's own.
+        weight_averages: after every step the task's parameters on each rank are those of one training, or its pieces of
+            them, so that a callback may average them element by element and exchange them for the average.
         lone_steps: a rank can run a step without the others.
-        closures: optimizers may evaluate the loss several times in a step and look at whole vectors.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
     """
 
@@ -25,7 +25,23 @@ class Capabilities:
     manual_optimization: bool = True
     lockstep_evaluation: bool = False
     whole_weights: bool = True
-    equal_replicas: bool = True
+    weight_averages: bool = True
     lone_steps: bool = True
-    closures: bool = True
     owns_optimizer_step: bool = False
+
+
+REFUSALS = {
+    "manual_optimization": (
+        "optimizes by hand (automatic_optimization is False), and {strategy} cannot run backward and optimizers inside "
+        "training_step. Use strategy='ddp', or automatic optimization."
+    ),
+    "weight_averages": (
+        "averages the weights of one training, which {strategy} does not keep in the task's parameters after each "
+        "step. Use strategy='ddp' or 'fsdp', or take the callback away."
+    ),
+    "lone_steps": (
+        "tries steps out on each rank alone, so that one that runs out of memory leaves none waiting, and a step of "
+        "{strategy} takes all ranks. Search with devices=1 or strategy='ddp', and write the number that was found."
+    ),
+}
+"""By the name of a capability that is missing: what its absence means to a task or callback, and the way out."""

@@ -63,7 +63,7 @@ from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
 from trainwright.strategies.shard_units import WrapPolicy, check_no_scalars, find_units, warn_of_large_rest
-from trainwright.strategies.shards import local_piece, piece_of, pieces_of, whole
+from trainwright.strategies.shards import local_piece, pieces_of
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
@@ -108,7 +108,11 @@ class FSDPStrategy(DataParallel):
     """
 
     capabilities = Capabilities(
-        gradients="sharded", manual_optimization=False, lockstep_evaluation=True, whole_weights=False
+        gradients="sharded",
+        manual_optimization=False,
+        lockstep_evaluation=True,
+        whole_weights=False,
+        lone_steps=False,
     )
 
     def __init__(
@@ -198,12 +202,6 @@ class FSDPStrategy(DataParallel):
     # Model and optimizers
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
-        if make_optimizers is not None and not task.automatic_optimization:
-            raise ConfigurationError(
-                f"{type(task).__name__} optimizes by hand (automatic_optimization is False): FSDP gathers weights "
-                "around a whole training_step and cannot run backward inside it. Use strategy='ddp', or automatic "
-                "optimization."
-            )
         if any(isinstance(parameter, DTensor) for parameter in task.parameters()):
             raise ConfigurationError(
                 f"{type(task).__name__}'s weights are pieces of what a run had that failed. Build the task anew, and "
@@ -369,10 +367,7 @@ class FSDPStrategy(DataParallel):
         return pieces_of(state)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.saves_pieces else self._whole(tensor)
-
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return whole(tensor, self.device, keep=self.is_main)
+        return tensor if self.saves_pieces else self.whole_tensor(tensor)
 
     def model_state(self) -> dict[str, Any]:
         check_not_given_up(self.task)
@@ -389,7 +384,7 @@ class FSDPStrategy(DataParallel):
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self.task.state_dict().items()}
         missing, left_over = super().load_model_state(
-            {name: _fitting(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
+            {name: self.cut_like(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
         )
         self._building.note_missing(missing)
         return missing, left_over
@@ -401,7 +396,7 @@ class FSDPStrategy(DataParallel):
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
         pieces = {}
         for name, values in state.get("state", {}).items():
-            pieces[name] = {key: _fitting(value, own.get(plain_name(name))) for key, value in values.items()}
+            pieces[name] = {key: self.cut_like(value, own.get(plain_name(name))) for key, value in values.items()}
             for key, value in pieces[name].items():
                 if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
                     raise CheckpointError(
@@ -453,10 +448,3 @@ class FSDPOffloadStrategy(FSDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cpu_offload=True, **options)
-
-
-def _fitting(value: Any, like: Any) -> Any:
-    """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is."""
-    if isinstance(value, torch.Tensor) and isinstance(like, DTensor) and value.shape == like.shape and like.dim():
-        return piece_of(value, like)
-    return value

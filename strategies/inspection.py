@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.shards import whole
+from trainwright.strategies.process_group import Processes
+from trainwright.strategies.shards import piece_of, whole
 
 
 class Inspectable:
@@ -18,7 +22,27 @@ class Inspectable:
 
     task: TaskModule
     device: torch.device
+    processes: Processes
     capabilities: Capabilities
+
+    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one of the task's tensors, or one that is cut alike, whole.
+
+        As it is where it lies whole. Otherwise collective: a copy on the host; on other ranks than the main one it has
+        a shape and no values (device `meta`).
+        """
+        return whole(tensor, self.device, keep=self.processes.rank == 0)
+
+    def cut_like(self, value: Any, like: Any) -> Any:
+        """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is. Not collective.
+
+        Args:
+            value: of a checkpoint: any shape, on the host.
+            like: one of the task's tensors.
+        """
+        if isinstance(value, torch.Tensor) and isinstance(like, DTensor) and value.shape == like.shape and like.dim():
+            return piece_of(value, like)
+        return value
 
     def whole_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the parameters whole, by the task's own names; those of one tensor once.

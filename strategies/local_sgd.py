@@ -39,7 +39,7 @@ class LocalSGDStrategy(Replicas):
         ConfigurationError: a number of steps that is none; with the precision `"16-mixed"`.
     """
 
-    capabilities = Capabilities(equal_replicas=False)
+    capabilities = Capabilities(weight_averages=False)
 
     def __init__(
         self,

@@ -74,7 +74,9 @@ def select(
     if sync_batchnorm:
         if not hasattr(chosen, "sync_batchnorm"):
             raise ConfigurationError(
-                f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which has one process."
+                f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which "
+                f"{'leaves BatchNorm layers as they are' if chosen.is_distributed else 'has one process'}. Use "
+                "strategy='ddp', or leave it out."
             )
         chosen.sync_batchnorm = True
     chosen.configure(

@@ -11,6 +11,8 @@ from trainwright.core.hooks import TaskHooks
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
+from trainwright.strategies.capabilities import REFUSALS
+from trainwright.strategies.strategy import Strategy
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _KNOWN_TASK_NAMES = tuple(
@@ -97,6 +99,26 @@ def check_callbacks(callbacks: list[Any]) -> None:
                 "state_key."
             )
         keys[key] = callback
+
+
+def check_needs(callbacks: list[Any], strategy: Strategy, task: Any = None) -> None:
+    """Check that a strategy can do what callbacks and a task to be trained ask of it. Nothing is touched.
+
+    Args:
+        callbacks: those known so far.
+        strategy: configured.
+        task: to be trained; None when that is not known yet, or nothing is trained.
+
+    Raises:
+        ConfigurationError: with the reason and a way out.
+    """
+    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    for callback in callbacks:
+        for need in callback.needs:
+            if not getattr(strategy.capabilities, need) and not (alone and need == "lone_steps"):
+                raise ConfigurationError(f"{type(callback).__name__} {REFUSALS[need].format(strategy=name)}")
+    if task is not None and not task.automatic_optimization and not strategy.capabilities.manual_optimization:
+        raise ConfigurationError(f"{type(task).__name__} {REFUSALS['manual_optimization'].format(strategy=name)}")
 
 
 def has_step(task: TaskModule, name: str) -> bool:

@@ -396,6 +396,14 @@ class RunFacts(ABC):
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
         return map_tensors(lambda tensor: self.strategy.all_gather(tensor, sync_grads), data)
 
+    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one of the task's tensors, or one cut alike, whole; see `Run.whole_tensor`."""
+        return self.strategy.whole_tensor(tensor)
+
+    def cut_like(self, value: Any, like: torch.Tensor) -> Any:
+        """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
+        return self.strategy.cut_like(value, like)
+
     # Callbacks by role
 
     @property

@@ -39,7 +39,7 @@ from trainwright.strategies.launcher import run_in_processes
 from trainwright.trainer import checkpointing
 from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.assembly import with_task_callbacks
-from trainwright.trainer.checks import check_callbacks, check_datamodule, check_task, has_step
+from trainwright.trainer.checks import check_callbacks, check_datamodule, check_needs, check_task, has_step
 from trainwright.trainer.job import Attempt, left_by_earlier, this_attempt
 from trainwright.trainer.load_request import LoadRequest, check_early, choose
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
@@ -153,6 +153,7 @@ class StageRunner(Rollbacks):
     def _check(self, stage: Stage, task: Any, sources: Sources, load: LoadRequest) -> None:
         clips, policy = self.clip is not None, self.on_nonfinite
         check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=clips, on_nonfinite=policy)
+        check_needs(self.settings.callbacks, self.strategy, task if stage == "fit" else None)
         kind = "train" if stage == "fit" else stage
         if not sources.has(kind, task):
             sources.make(kind, task)  # raises, saying what to pass
@@ -209,6 +210,7 @@ class StageRunner(Rollbacks):
         task._run = self
         self.callbacks = [] if self.rehearsing else with_task_callbacks(self.callbacks, task)
         check_callbacks(self.callbacks)
+        check_needs(self.callbacks, self.strategy)  # those of the task too
         self.hooks = HookTable(self.callbacks, task)
         self._is_set_up = True
         self._prepare_data(stage)

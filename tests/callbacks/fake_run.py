@@ -214,6 +214,12 @@ class FakeRun:
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> FakeRehearsal:
         return FakeRehearsal()
 
+    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def cut_like(self, value: Any, like: torch.Tensor) -> Any:
+        return value
+
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         raise AssertionError("not a callback's business")
 

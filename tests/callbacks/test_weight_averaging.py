@@ -356,10 +356,3 @@ def test_two_ranks_have_the_same_average_and_resume_it_exactly(tmp_path: Path) -
 def test_arguments_that_mean_nothing_are_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         make()
-
-
-def test_sharded_weights_are_refused() -> None:
-    task = RegressionTask()
-    task.net[0].weight.full_tensor = lambda: None  # as a DTensor has
-    with pytest.raises(ConfigurationError, match="sharded"):
-        fit(task, [WeightAveraging()], max_epochs=1)

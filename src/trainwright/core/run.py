@@ -323,5 +323,14 @@ class Run(Protocol):
     def task_optimizers(self) -> Sequence[Any]:
         """The optimizers as a task that steps them itself should use them."""
 
+    def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return one of the task's tensors, or one cut alike, whole; as it is where nothing is cut.
+
+        Otherwise collective: a copy on the host, whose values the main process alone gets.
+        """
+
+    def cut_like(self, value: Any, like: torch.Tensor) -> Any:
+        """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
+
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks along a new first dimension. Collective."""

@@ -1,0 +1,84 @@
+"""What a strategy cannot do is refused when the Trainer is made, or before a stage has touched anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.batch_size_finder import BatchSizeFinder
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import FSDPStrategy, LocalSGDStrategy
+from trainwright.strategies.capabilities import REFUSALS, Capabilities
+
+
+class Untouched(RegressionTask):
+    """Fails as soon as a stage does anything with it."""
+
+    def prepare_data(self) -> None:
+        """Fail."""
+        raise AssertionError("the stage has begun")
+
+    def setup(self, stage: str) -> None:
+        """Fail."""
+        raise AssertionError("the stage has begun")
+
+
+class ByHand(Untouched):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "said"),
+    [
+        ("fsdp", BatchSizeFinder, "BatchSizeFinder tries steps out.*FSDPStrategy takes all ranks.*devices=1"),
+        ("local_sgd", WeightAveraging, "WeightAveraging averages.*LocalSGDStrategy.*strategy='ddp'"),
+        ("local_sgd", EMAWeightAveraging, "EMAWeightAveraging averages.*LocalSGDStrategy"),
+        ("local_sgd", lambda: StochasticWeightAveraging(0.1), "StochasticWeightAveraging averages"),
+    ],
+)
+def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_construction(
+    strategy: str, make: Any, said: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        quiet_trainer(devices=2, strategy=strategy, callbacks=[make()])
+
+
+def test_what_needs_one_process_only_is_let_through_where_there_is_one() -> None:
+    quiet_trainer(devices=1, strategy="fsdp", callbacks=[BatchSizeFinder()])
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_averages_of_weights_are_let_through_where_weights_are_those_of_one_training(strategy: str) -> None:
+    devices = 1 if strategy == "single" else 2
+    quiet_trainer(devices=devices, strategy=strategy, callbacks=[EMAWeightAveraging(), StochasticWeightAveraging(0.1)])
+
+
+def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
+    trainer = quiet_trainer(devices=2, strategy="fsdp", max_epochs=1)
+    with pytest.raises(ConfigurationError, match=r"ByHand optimizes by hand.*FSDPStrategy.*strategy='ddp'"):
+        trainer.fit(ByHand(), regression_loader(4))
+
+
+def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
+    with pytest.raises(ConfigurationError, match="FSDPStrategy, which leaves BatchNorm layers as they are"):
+        quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)
+
+
+def test_what_callbacks_need_are_names_of_capabilities() -> None:
+    def all_of(cls: type[Callback]) -> set[type[Callback]]:
+        return {cls}.union(*(all_of(child) for child in cls.__subclasses__()))
+
+    fields = set(Capabilities.__dataclass_fields__)
+    assert {need for cls in all_of(Callback) for need in cls.needs} <= set(REFUSALS) <= fields
+    assert not FSDPStrategy.capabilities.lone_steps
+    assert not LocalSGDStrategy.capabilities.weight_averages
