@@ -69,7 +69,7 @@ def test_a_manifest_cut_short_anywhere_is_noticed() -> None:
 
 def test_a_newer_format_is_refused_with_the_way_to_upgrade() -> None:
     text = _MANIFEST.to_bytes().decode().replace('"format_version": 1', f'"format_version": {FORMAT_VERSION + 1}')
-    with pytest.raises(CheckpointError, match=r"newer than 1.*pip install -U trainwright"):
+    with pytest.raises(CheckpointError, match=rf"newer than {FORMAT_VERSION}.*pip install -U trainwright"):
         Manifest.from_bytes(resealed(text), "m")
 
 

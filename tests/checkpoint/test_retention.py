@@ -200,7 +200,7 @@ def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, 
         ("{", "not readable JSON"),
         ("[]", "expected a JSON object"),
         ('{"format_version": 1}', "is damaged.*the checkpoints stay"),
-        ('{"format_version": 2, "checkpoints": []}', "newer than 1"),
+        ('{"format_version": 99, "checkpoints": []}', "newer than"),
         ('{"format_version": 1, "checkpoints": [], "checkpoints": []}', "stands twice"),
         ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', "is damaged"),
         (

@@ -113,7 +113,7 @@ def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"state_dict_type": "sharded"}, "one layout"),
+        ({"state_dict_type": "local"}, "sharded"),
         ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "Write cpu_offload=True"),
         ({"cpu_offload": "yes"}, "True or False"),
         ({"mixed_precision": "bf16"}, "MixedPrecisionPolicy"),
