@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.process_group import Processes
-from trainwright.strategies.shards import piece_of, whole
 
 
 class Inspectable:
@@ -31,7 +30,7 @@ class Inspectable:
         As it is where it lies whole. Otherwise collective: a copy on the host; on other ranks than the main one it has
         a shape and no values (device `meta`).
         """
-        return whole(tensor, self.device, keep=self.processes.rank == 0)
+        return _whole(tensor, self.device, keep=self.processes.rank == 0)
 
     def cut_like(self, value: Any, like: Any) -> Any:
         """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is. Not collective.
@@ -40,7 +39,9 @@ class Inspectable:
             value: of a checkpoint: any shape, on the host.
             like: one of the task's tensors.
         """
-        if isinstance(value, torch.Tensor) and isinstance(like, DTensor) and value.shape == like.shape and like.dim():
+        if isinstance(value, torch.Tensor) and _is_cut(like) and value.shape == like.shape and like.dim():
+            from trainwright.strategies.shards import piece_of
+
             return piece_of(value, like)
         return value
 
@@ -53,7 +54,7 @@ class Inspectable:
         Collective where they lie in pieces (copies on the host then); otherwise references, not to be changed.
         """
         found = self.task.named_parameters()
-        return {plain_name(name): whole(p, self.device, keep=keep).detach() for name, p in found}
+        return {plain_name(name): _whole(p, self.device, keep=keep).detach() for name, p in found}
 
     def whole_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the gradients that there are, likewise; none of an engine that hides them.
@@ -63,4 +64,18 @@ class Inspectable:
         if self.capabilities.gradients == "hidden":
             return {}
         found = [(name, p.grad) for name, p in self.task.named_parameters()]
-        return {plain_name(name): whole(g, self.device, keep=keep).detach() for name, g in found if g is not None}
+        return {plain_name(name): _whole(g, self.device, keep=keep).detach() for name, g in found if g is not None}
+
+
+def _is_cut(value: Any) -> bool:
+    """Tell whether a tensor lies in pieces, without importing what it would be: that takes a second and sympy."""
+    pieces = sys.modules.get("torch.distributed.tensor")
+    return pieces is not None and isinstance(value, pieces.DTensor)
+
+
+def _whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Tensor:
+    if not _is_cut(tensor):
+        return tensor
+    from trainwright.strategies.shards import whole
+
+    return whole(tensor, device, keep=keep)
