@@ -301,9 +301,11 @@ def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
     It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is kept
     for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server that is
     about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port each; there,
-    the last one's processes have ended when the next begins.
+    the last one's processes have ended when the next begins. A process that is alone takes a port of its own, so that
+    any number of them run beside each other on a machine.
     """
-    host, port = topology.master_addr or "127.0.0.1", topology.master_port or 29500
+    port_unless_told = 29500 if topology.world_size > 1 else 0
+    host, port = topology.master_addr or "127.0.0.1", topology.master_port or port_unless_told
     key = (host, port, topology.rank)
     if variable(STARTED_BY_TRAINER) is not None:
         _stores.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import time
 
 import pytest
@@ -93,6 +95,19 @@ def _leave_with_an_exchange_under_way() -> float:
 @pytest.mark.slow
 def test_a_failed_rank_does_not_wait_for_what_is_under_way() -> None:
     assert run_distributed(_leave_with_an_exchange_under_way, 2, init=False)[1] < 4
+
+
+def test_a_process_that_is_alone_takes_a_port_that_is_free() -> None:
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # whoever else has the port that torchrun takes, it is not free
+            other.bind(("", 29500))
+            other.listen()
+        group = ProcessGroup(Topology("none"))
+        group.open(torch.device("cpu"))
+        try:
+            assert group.gather_object("x") == ["x"]
+        finally:
+            group.close()
 
 
 def test_one_process_exchanges_with_itself() -> None:
