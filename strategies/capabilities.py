@@ -18,6 +18,8 @@ class Capabilities:
         weight_averages: after every step the task's parameters on each rank are those of one training, or its pieces of
             them, so that a callback may average them element by element and exchange them for the average.
         lone_steps: a rank can run a step without the others.
+        inference_mode: evaluations may run in torch's inference mode; otherwise gradients are only switched off, as a
+            tensor that is made in that mode, such as a gathered weight, cannot be trained on.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
     """
 
@@ -27,6 +29,7 @@ class Capabilities:
     whole_weights: bool = True
     weight_averages: bool = True
     lone_steps: bool = True
+    inference_mode: bool = True
     owns_optimizer_step: bool = False
 
 

@@ -113,6 +113,7 @@ class FSDPStrategy(DataParallel):
         lockstep_evaluation=True,
         whole_weights=False,
         lone_steps=False,
+        inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
     )
 
     def __init__(
@@ -350,9 +351,7 @@ class FSDPStrategy(DataParallel):
             dist.broadcast(buffer, src=0)
 
     def _evaluate(self, name: str, *args: Any) -> Any:
-        # Weights that are gathered in inference mode could not be trained on: torch 2.13 keeps their memory.
-        with torch.inference_mode(False), torch.no_grad():
-            output = self._root(name, *args)
+        output = self._root(name, *args)
         for module in (self._root, *self._units):
             module.reshard()  # no backward will, and whoever looks at the parameters now shall see the true ones
         return output

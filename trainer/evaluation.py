@@ -55,10 +55,10 @@ def evaluate(
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
-    before, in_lockstep = metrics.stage, run.strategy.capabilities.lockstep_evaluation
+    before, capabilities = metrics.stage, run.strategy.capabilities
     run.evaluating = kind
     run.strategy.begin_evaluation()
-    with _evaluation_mode(run, name), _no_gradients(run.inference_mode):
+    with _evaluation_mode(run, name), _no_gradients(run.inference_mode and capabilities.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
         try:
@@ -70,7 +70,7 @@ def evaluate(
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
                         raise Abandoned
-                    if in_lockstep and not loader.has_batch(idx):
+                    if capabilities.lockstep_evaluation and not loader.has_batch(idx):
                         replay_batch(run, kind, f"{name}_step", batch, idx, index)
                         continue
                     output = _one_batch(run, kind, name, batch, idx, index, hooks)

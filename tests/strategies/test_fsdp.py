@@ -490,6 +490,21 @@ def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) ->
     assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
 
 
+def _count_rows_twice() -> list[float]:
+    task = CountsRows()
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=2)
+    trainer.fit(task, batches(4), batches(3))
+    during = float(trainer.callback_metrics["rows"])
+    (after,) = trainer.validate(task, batches(4), verbose=False)
+    return [during, after["rows"]]
+
+
+@pytest.mark.distributed
+def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
+    rows = [float(sum(len(batch) for batch in batches(num))) for num in (3, 4)]
+    assert run_distributed(_count_rows_twice, 2) == [rows] * 2
+
+
 # What is refused
 
 
