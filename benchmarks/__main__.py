@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("overhead.py", "checkpoint.py", "data_order.py", "import_time.py", "ddp.py", "memory.py")
+SCRIPTS = ("overhead.py", "checkpoint.py", "data_order.py", "import_time.py", "ddp.py", "memory.py", "bigmodel.py")
 
 
 def main() -> int:

@@ -45,6 +45,7 @@ COMMANDS: dict[str, Command] = {
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
     "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on a task of yours"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
+    "estimate": Command("trainwright.cli.estimate:estimate", "say how much memory a model takes"),
     "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainwright.core.errors import TrainwrightError
+from trainwright.core.errors import ConfigurationError, TrainwrightError
 
 # What libraries say when an allocation failed, where they raise a plain RuntimeError.
 _OUT_OF_MEMORY = (
@@ -44,6 +46,48 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__
+
+
+def available_host_memory_bytes() -> int:
+    """Return the bytes of host memory that this process may still take, without making others swap.
+
+    On Linux what the kernel says is available, or what is left of the control group (the container) if that is less;
+    elsewhere all of the machine's memory.
+
+    Raises:
+        ConfigurationError: the system does not say.
+    """
+    try:
+        machine = _available_in_meminfo() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError) as error:
+        raise ConfigurationError("the size of this machine's memory is not known. Pass max_memory.") from error
+    group = _left_in_control_group()
+    return machine if group is None else min(machine, group)
+
+
+def _available_in_meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+def _left_in_control_group() -> int | None:
+    """Return what is left of this container's memory; None without a limit."""
+    for folder, limit_name, used_name, cache_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit_name, used_name))
+            facts = dict(line.split() for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):  # another version of control groups, or no limit ("max")
+            continue
+        # Pages of files that were only read are given back when somebody needs memory.
+        return max(0, limit - used + int(facts.get(cache_name, 0)))
+    return None
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

@@ -1,0 +1,182 @@
+"""`trainwright estimate`: how much memory a model takes, before any of it is taken."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainwright.core.byte_sizes import format_bytes
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.registry import import_object
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainwright.strategies.offload.estimates import WeightCount
+
+DTYPES = ("float32", "bfloat16", "float16", "float8", "int8", "int4")
+_PURPOSE = "trainwright estimate for this model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What could be found out about the model: its weights, and the model itself unless it is a folder of weights."""
+
+    count: WeightCount
+    module: nn.Module | None = None
+    config: dict[str, Any] | None = None
+
+
+def estimate(argv: Sequence[str]) -> int:
+    """Print the memory of a model per dtype; with a batch size also activations and KV cache."""
+    parser = argparse.ArgumentParser(
+        prog="trainwright estimate",
+        description="Say how much memory a model takes. Nothing is downloaded but a configuration, nothing allocated.",
+    )
+    parser.add_argument(
+        "model",
+        help="a transformers config.json, its folder or its name; a folder of safetensors or one such file; "
+        "or a task's class as package.module:Class, made without arguments",
+    )
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE", help=f"of {', '.join(DTYPES)}")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="also activations and KV cache of N sequences")
+    parser.add_argument("--sequence-length", type=int, default=1024, metavar="N", help="tokens each (default: 1024)")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model's name")
+    parser.add_argument("--json", action="store_true", help="print bytes as JSON")
+    wanted = parser.parse_args(argv)
+    model = _find(wanted.model, trust_remote_code=wanted.trust_remote_code)
+    facts = _facts(model, wanted)
+    if wanted.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(wanted.model, facts)
+    return 0
+
+
+def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
+    from trainwright.strategies.offload.estimates import kv_cache_bytes
+
+    count = model.count
+    rows: dict[str, dict[str, int]] = {}
+    for dtype in wanted.dtypes:
+        rows[dtype] = {
+            "largest_layer_bytes": count.largest_bytes(dtype),
+            "total_bytes": count.total_bytes(dtype),
+            "training_adam_bytes": count.training_bytes(dtype),
+        }
+        if wanted.batch_size is not None and model.config is not None:
+            shape = {"batch_size": wanted.batch_size, "sequence_length": wanted.sequence_length}
+            cache = kv_cache_bytes(model.config, dtype=dtype, **shape)
+            if cache is not None:
+                rows[dtype]["kv_cache_bytes"] = cache
+    facts: dict[str, Any] = {
+        "elements": count.elements,
+        "largest_layer": count.largest_layer,
+        "dtypes": rows,
+    }
+    if wanted.batch_size is not None:
+        facts["activation_bytes_float32"] = _activation_bytes(model, wanted.batch_size, wanted.sequence_length)
+    return facts
+
+
+def _activation_bytes(model: _Model, batch_size: int, sequence_length: int) -> int:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trainwright.strategies.offload.estimates import count_activation_bytes
+
+    if model.module is None or model.config is None:
+        raise ConfigurationError("--batch-size needs a transformers model: others say nothing about their inputs.")
+    # Tensors that say they are on the CPU and have no memory: on the meta device torch would take other kernels, and
+    # models could not look at values.
+    with FakeTensorMode():
+        module: Any = model.module.float().train()
+        module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+        tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+        if model.config.get("is_encoder_decoder"):
+            inputs["decoder_input_ids"] = tokens
+        elif "past_key_values" in inspect.signature(module.forward).parameters:
+            # An empty one: without it, models look for several sequences in one row, in values that are not there.
+            caches = require_package("transformers", purpose=_PURPOSE)
+            inputs["past_key_values"] = caches.DynamicCache(config=module.config)
+        return count_activation_bytes(lambda: module(**inputs), module)
+
+
+def _show(name: str, facts: dict[str, Any]) -> None:
+    print(f"{name}: {facts['elements']:,} elements; the largest layer is {facts['largest_layer'] or 'the model'}\n")
+    head = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+    if any("kv_cache_bytes" in row for row in facts["dtypes"].values()):
+        head.append("KV cache")
+    rows = [[dtype, *(format_bytes(size) for size in row.values())] for dtype, row in facts["dtypes"].items()]
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    for line in [head, ["-" * width for width in widths], *rows]:
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
+    if "activation_bytes_float32" in facts:
+        print(f"\nactivations kept for the backward, float32: {format_bytes(facts['activation_bytes_float32'])}")
+
+
+def _find(name: str, *, trust_remote_code: bool) -> _Model:
+    """Return what `name` is: weights on disk, a configuration, a class, or a name that transformers knows."""
+    from trainwright.strategies.offload.estimates import count_stored_weights, count_weights, read_config
+
+    path = Path(name)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        file = path if path.suffix == ".json" else path / "config.json"
+        module, config = _from_config(str(file.parent if file.name == "config.json" else file), read_config(file))
+        return _Model(count_weights(module), module, config)
+    if path.exists():
+        return _Model(count_stored_weights(path))
+    if ":" in name:
+        return _Model(count_weights(_make_task(name)))
+    module, config = _from_config(name, None, trust_remote_code=trust_remote_code)
+    return _Model(count_weights(module), module, config)
+
+
+def _from_config(
+    source: str, raw: dict[str, Any] | None, *, trust_remote_code: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Build the model that a configuration describes, without memory for its weights."""
+    from trainwright.strategies.offload.empty import init_empty_weights
+
+    transformers: Any = require_package("transformers", purpose=_PURPOSE)
+    try:
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{source!r} is no model that can be found: {error}") from error
+    names = list((raw or config.to_dict()).get("architectures") or ())
+    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    with init_empty_weights():
+        if kind is not None:
+            model: nn.Module = kind(config)
+        else:
+            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+    return model, config.to_dict()
+
+
+def _make_task(name: str) -> nn.Module:
+    """Make a task without memory for its weights, its `configure_model` included."""
+    from torch import nn
+
+    from trainwright.core.task import TaskModule
+    from trainwright.strategies.offload.empty import init_empty_weights
+
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a class in the present folder, as `python -m` would find it
+    try:
+        kind = import_object(name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"{name!r} cannot be imported: {error}. Write package.module:Class.") from error
+    with init_empty_weights():
+        task = kind()
+        if not isinstance(task, nn.Module):
+            raise ConfigurationError(f"{name!r} makes a {type(task).__name__}, expected a task or another nn.Module.")
+        if isinstance(task, TaskModule):
+            task.configure_model()
+    return task

@@ -1,0 +1,45 @@
+"""Amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from trainwright.core.errors import ConfigurationError
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgtp]?)(i?)(b)\s*", re.IGNORECASE)
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Return an amount of memory in bytes.
+
+    Args:
+        size: bytes, or text with a unit: `"10GiB"` (powers of 1024), `"10GB"` (powers of 1000), `"512B"`; P, T, G, M
+            and K, capitals or not. A small b in a decimal unit means bits: `"10Gb"` is 1.25 GB.
+
+    Raises:
+        ConfigurationError: neither, or negative.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
+        raise ConfigurationError(
+            f"`size` {size!r} is not in a valid format. Write whole bytes, not negative, or text with a unit, "
+            "such as '5GB' or '10.5GiB'."
+        )
+    number, prefix, binary, unit = match.groups()
+    value = float(number) * (1024 if binary else 1000) ** _POWERS[prefix.lower()]
+    return int(value / 8) if unit == "b" and not binary and prefix else int(value)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Return bytes for people to read: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1000:  # and not 1024: "1023.9 KiB" is harder to read than "1.0 MiB"
+            break
+        value, unit = value / 1024, larger
+    if unit == "B":
+        return f"{value:.0f} B"
+    return f"{value:.2f} {unit}" if abs(value) < 10 else f"{value:.1f} {unit}"

@@ -1,0 +1,211 @@
+"""Models are built without memory and without initialisation, and what must keep its values keeps them."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import init_empty_weights, init_on_device
+
+META = torch.device("meta")
+
+
+class Model(nn.Module):
+    """Tied weights, and buffers made in all the ways that people make them; each has more than 1024 elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(200, 16)
+        self.head = nn.Linear(16, 200, bias=False)
+        self.head.weight = self.embed.weight
+        self.computed = nn.Parameter(torch.randn(2000) * 2)
+        self.same = self.computed
+        self.register_buffer("ones", torch.ones(2000))
+        table = torch.empty(100, 20)
+        table[:, 0::2] = 1.0
+        table[:, 1::2] = 2.0
+        self.register_buffer("table", table, persistent=False)
+        threes = torch.zeros(2000)
+        nn.init.constant_(threes, 3.0)
+        self.register_buffer("threes", threes, persistent=False)
+        self.register_buffer("like_a_weight", torch.zeros_like(self.embed.weight), persistent=False)
+        self.attribute = torch.full((2000,), 7.0)
+
+
+@pytest.fixture(scope="module")
+def empty() -> Model:
+    with init_empty_weights():
+        return Model()
+
+
+def _build_large() -> nn.Module:
+    return nn.Embedding(10**9, 10**5)  # 400 TB
+
+
+def test_a_model_larger_than_any_memory_is_built() -> None:
+    with init_empty_weights():
+        model = _build_large()
+    assert model.weight.device == META
+
+
+def test_without_the_context_it_is_not() -> None:
+    with pytest.raises(RuntimeError):
+        _build_large()
+
+
+def test_parameters_are_on_the_meta_device(empty: Model) -> None:
+    assert {parameter.device for parameter in empty.parameters()} == {META}
+    assert {type(parameter) for parameter in empty.parameters()} == {nn.Parameter}
+
+
+def test_tied_weights_stay_one_object(empty: Model) -> None:
+    assert empty.head.weight is empty.embed.weight
+    assert empty.same is empty.computed
+
+
+def test_buffers_keep_their_values(empty: Model) -> None:
+    assert empty.ones.sum() == 2000
+    assert empty.table.sum() == 1500 * 2
+    assert empty.threes.sum() == 6000
+    assert empty.like_a_weight.sum() == 0
+
+
+def test_tensors_that_are_no_buffers_keep_their_values(empty: Model) -> None:
+    assert empty.attribute.sum() == 14000
+
+
+def test_nothing_random_is_drawn() -> None:
+    before = torch.get_rng_state()
+    with init_empty_weights():
+        nn.TransformerEncoderLayer(64, 4)
+        nn.Parameter(torch.randn(10_000))
+        kept = torch.empty(10_000)
+        nn.init.normal_(kept)
+        nn.Parameter(kept)
+        del kept
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_random_buffer_is_drawn() -> None:
+    with init_empty_weights():
+        module = nn.Module()
+        module.register_buffer("noise", torch.randn(10_000))
+    assert 0.9 < float(module.noise.std()) < 1.1
+
+
+def test_persistent_buffers_are_empty_on_request_and_others_never() -> None:
+    with init_empty_weights(include_buffers=True):
+        model = Model()
+    assert model.ones.device == META
+    assert model.table.sum() == 3000
+    assert model.threes.sum() == 6000
+
+
+def test_a_shared_buffer_stays_one_object() -> None:
+    with init_empty_weights(include_buffers=True):
+        module = nn.Module()
+        module.register_buffer("one", torch.arange(5.0))
+        module.register_buffer("two", module.one)
+    assert module.one is module.two
+    assert module.one.device == META
+
+
+def test_a_value_that_is_read_is_the_right_one() -> None:
+    with init_empty_weights():
+        rates = [float(x) for x in torch.linspace(0, 1, 3)]
+        total = torch.cat([torch.ones(2000), torch.zeros(2000)]).sum().item()
+        ones = torch.ones(3000)
+        assert ones.shape == (3000,)
+        assert ones.device.type == "cpu"
+        assert ones.tolist() == [1.0] * 3000
+    assert rates == [0.0, 0.5, 1.0]
+    assert total == 2000
+
+
+def test_dtypes_are_kept() -> None:
+    with init_empty_weights():
+        module = nn.Linear(100, 100, dtype=torch.bfloat16)
+        module.register_buffer("low", torch.zeros(2000, dtype=torch.float16))
+    assert module.weight.dtype == torch.bfloat16
+    assert module.low.dtype == torch.float16
+
+
+def test_attributes_of_a_parameter_are_kept() -> None:
+    with init_empty_weights():
+        module = nn.Module()
+        weight = nn.Parameter(torch.arange(4.0), requires_grad=False)
+        weight.tag = "here"  # type: ignore[attr-defined]
+        module.weight = weight
+    assert module.weight.device == META
+    assert module.weight.tag == "here"
+    assert not module.weight.requires_grad
+
+
+def test_lazy_modules_take_their_shape_on_the_meta_device() -> None:
+    with init_empty_weights():
+        module = nn.LazyLinear(3)
+    module(torch.zeros(2, 5, device="meta"))
+    assert module.weight.shape == (3, 5)
+    assert module.weight.device == META
+
+
+def test_other_threads_are_not_affected() -> None:
+    built: list[nn.Module] = []
+    with init_empty_weights():
+        thread = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
+        thread.start()
+        thread.join()
+    assert built[0].weight.device.type == "cpu"
+
+
+def test_afterwards_and_after_an_error_everything_is_as_before() -> None:
+    with pytest.raises(ZeroDivisionError), init_empty_weights():
+        _ = 1 / 0
+    module = nn.Linear(64, 64)
+    module.register_buffer("b", torch.ones(3000))
+    assert module.weight.device.type == "cpu"
+    assert module.b.sum() == 3000
+
+
+def test_on_a_real_device_weights_are_initialised_and_stay_tied() -> None:
+    with init_on_device("cpu", include_buffers=True):
+        model = Model()
+    assert model.head.weight is model.embed.weight
+    assert float(model.embed.weight.detach().std()) > 0.5
+
+
+def test_a_parameter_moves_when_its_module_takes_it() -> None:
+    with init_on_device(META):
+        module = nn.BatchNorm1d(3)
+    assert module.weight.device == META
+    assert module.running_var.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.requires("cuda", reason="a device that is not the host")
+def test_weights_are_made_on_the_device() -> None:
+    with init_on_device("cuda"):
+        model = Model()
+    assert model.embed.weight.is_cuda
+    assert model.head.weight is model.embed.weight
+    assert not model.ones.is_cuda
+    with init_on_device("cuda", include_buffers=True):
+        assert Model().ones.is_cuda
+
+
+def test_an_unknown_device_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="gpu0"), init_on_device("gpu0"):
+        pass
+
+
+def test_asking_for_a_shape_makes_no_tensor() -> None:
+    with init_empty_weights():
+        weight = torch.empty(10**7, 10**7, dtype=torch.bfloat16)
+        assert (weight.shape[0], weight.dim(), weight.numel(), weight.dtype) == (10**7, 2, 10**14, torch.bfloat16)
+        nn.init.xavier_uniform_(weight)
+        module = nn.Module()
+        module.weight = nn.Parameter(weight)
+        del weight
+    assert module.weight.shape == (10**7, 10**7)

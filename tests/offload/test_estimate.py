@@ -1,0 +1,145 @@
+"""`trainwright estimate`: bytes that are counted without being taken are those that are taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainwright import TaskModule
+from trainwright.cli.main import main
+from trainwright.strategies.offload.estimates import (
+    count_activation_bytes,
+    count_stored_weights,
+    count_weights,
+    kv_cache_bytes,
+)
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64  # q and o, k and v, the three of the MLP, two norms
+_TOTAL = 3 * _LAYER + 2 * 300 * 64 + 64
+
+
+class LargeTask(TaskModule):
+    """A task whose weights no machine could hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(10**9, 10**4)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_LLAMA))
+    return path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["estimate", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (llama, llama.parent):
+        facts = _run(capsys, str(source))
+        rope = facts["elements"] - _TOTAL  # a buffer of frequencies, or two
+        assert 0 <= rope <= 16
+        rows = facts["dtypes"]
+        assert rows["float32"]["total_bytes"] == 4 * facts["elements"]
+        assert rows["bfloat16"]["total_bytes"] == 2 * facts["elements"]
+        assert rows["int4"]["largest_layer_bytes"] == _LAYER / 2
+        assert rows["float32"]["training_adam_bytes"] == 16 * facts["elements"]
+        assert facts["largest_layer"] == "model.layers.0"
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    facts = _run(capsys, str(llama), "--batch-size", "2", "--sequence-length", "32")
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(str(llama.parent))).train()
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
+    assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
+
+
+def test_activations_are_what_a_backward_needs() -> None:
+    model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
+    inputs = torch.randn(8, 100)
+    # The first layer keeps its input, the sigmoid its result, which is the second layer's input.
+    assert count_activation_bytes(lambda: model(inputs), model) == 4 * (8 * 100 + 8 * 50)
+    model.to("meta")
+    assert count_activation_bytes(lambda: model(inputs.to("meta")), model) == 4 * (8 * 100 + 8 * 50)
+
+
+def test_training_with_adam_takes_what_was_estimated() -> None:
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 200))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    taken = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+    assert count_weights(model).training_bytes("float32") == pytest.approx(taken, rel=0.01)
+
+
+def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32")
+    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**13
+    assert facts["largest_layer"] == "net"
+
+
+def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"layers.0.a.weight": torch.zeros(10, dtype=torch.bfloat16), "layers.0.b": torch.zeros(5)}
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"head.weight": torch.zeros(12), "step": torch.zeros(1, dtype=torch.int64)}, tmp_path / "x.safetensors")
+    count = count_stored_weights(tmp_path)
+    assert (count.elements, count.fixed_bytes) == (27, 8)
+    assert (count.largest_layer, count.largest_elements) == ("layers.0", 15)
+    assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
+
+
+def test_models_without_a_cache_have_none() -> None:
+    assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
+
+
+def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(1024, 1024)}, tmp_path / "model.safetensors")
+    assert main(["estimate", str(tmp_path), "--dtypes", "float32", "int4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("1,048,576 elements; the largest layer is a")
+    assert lines[2].split(" | ")[2:] == ["Total Size", "Training using Adam |"]
+    assert [cell.strip(" |") for cell in lines[4].split(" | ")] == ["float32", "4.00 MiB", "4.00 MiB", "16.0 MiB"]
+    assert lines[5].split(" | ")[2].strip() == "512.0 KiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["no.such.module:Task"], "cannot be imported"),
+        (["{folder}"], "holds no safetensors file"),
+        (["{folder}/config.json"], "no JSON file"),
+        ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_readable_line(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    assert complaint in capsys.readouterr().err
