@@ -24,8 +24,8 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
     """Return the modules that are sharded by themselves, inner ones before those around them.
 
-    Parts that share parameters with a module outside of them are left to whatever surrounds both: a tied weight must be
-    gathered as one.
+    Parts that share parameters, or modules with parameters, with what lies outside of them are left to whatever
+    surrounds both: a tied weight must be gathered as one.
 
     Args:
         task: with `policy` and `min_num_params` None, what its `shard_units` returns.
@@ -41,16 +41,23 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
         wanted = {id(module) for module in matching(task, policy, "auto_wrap_policy")}
     else:
         wanted = {id(module) for module in _own_choice(task)}
-    owners: dict[int, list[nn.Module]] = {}
+    owners: dict[int, set[int]] = {}  # of a parameter, or of a module that has some: the modules that it lies in
     for module in task.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(module)
-    found = []
+        parts = [
+            *module.parameters(recurse=False),
+            *(c for c in module.children() if any(True for _ in c.parameters())),
+        ]
+        for part in parts:
+            owners.setdefault(id(part), set()).add(id(module))
+    found: list[nn.Module] = []
+    taken: set[int] = set()  # what lies in a unit within: that one gathers it, wherever it is called
     for module in _inner_first(task):
         if id(module) in wanted and module is not task:
             inside = {id(part) for part in module.modules()}
-            if all(id(owner) in inside for p in module.parameters() for owner in owners[id(p)]):
+            own = {id(part) for part in [*module.parameters(), *module.modules()]} - taken - {id(module)}
+            if all(owners.get(part, inside) <= inside for part in own):
                 found.append(module)
+                taken |= own | {id(module)}
     return found
 
 

@@ -169,11 +169,23 @@ def test_the_readmes_script_has_at_most_forty_lines() -> None:
     assert len(block.text.splitlines()) <= 40
 
 
+def _shell(text: str) -> list[str]:
+    return ["bash", "-e", "-c", f'trainwright() {{ "{sys.executable}" -m trainwright "$@"; }}\n{text}']
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_command_lines_of_the_strategies_run(tmp_path: Path) -> None:
+    commands = [block.text for block in _blocks(_page("strategies"), "sh") if "deepspeed" not in block.text]
+    assert len(commands) >= 6
+    printed = _run(_shell("\n".join(commands)), tmp_path)
+    assert "248.6 K trainable parameters" in printed
+
+
 @pytest.mark.slow
 def test_the_readmes_command_lines_run(tmp_path: Path) -> None:
     (block,) = _blocks(README, "sh")
-    shell = f'trainwright() {{ "{sys.executable}" -m trainwright "$@"; }}\n{block.text}'
-    printed = _run(["bash", "-e", "-c", shell], tmp_path)
+    printed = _run(_shell(block.text), tmp_path)
     assert "test_acc" in printed
     assert (tmp_path / "digits" / "runs" / "config.yaml").is_file()
 
