@@ -6,7 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPTS = ("overhead.py", "checkpoint.py", "data_order.py", "import_time.py", "ddp.py", "memory.py", "bigmodel.py")
+SCRIPTS = (
+    "overhead.py",
+    "checkpoint.py",
+    "data_order.py",
+    "import_time.py",
+    "ddp.py",
+    "memory.py",
+    "bigmodel.py",
+    "offload.py",
+)
 
 
 def main() -> int:

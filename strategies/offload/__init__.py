@@ -8,6 +8,16 @@ from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
     from trainwright.core.byte_sizes import convert_file_size_to_int
+    from trainwright.strategies.offload.align import (
+        AlignDevicesHook,
+        align_module_device,
+        has_offloaded_params,
+    )
+    from trainwright.strategies.offload.attach import (
+        attach_align_device_hook,
+        attach_align_device_hook_on_blocks,
+        attach_execution_device_hook,
+    )
     from trainwright.strategies.offload.device_map import (
         check_device_map,
         clean_device_map,
@@ -17,8 +27,32 @@ if TYPE_CHECKING:
         resolve_device_map,
     )
     from trainwright.strategies.offload.devices import get_max_memory
+    from trainwright.strategies.offload.dispatch import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+    )
     from trainwright.strategies.offload.empty import init_empty_weights, init_on_device
     from trainwright.strategies.offload.explain import DeviceMapReport
+    from trainwright.strategies.offload.hooks import (
+        CpuOffload,
+        ModelHook,
+        SequentialHook,
+        UserCpuOffloadHook,
+        add_hook_to_module,
+        remove_hook_from_module,
+        remove_hook_from_submodules,
+    )
+    from trainwright.strategies.offload.layerwise_casting import (
+        attach_layerwise_casting_hooks,
+    )
+    from trainwright.strategies.offload.loading import (
+        LoadedKeys,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+        load_offloaded_weights,
+    )
     from trainwright.strategies.offload.sizes import (
         CustomDtype,
         calculate_maximum_sizes,
@@ -30,10 +64,46 @@ if TYPE_CHECKING:
         named_module_tensors,
         retie_parameters,
     )
+    from trainwright.strategies.offload.weights_map import (
+        OffloadedWeightsLoader,
+        PrefixedDataset,
+        load_offloaded_weight,
+        offload_state_dict,
+        offload_weight,
+        save_offload_index,
+    )
 
 _HERE = "trainwright.strategies.offload"
 # Where each name lives; the block above says the same to editors and type checkers.
 _PUBLIC = {
+    "AlignDevicesHook": f"{_HERE}.align",
+    "CpuOffload": f"{_HERE}.hooks",
+    "LoadedKeys": f"{_HERE}.loading",
+    "ModelHook": f"{_HERE}.hooks",
+    "OffloadedWeightsLoader": f"{_HERE}.weights_map",
+    "PrefixedDataset": f"{_HERE}.weights_map",
+    "SequentialHook": f"{_HERE}.hooks",
+    "UserCpuOffloadHook": f"{_HERE}.hooks",
+    "add_hook_to_module": f"{_HERE}.hooks",
+    "align_module_device": f"{_HERE}.align",
+    "attach_align_device_hook": f"{_HERE}.attach",
+    "attach_align_device_hook_on_blocks": f"{_HERE}.attach",
+    "attach_execution_device_hook": f"{_HERE}.attach",
+    "attach_layerwise_casting_hooks": f"{_HERE}.layerwise_casting",
+    "cpu_offload": f"{_HERE}.dispatch",
+    "cpu_offload_with_hook": f"{_HERE}.dispatch",
+    "disk_offload": f"{_HERE}.dispatch",
+    "dispatch_model": f"{_HERE}.dispatch",
+    "has_offloaded_params": f"{_HERE}.align",
+    "load_checkpoint_and_dispatch": f"{_HERE}.loading",
+    "load_checkpoint_in_model": f"{_HERE}.loading",
+    "load_offloaded_weight": f"{_HERE}.weights_map",
+    "load_offloaded_weights": f"{_HERE}.loading",
+    "offload_state_dict": f"{_HERE}.weights_map",
+    "offload_weight": f"{_HERE}.weights_map",
+    "remove_hook_from_module": f"{_HERE}.hooks",
+    "remove_hook_from_submodules": f"{_HERE}.hooks",
+    "save_offload_index": f"{_HERE}.weights_map",
     "CustomDtype": f"{_HERE}.sizes",
     "DeviceMapReport": f"{_HERE}.explain",
     "calculate_maximum_sizes": f"{_HERE}.sizes",
@@ -56,26 +126,54 @@ _PUBLIC = {
     "retie_parameters": f"{_HERE}.sizes",
 }
 __all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
     "CustomDtype",
     "DeviceMapReport",
+    "LoadedKeys",
+    "ModelHook",
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "SequentialHook",
+    "UserCpuOffloadHook",
+    "add_hook_to_module",
+    "align_module_device",
+    "attach_align_device_hook",
+    "attach_align_device_hook_on_blocks",
+    "attach_execution_device_hook",
+    "attach_layerwise_casting_hooks",
     "calculate_maximum_sizes",
     "check_device_map",
     "clean_device_map",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "convert_file_size_to_int",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
     "dtype_byte_size",
     "explain_device_map",
     "find_tied_parameters",
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",
+    "has_offloaded_params",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
     "named_module_tensors",
+    "offload_state_dict",
+    "offload_weight",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
     "resolve_device_map",
     "retie_parameters",
+    "save_offload_index",
 ]
 
 

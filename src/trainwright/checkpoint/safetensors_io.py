@@ -30,6 +30,7 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}  # by their names in the format
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)

@@ -1,0 +1,361 @@
+"""Spread a model over devices, the CPU's memory and the disk, so that it can be called as if it lay in one place."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.offload.align import AlignDevicesHook, has_offloaded_params
+from trainwright.strategies.offload.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    innermost,
+)
+from trainwright.strategies.offload.device_map import check_device_map
+from trainwright.strategies.offload.hooks import CpuOffload, Refusal, UserCpuOffloadHook, add_hook_to_module
+from trainwright.strategies.offload.moving import Device, default_device, to_device
+from trainwright.strategies.offload.prefetch import Prefetcher
+from trainwright.strategies.offload.stored_weights import StoredWeights
+from trainwright.strategies.offload.weights_map import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    read_offload_index,
+)
+
+PathLike = str | os.PathLike[str]
+
+_MOVES = ("to", "cuda", "xpu", "cpu", "float", "double", "half", "bfloat16", "to_empty")
+
+# What `load_checkpoint_in_model` has left on the disk for a model that is dispatched afterwards.
+_LEFT_ON_DISK: weakref.WeakKeyDictionary[nn.Module, StoredWeights] = weakref.WeakKeyDictionary()
+
+
+def leave_on_disk(model: nn.Module, weights: StoredWeights) -> None:
+    """Remember where the weights of a model lie that were left on the disk, until it is dispatched."""
+    _LEFT_ON_DISK[model] = weights
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: PathLike | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    prefetch_bytes: int | None = None,
+) -> nn.Module:
+    """Place each part of a model where a map says, and make the model run across these places.
+
+    Args:
+        model: is changed. Parts on the meta device must be on the disk by the map and found there.
+        device_map: module name → device, `"cpu"` or `"disk"`; covers the model. `{"": "disk"}` is fine.
+        main_device: where parts on the CPU or the disk run, and where outputs go that no input says a place for; the
+            first accelerator of the map unless told, else the CPU.
+        state_dict: the values of what is offloaded; the model's own unless given.
+        offload_dir: a folder that parts on the disk are written to, unless they lie on the disk already: in a
+            safetensors checkpoint that was loaded, or in this folder.
+        offload_index: where they lie, in place of the folder's `index.json`.
+        offload_buffers: offload buffers too.
+        skip_keys: names of arguments that are not moved between devices, such as a cache's.
+        preload_module_classes: see `attach_align_device_hook`.
+        force_hooks: put hooks on even where the whole model is on one device.
+        prefetch_bytes: how much may be read ahead of its use, 0 for nothing; see `Prefetcher`.
+
+    Returns:
+        The model, with `hf_device_map`. A failed call leaves weights and files as they were.
+
+    Raises:
+        ConfigurationError: the map does not cover the model, or a folder is needed and not given.
+        CheckpointError: offloaded weights are not found or cannot be written.
+    """
+    check_device_map(model, device_map)
+    devices = set(device_map.values())
+    if len(devices) == 1 and "disk" not in devices and not force_hooks:
+        return _on_one_device(model, device_map)
+    main = _main_device(list(device_map.values()), main_device)
+    away = {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+    weights = StoredWeights()
+    values: Mapping[str, torch.Tensor] = model.state_dict() if state_dict is None else state_dict
+    for name, tensor in _in_places(values, device_map, away - {"disk"}).items():
+        weights.add(name, _on_host(name, tensor))
+    _add_from_disk(weights, model, device_map, values, offload_dir, offload_index, offload_buffers)
+    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in device_map.items()}
+    runs_on.setdefault("", main)
+    _separate_tied(model, device_map, runs_on)
+    offloads = {name: device in away for name, device in device_map.items()}
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device=runs_on,
+        offload=offloads,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        prefetcher=Prefetcher(prefetch_bytes),
+    )
+    return _dispatched(model, device_map)
+
+
+def _on_one_device(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if empty and torch.device(next(iter(device_map.values()))).type != "meta":
+        raise ConfigurationError(
+            f"{len(empty)} tensors of the model have no values, {empty[0]!r} first. Load a checkpoint before it is "
+            "dispatched, or use load_checkpoint_and_dispatch."
+        )
+    model.to(to_device(next(iter(device_map.values()))))
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
+    return model
+
+
+def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
+    if any(has_offloaded_params(module) for module in model.modules()):
+        message = (
+            "this model has weights that are offloaded to the CPU or the disk: it cannot be moved or converted as a "
+            "whole. Take the hooks off first (remove_hook_from_submodules), or dispatch it with another device_map."
+        )
+        model.__dict__.update({name: Refusal(message) for name in _MOVES if hasattr(model, name)})
+    return model
+
+
+def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
+    if asked is not None:
+        return to_device(asked)
+    first = next((device for device in devices if device not in ("cpu", "disk")), None)
+    if first is not None:
+        return to_device(first)
+    return default_device() if set(devices) == {"disk"} else torch.device("cpu")
+
+
+def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta:
+        raise CheckpointError(
+            f"{name!r} is to be kept on the CPU and has no values: it is on the meta device. Load a checkpoint first, "
+            "or pass a state_dict that holds it."
+        )
+    return tensor.detach().to("cpu")
+
+
+def _add_from_disk(
+    weights: StoredWeights,
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    values: Mapping[str, torch.Tensor],
+    folder: PathLike | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+    with_buffers: bool,
+) -> None:
+    """Add the weights of modules that are on the disk, after writing those that are not there yet."""
+    wanted = _offloaded_values(model, device_map, values, with_buffers)
+    for name, tensor in _shared_with_others(model, device_map, wanted).items():
+        weights.add(name, tensor)  # in memory anyway
+        del wanted[name]
+    if not wanted:
+        return
+    left = _LEFT_ON_DISK.get(model, StoredWeights())
+    folder_index = index if index is not None or folder is None else read_offload_index(folder)
+    stored = OffloadedWeightsLoader(left, folder, folder_index or {})
+    new = {name: tensor for name, tensor in wanted.items() if not tensor.is_meta}
+    missing = [name for name in wanted if name not in new and name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} offloaded weights are neither in the model nor on the disk: {', '.join(missing[:5])}"
+            f"{' …' if len(missing) > 5 else ''}. Load a checkpoint first, or name their folder as offload_dir."
+        )
+    if new and folder is None:
+        raise ConfigurationError(
+            f"the map puts {next(iter(new))!r} and {len(new) - 1} other weights on the disk, where they are not yet: "
+            "pass offload_dir, a folder to write them to."
+        )
+    aliases = _aliases(new)
+    if new and folder is not None:
+        offload_state_dict(folder, {name: tensor for name, tensor in new.items() if name not in aliases})
+        stored = OffloadedWeightsLoader(left, folder, {**(folder_index or {}), **read_offload_index(folder)})
+    for name in wanted:
+        if name not in aliases:
+            if name in new:
+                weights.add(name, *stored.on_disk(name))  # whatever a checkpoint loaded before says about it
+            else:
+                weights.add(name, stored[name], stored.locate(name))
+    for name, same in aliases.items():
+        weights.add_alias(name, same)
+
+
+def _offloaded_values(
+    model: nn.Module, device_map: Mapping[str, Device], values: Mapping[str, torch.Tensor], with_buffers: bool
+) -> dict[str, torch.Tensor]:
+    buffers = set() if with_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    names = _in_places(model.state_dict(), device_map, {"disk"})
+    return {name: values.get(name, tensor) for name, tensor in names.items() if name not in buffers}
+
+
+def _shared_with_others(
+    model: nn.Module, device_map: Mapping[str, Device], wanted: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return those of the wanted tensors that a module which is not on the disk has too."""
+    everything = dict(model.named_parameters(remove_duplicate=False))
+    inside = _in_places(everything, device_map, {"disk"})
+    outside = {id(tensor) for name, tensor in everything.items() if name not in inside and not tensor.is_meta}
+    return {name: tensor.detach() for name, tensor in inside.items() if name in wanted and id(tensor) in outside}
+
+
+def _aliases(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the names of tensors that are the same memory as one before, with the name of that one."""
+    first: dict[tuple[Any, ...], str] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            same = first.setdefault((tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+            if same != name:
+                found[name] = same
+    return found
+
+
+def _separate_tied(model: nn.Module, device_map: Mapping[str, Device], runs_on: Mapping[str, torch.device]) -> None:
+    """Give modules on different devices a parameter each where they share one: it cannot be in two places."""
+    places: dict[int, torch.device] = {}
+    for path, module in model.named_modules():
+        block = innermost(path, device_map)
+        if block is None or device_map[block] in ("cpu", "disk"):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and places.setdefault(id(parameter), runs_on[block]) != runs_on[block]:
+                module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+
+
+def _in_places(
+    tensors: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], places: set[str]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that the map puts into one of some places."""
+    found = {}
+    for name, tensor in tensors.items():
+        entry = innermost(name, device_map)
+        if entry is not None and device_map[entry] in places:
+            found[name] = tensor
+    return found
+
+
+def _execution_device(model: nn.Module, asked: Device | None) -> torch.device:
+    if asked is not None:
+        return to_device(asked)
+    first = next(model.parameters(), None)
+    return default_device() if first is None or first.device.type in ("cpu", "meta") else first.device
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: list[str] | None = None,
+    *,
+    prefetch_bytes: int | None = None,
+) -> nn.Module:
+    """Keep a model's weights in the CPU's memory, and bring each module's to a device for the time of its forward.
+
+    Args:
+        model: is changed.
+        execution_device: where it runs; unless told, the accelerator that it is on, or the present one.
+        offload_buffers: offload buffers too.
+        state_dict: the weights, on the CPU; the model's own unless given.
+        preload_module_classes: see `attach_align_device_hook`.
+        prefetch_bytes: how much may be brought ahead of its use, 0 for nothing; see `Prefetcher`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: a weight has no values.
+    """
+    values = model.state_dict() if state_dict is None else state_dict
+    weights = StoredWeights()
+    for name, tensor in values.items():
+        weights.add(name, _on_host(name, tensor))
+    return _offloaded(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch_bytes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: PathLike,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: list[str] | None = None,
+    *,
+    prefetch_bytes: int | None = None,
+) -> nn.Module:
+    """Keep a model's weights on the disk, and bring each module's to a device for the time of its forward.
+
+    Args:
+        model: is changed. Weights on the meta device must lie in `offload_dir` already; others are written there.
+        offload_dir: a folder; made where it is missing.
+        execution_device: see `cpu_offload`.
+        offload_buffers: offload buffers too.
+        preload_module_classes: see `attach_align_device_hook`.
+        prefetch_bytes: how much may be read ahead of its use, 0 for nothing; see `Prefetcher`.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: a weight is neither in the model nor in the folder, or it cannot be written.
+    """
+    weights = StoredWeights()
+    _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
+    return _offloaded(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch_bytes)
+
+
+def _offloaded(
+    model: nn.Module,
+    weights: StoredWeights,
+    execution_device: Device | None,
+    offload_buffers: bool,
+    preload: list[str] | None,
+    prefetch_bytes: int | None,
+) -> nn.Module:
+    device = _execution_device(model, execution_device)
+    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+        prefetcher=Prefetcher(prefetch_bytes),
+    )
+    return model
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: Device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU, move it to a device when it is called, and leave it there until it is told.
+
+    Faster than `cpu_offload` where a model runs in a loop, and needs room for all of it.
+
+    Args:
+        model: is changed.
+        execution_device: where it runs; the present accelerator unless told, or the CPU where there is none.
+        prev_module_hook: what this function returned for the model that runs before this one in a pipeline; calling
+            this model sends that one back to the CPU.
+
+    Returns:
+        The model, and the hook whose `offload()` sends it to the CPU and whose `remove()` ends all this.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

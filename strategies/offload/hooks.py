@@ -1,0 +1,259 @@
+"""Hooks that act before and after a module's forward, put on and taken off again.
+
+They run as torch's own forward hooks: `forward` itself stays what it was, so that its signature can still be read, a
+deep copy of the module runs with its own weights, and taking a hook off leaves nothing behind. A call that goes round
+`module(...)`, as `module.forward(...)` does, goes round its hook too.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.memory import clear_device_cache
+from trainwright.strategies.offload.moving import Device, default_device, move_inputs, to_device
+
+_HOOK = "_hf_hook"  # the name under which other libraries (peft, diffusers) look for it
+_HANDLES = "_hf_hook_handles"
+
+
+class Refusal:
+    """Stands in the place of a method that a module must not be asked for while its hook is on."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise ConfigurationError."""
+        raise ConfigurationError(self.message)
+
+
+class ModelHook:
+    """What happens around a module's forward; derive from it and override what you need.
+
+    Attributes:
+        no_grad: run the forward without recording gradients.
+        runs_after_failure: `post_forward` is called with None also where the forward raised an `Exception`, to give
+            back what `pre_forward` took. Otherwise it is not called then.
+    """
+
+    no_grad: bool = False
+    runs_after_failure: ClassVar[bool] = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module when the hook is put on; return it, or another to be used in its place."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the forward is called with, given what the module was called with."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Return what the call gives, given what the forward returned."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo `init_hook` when the hook is taken off; return the module."""
+        return module
+
+    def acts_before(self) -> bool:
+        """Say whether `pre_forward` does anything; read once, when the hook is put on."""
+        return type(self).pre_forward is not ModelHook.pre_forward
+
+    def acts_after(self) -> bool:
+        """Say whether `post_forward` does anything; read once, when the hook is put on."""
+        return type(self).post_forward is not ModelHook.post_forward
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one, each method called in the order in which they were given."""
+
+    runs_after_failure = True  # passed on to those who asked for it only
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module with each hook."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand the arguments through each hook."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Hand the output through each hook; after a failure only through those that run after one."""
+        failed = output is None and sys.exc_info()[1] is not None
+        for hook in self.hooks:
+            if hook.runs_after_failure or not failed:
+                output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo each hook."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+    def acts_before(self) -> bool:
+        """Say whether any of the hooks acts before the forward."""
+        return any(hook.acts_before() for hook in self.hooks)
+
+    def acts_after(self) -> bool:
+        """Say whether any of the hooks acts after the forward."""
+        return any(hook.acts_after() for hook in self.hooks)
+
+
+class _Calls:
+    """What torch calls around the forward on behalf of one hook. It holds no module: the two would keep each other."""
+
+    def __init__(self, hook: ModelHook) -> None:
+        self.hook = hook
+        self._recording: dict[int, list[bool]] = {}  # by thread: what to put back, innermost call last
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return self.hook.pre_forward(module, *args, **kwargs)
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self.hook.post_forward(module, output)
+
+    def stop_recording(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self._recording.setdefault(threading.get_ident(), []).append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def resume_recording(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        before = self._recording.get(threading.get_ident())
+        if before:
+            torch.set_grad_enabled(before.pop())
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Put a hook on a module.
+
+    Args:
+        module: whose forward it acts around.
+        hook: also found as `module._hf_hook` afterwards.
+        append: keep a hook that the module has already, and run the new one after it. Otherwise that one is taken
+            off, with its `detach_hook`.
+
+    Returns:
+        What the hook's `init_hook` returned: the module, unless the hook says otherwise.
+    """
+    former = module.__dict__.get(_HOOK)
+    if former is not None and not append:
+        remove_hook_from_module(module)
+        former = None
+    module = hook.init_hook(module)
+    if former is not None:
+        _unregister(module)
+        hook = SequentialHook(former, hook)
+    module.__dict__[_HOOK] = hook
+    _register(module, hook)
+    return module
+
+
+def _register(module: nn.Module, hook: ModelHook) -> None:
+    calls = _Calls(hook)
+    handles = []
+    # The first before the forward: others may want to see the weights. Appended after it, in the order of arrival.
+    if hook.acts_before():
+        handles.append(module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True))
+    if hook.no_grad:
+        handles.append(module.register_forward_pre_hook(calls.stop_recording))
+        handles.append(module.register_forward_hook(calls.resume_recording, always_call=True))
+    if hook.acts_after():
+        handles.append(module.register_forward_hook(calls.after, always_call=hook.runs_after_failure))
+    module.__dict__[_HANDLES] = handles
+
+
+def _unregister(module: nn.Module) -> None:
+    for handle in module.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    module.__dict__.pop(_HOOK, None)
+    for name in [name for name, value in module.__dict__.items() if isinstance(value, Refusal)]:
+        del module.__dict__[name]
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take a module's hook off, with its `detach_hook`; a module without one is left alone.
+
+    Args:
+        module: is changed.
+        recurse: those of all modules within it too.
+    """
+    hook = module.__dict__.get(_HOOK)
+    if hook is not None:
+        hook.detach_hook(module)
+        _unregister(module)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse=True)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and all modules within it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+class CpuOffload(ModelHook):
+    """Keep a whole model on the CPU and move it to a device when it is called; it stays there afterwards.
+
+    Args:
+        execution_device: where it runs; the present accelerator unless told, or the CPU where there is none.
+        prev_module_hook: of the model that runs before this one in a pipeline: that one leaves the device first.
+    """
+
+    def __init__(
+        self, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
+    ) -> None:
+        self.execution_device = default_device() if execution_device is None else to_device(execution_device)
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the CPU; waits for the device."""
+        return _moved(module, torch.device("cpu"))
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Send the former model away, bring this one and its arguments in."""
+        if self.prev_module_hook is not None and self.prev_module_hook.offload():
+            clear_device_cache()
+        _moved(module, self.execution_device)
+        return move_inputs(args, self.execution_device), move_inputs(kwargs, self.execution_device)
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return the module on `device`; where it is there already, that costs one look at its first tensor."""
+    first: torch.Tensor | None = next(module.parameters(), None)
+    if first is None:
+        first = next(module.buffers(), None)
+    return module if first is None or first.device == device else module.to(device)
+
+
+class UserCpuOffloadHook:
+    """A model and its `CpuOffload` hook: what `cpu_offload_with_hook` hands to the user."""
+
+    def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> bool:
+        """Move the model to the CPU now; return whether it was elsewhere. Waits for the device."""
+        first = next(self.model.parameters(), None)
+        elsewhere = first is not None and first.device.type != "cpu"
+        self.hook.init_hook(self.model)
+        return elsewhere
+
+    def remove(self) -> None:
+        """Take the hook off; the model stays where it is."""
+        remove_hook_from_module(self.model)

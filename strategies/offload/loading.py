@@ -1,0 +1,422 @@
+"""Load a checkpoint into a model that may be empty or larger than the memory: mapped, checked first, assigned last."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.strategies.offload.align import like, put
+from trainwright.strategies.offload.attach import innermost
+from trainwright.strategies.offload.device_map import resolve_device_map
+from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk
+from trainwright.strategies.offload.moving import Device, to_device
+from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
+from trainwright.strategies.offload.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
+
+PathLike = str | os.PathLike[str]
+
+_SHOWN = 10  # names in a message
+
+
+class LoadedKeys(NamedTuple):
+    """Which names a checkpoint and a model do not share; both empty when they fit."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(slots=True)
+class _Target:
+    """A parameter or buffer to be filled: its names in the model (several where modules share it) and what is there."""
+
+    tensor: torch.Tensor
+    is_buffer: bool
+    names: list[str] = field(default_factory=list)
+    source: str | None = None  # its name in the checkpoint
+    device: torch.device | None = None  # None: on the disk
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    device_map: Mapping[str, Device] | None
+    folder: PathLike | None
+    dtype: torch.dtype | None
+    offload_buffers: bool
+    keep_in_fp32: tuple[str, ...]
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: PathLike,
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: PathLike | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> LoadedKeys:
+    """Load weights into a model, which may be on the meta device, each part where a map says.
+
+    Everything is checked before the first weight changes. On the CPU, what was on the meta device becomes a view of
+    the checkpoint's file, read when it is first touched: the file must stay until then; writing to a weight does not
+    reach it. Parts on the disk stay in a safetensors file as they are; those of other files are written to
+    `offload_folder`, once.
+
+    Args:
+        model: is changed. Weights that are on their device already are written over in place.
+        checkpoint: a file of weights, an index, or a folder; see `read_checkpoint`.
+        device_map: module name → device, `"cpu"` or `"disk"`; unless given, weights stay on their devices, and those
+            on the meta device come to the CPU.
+        offload_folder: for parts on the disk of a checkpoint that is not safetensors.
+        dtype: floating-point weights become this; the model's own dtype unless given.
+        offload_state_dict: is accepted and changes nothing: a state dict never stands in memory as a whole.
+        offload_buffers: leave buffers on the disk too.
+        keep_in_fp32_modules: names of modules (parts of dotted names) that stay float32 whatever `dtype`.
+        strict: raise where the checkpoint and the model do not have the same names. Otherwise a warning names them.
+        full_state_dict: False for a model of DTensors whose ranks each read their own shard.
+        broadcast_from_rank0: for a model of DTensors: only rank 0 reads the file; every rank must call this.
+
+    Returns:
+        The names that are missing in the checkpoint and those that the model has no use for.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged or cut short, or a shape or a kind of dtype differs; with
+            `strict`, names differ. The model and the files are as before.
+        ConfigurationError: an argument cannot be meant, or `offload_folder` is needed.
+    """
+    if not full_state_dict or broadcast_from_rank0:
+        return _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+    options = _Options(device_map, offload_folder, _dtype(dtype), offload_buffers, tuple(keep_in_fp32_modules or ()))
+    stored = read_checkpoint(Path(checkpoint))
+    targets = _targets(model)
+    keys = _match(targets, stored)
+    _report(keys, checkpoint, strict)
+    found = [target for target in targets if target.source is not None]
+    for target in found:
+        _decide(target, options)
+    _compare(found, stored, checkpoint)
+    on_disk = [target for target in found if target.device is None]
+    left = _keep_on_disk(on_disk, stored, options, checkpoint)
+    values = {id(target): _value(target, stored) for target in found if target.device is not None}
+    for target in found:
+        if target.device is None:
+            _assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
+        elif (value := values[id(target)]) is not None:
+            _assign(model, target, value)
+        else:
+            _fill(target, stored)
+    if on_disk:
+        leave_on_disk(model, left)
+    return keys
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise ConfigurationError(f"dtype={dtype!r} is none of torch's. Examples: 'float32', 'bfloat16', 'float16'.")
+        return found
+    return dtype
+
+
+def _load_distributed(
+    model: nn.Module, checkpoint: Path, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool
+) -> LoadedKeys:
+    """Let torch cut the weights for a model of DTensors."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    reads = not broadcast_from_rank0 or dist.get_rank() == 0
+    stored: dict[str, Any] = dict(read_checkpoint(checkpoint)) if reads else {}
+    options = StateDictOptions(
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+    )
+    result = set_model_state_dict(model, stored, options=options)
+    return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
+
+
+def _targets(model: nn.Module) -> list[_Target]:
+    """Return the model's parameters and persistent buffers, each once, with all its names."""
+    found: dict[int, _Target] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), _Target(parameter, False)).names.append(prefix + name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.setdefault(id(buffer), _Target(buffer, True)).names.append(prefix + name)
+    return list(found.values())
+
+
+def _match(targets: list[_Target], stored: StoredWeights) -> LoadedKeys:
+    missing: list[str] = []
+    known: set[str] = set()
+    for target in targets:
+        known.update(target.names)
+        present = [name for name in target.names if name in stored]
+        # The last one, as load_state_dict: it copies each into the shared tensor, one after the other.
+        target.source = present[-1] if present else None
+        if not present:
+            missing.append(target.names[0])
+    return LoadedKeys(missing, [name for name in stored if name not in known])
+
+
+def _report(keys: LoadedKeys, checkpoint: PathLike, strict: bool) -> None:
+    if not keys.missing_keys and not keys.unexpected_keys:
+        return
+    parts = []
+    if keys.missing_keys:
+        parts.append(f"missing in the checkpoint: {_list(keys.missing_keys)}")
+    if keys.unexpected_keys:
+        parts.append(f"not in the model: {_list(keys.unexpected_keys)}")
+    message = f"{checkpoint} does not have the names of the model; {'; '.join(parts)}."
+    if strict:
+        raise CheckpointError(f"{message} Load it with strict=False if that is meant.")
+    warnings.warn(f"{message} What is missing keeps its values.", TrainwrightWarning, stacklevel=3)
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(repr(name) for name in names[:_SHOWN]) + more
+
+
+def _decide(target: _Target, options: _Options) -> None:
+    """Find a target's device and dtype."""
+    target.dtype = target.tensor.dtype
+    if target.tensor.is_floating_point() and options.dtype is not None and not target.is_buffer:
+        target.dtype = options.dtype
+    if target.tensor.is_floating_point() and any(_within(name, options.keep_in_fp32) for name in target.names):
+        target.dtype = torch.float32
+    if options.device_map is None:
+        target.device = torch.device("cpu") if target.tensor.is_meta else target.tensor.device
+        return
+    devices = [_mapped_device(name, options.device_map) for name in target.names]
+    # A tensor of several modules is where the first of them is that is not on the disk.
+    device = next((device for device in devices if device != "disk"), "disk")
+    if device == "disk":
+        target.device = torch.device("cpu") if target.is_buffer and not options.offload_buffers else None
+    else:
+        target.device = to_device(device)
+
+
+def _within(name: str, modules: tuple[str, ...]) -> bool:
+    return any(name == module or f".{module}." in f".{name}" for module in modules)
+
+
+def _mapped_device(name: str, device_map: Mapping[str, Device]) -> Device:
+    entry = innermost(name, device_map)
+    if entry is None:
+        raise ConfigurationError(f"the device map does not say where {name!r} goes. Add its module, or '' for all.")
+    return device_map[entry]
+
+
+def _compare(targets: list[_Target], stored: StoredWeights, checkpoint: PathLike) -> None:
+    wrong: list[str] = []
+    for target in targets:
+        assert target.source is not None
+        value = stored[target.source]
+        if value.shape != target.tensor.shape:
+            wrong.append(f"{target.source!r} has shape {tuple(value.shape)}, expected {tuple(target.tensor.shape)}")
+        elif _kind(value) != _kind(target.tensor):
+            wrong.append(f"{target.source!r} is {value.dtype}, expected {target.tensor.dtype}")
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(f"{checkpoint} does not fit the model: {'; '.join(wrong[:_SHOWN])}{more}.")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """Return what a dtype may not be turned into another of without saying so."""
+    return "complex" if tensor.is_complex() else "floating" if tensor.is_floating_point() else "whole"
+
+
+def _keep_on_disk(
+    targets: list[_Target], stored: StoredWeights, options: _Options, checkpoint: PathLike
+) -> StoredWeights:
+    """Return where the weights of parts on the disk lie: in place, or in files that they are written to now."""
+    left = StoredWeights()
+    loose: dict[str, torch.Tensor] = {}
+    for target in targets:
+        assert target.source is not None
+        if stored.locate(target.source) is None:
+            loose[target.names[0]] = stored[target.source]
+    written = _write_once(loose, options.folder, checkpoint) if loose else None
+    for target in targets:
+        assert target.source is not None
+        name = target.names[0]
+        if written is not None and name in loose:
+            left.add(name, *written.on_disk(name))
+        else:
+            left.add(name, stored[target.source], stored.locate(target.source))
+        for other in target.names[1:]:
+            left.add_alias(other, name)
+    return left
+
+
+def _write_once(
+    tensors: Mapping[str, torch.Tensor], folder: PathLike | None, checkpoint: PathLike
+) -> OffloadedWeightsLoader:
+    """Write tensors that cannot be used in place, unless the folder holds them already from the same checkpoint."""
+    if folder is None:
+        raise ConfigurationError(
+            f"parts of the model are on the disk, and {checkpoint} is not safetensors, which could be used in place: "
+            "pass offload_folder, a folder to write them to."
+        )
+    origin = _origin(Path(checkpoint))
+    index = read_offload_index(folder)
+    if any(index.get(name, {}).get("origin") != origin for name in tensors):
+        offload_state_dict(folder, tensors, origin=origin)
+        index = read_offload_index(folder)
+    return OffloadedWeightsLoader(save_folder=folder, index=index)
+
+
+def _origin(checkpoint: Path) -> str:
+    """Return what tells a checkpoint from another, or from itself after a change, without reading it."""
+    files = [checkpoint] if checkpoint.is_file() else sorted(path for path in checkpoint.iterdir() if path.is_file())
+    stats = [(path.name, path.stat()) for path in files]
+    facts = " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
+    return f"{checkpoint.resolve()} {facts}"
+
+
+def _value(target: _Target, stored: StoredWeights) -> torch.Tensor | None:
+    """Return a new value for a target; None where its own memory is written over instead."""
+    assert target.source is not None
+    assert target.device is not None
+    if not target.tensor.is_meta and target.tensor.device == target.device and target.tensor.dtype == target.dtype:
+        return None
+    return stored[target.source].to(target.device, target.dtype)
+
+
+def _assign(model: nn.Module, target: _Target, value: torch.Tensor) -> None:
+    """Put a new value into all of a target's places."""
+    new = like(target.tensor, value)
+    for name in target.names:
+        put(model, name, new)
+
+
+@torch.no_grad()
+def _fill(target: _Target, stored: StoredWeights) -> None:
+    """Write over the memory of a target."""
+    assert target.source is not None
+    target.tensor.copy_(stored[target.source])
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: PathLike,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+    offload_folder: PathLike | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    keep_in_fp32_modules: list[str] | None = None,
+    prefetch_bytes: int | None = None,
+) -> nn.Module:
+    """Load a checkpoint into a model that is probably empty, and spread it over the devices as a map says.
+
+    Args:
+        model: is changed.
+        checkpoint: see `load_checkpoint_in_model`.
+        device_map: module name → device, `"cpu"` or `"disk"`; or `"auto"`, `"balanced"`, `"balanced_low_0"`,
+            `"sequential"` for one that `infer_auto_device_map` makes. None loads, and dispatches nothing.
+        max_memory: for such a map: bytes by device, as numbers or `"10GiB"`; what is free unless given.
+        no_split_module_classes: for such a map: names of classes that stay in one place.
+        offload_folder: see `load_checkpoint_in_model`; not needed for safetensors.
+        offload_buffers: offload buffers too.
+        dtype: see `load_checkpoint_in_model`.
+        offload_state_dict: is accepted and changes nothing.
+        skip_keys: see `dispatch_model`.
+        preload_module_classes: see `dispatch_model`.
+        force_hooks: see `dispatch_model`.
+        strict: see `load_checkpoint_in_model`.
+        full_state_dict: see `load_checkpoint_in_model`.
+        broadcast_from_rank0: see `load_checkpoint_in_model`.
+        keep_in_fp32_modules: see `load_checkpoint_in_model`.
+        prefetch_bytes: see `dispatch_model`.
+
+    Returns:
+        The model, with `hf_device_map` where it was dispatched.
+
+    Raises:
+        CheckpointError: see `load_checkpoint_in_model`.
+        ConfigurationError: the map is not known or does not cover the model.
+    """
+    places: Mapping[str, Device] | None
+    if device_map is not None:
+        places = resolve_device_map(
+            model,
+            device_map,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            offload_buffers=offload_buffers,
+        )
+    else:
+        places = None
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=places,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if places is None:
+        return model
+    return dispatch_model(
+        model,
+        places,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        prefetch_bytes=prefetch_bytes,
+    )
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: PathLike
+) -> None:
+    """Put weights that were offloaded to a folder back into a model, on the CPU, mapped from their files.
+
+    Args:
+        model: is changed where the index names a parameter or buffer of it.
+        index: the entries by name, as in the folder's `index.json`; nothing is done for an empty one.
+        offload_folder: that `offload_state_dict` wrote.
+
+    Raises:
+        CheckpointError: a file is missing or too short.
+    """
+    if not index:
+        return
+    loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for target in _targets(model):
+        name = next((name for name in target.names if name in index), None)
+        if name is not None:
+            _assign(model, target, loader[name].to(target.tensor.dtype))

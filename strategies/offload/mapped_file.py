@@ -1,0 +1,160 @@
+"""A file of weights mapped into memory: its tensors are views of the page cache, read when they are touched.
+
+Mapped privately: a write to such a tensor stays in this process and never reaches the file. The file must keep its
+length while it is mapped, since touching a page beyond its end kills the process (SIGBUS): `load` asks first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainwright.core.errors import CheckpointError
+
+# Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
+_MAP_NORESERVE = 0x4000
+_MADV_POPULATE_READ = 22  # Linux 5.14: read pages in and map them; an error where the file has become too short
+_PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
+
+
+class Span(NamedTuple):
+    """Where a tensor's bytes lie in a mapped file."""
+
+    file: MappedFile
+    start: int
+    num_bytes: int
+
+
+class MappedFile:
+    """A file mapped as a whole. Nothing is read here.
+
+    Args:
+        path: must not be empty.
+
+    Raises:
+        CheckpointError: it cannot be opened or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error}.") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        self._bytes = _map(self._descriptor, self.num_bytes, path)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
+        return self  # nobody can change it
+
+    def tensor(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor that begins at byte `start`: a view, or a copy where `start` splits an element's width.
+
+        Raises:
+            CheckpointError: it would reach beyond the file.
+        """
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if start < 0 or start + num_bytes > self.num_bytes:
+            raise CheckpointError(
+                f"{self.path} is cut short: a tensor of {num_bytes} bytes begins at {start}, the file has "
+                f"{self.num_bytes} bytes."
+            )
+        piece = self._bytes[start : start + num_bytes]
+        if start % dtype.itemsize:
+            piece = piece.clone()
+        return piece.view(dtype).view(tuple(shape))
+
+    def check(self) -> None:
+        """Ask whether the file still has its length; costs a system call.
+
+        Raises:
+            CheckpointError: it has become shorter.
+        """
+        size = os.fstat(self._descriptor).st_size
+        if size < self.num_bytes:
+            raise CheckpointError(
+                f"{self.path} has shrunk from {self.num_bytes} to {size} bytes while its weights are in use. "
+                "Restore the file and load the model again."
+            )
+
+    def read_into(self, buffer: torch.Tensor, start: int) -> None:
+        """Fill `buffer` (uint8 on the CPU, contiguous) with the bytes from `start` on, in one copy.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        bytes_: Any = buffer.numpy()
+        view = memoryview(bytes_)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read at byte {start + done}: {error}.") from error
+            if count == 0:
+                self.check()
+                raise CheckpointError(f"{self.path} ends at byte {start + done}, before a weight that it holds.")
+            done += count
+
+    def load(self, start: int, num_bytes: int) -> None:
+        """Read a part of the file into memory, and wait for it; quick where it is there already.
+
+        Runs without Python's lock, so that other threads compute meanwhile.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        self.check()
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
+        begin = start - start % mmap.PAGESIZE
+        end = min(start + num_bytes, self.num_bytes)
+        while begin < end:
+            piece = min(_PIECE_BYTES, end - begin)
+            if not _populate(self._bytes.data_ptr() + begin, piece):
+                self.check()
+                self._bytes[begin : begin + piece : mmap.PAGESIZE].sum()  # touches each page
+            begin += piece
+
+
+def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
+    if num_bytes == 0:
+        raise CheckpointError(f"{path} is empty: it is cut short.")
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if hasattr(os, "posix_fadvise") else 0)
+            mapping = mmap.mmap(descriptor, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be mapped into memory: {error}.") from error
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _find_madvise() -> Any:
+    """Return the C library's madvise, called without Python's lock; None where there is none to be had."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    function.restype = ctypes.c_int
+    return function
+
+
+_madvise = _find_madvise()
+
+
+def _populate(address: int, num_bytes: int) -> bool:
+    """Map pages that begin at a page's address; return False where this system cannot, or the file ends before."""
+    return _madvise is not None and _madvise(address, num_bytes, _MADV_POPULATE_READ) == 0

@@ -1,0 +1,96 @@
+"""Devices as people write them, and moving what a forward is called with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from trainwright.core import tree
+from trainwright.core.errors import ConfigurationError
+
+Device = int | str | torch.device
+
+_PLAIN = (int, float, str, type(None))
+
+
+def to_device(device: Device) -> torch.device:
+    """Return a device as torch knows it; an int counts the present accelerators, and one without number gets its own.
+
+    Raises:
+        ConfigurationError: there is no such kind of device. Whether this machine has it is not asked.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device {device!r} is not known: {error}") from error
+    index: int | None = found.index  # torch has annotated it as never None
+    if index is None and found.type not in ("cpu", "meta", "mps"):
+        number = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+        return torch.device(found.type, number)
+    return found
+
+
+def default_device() -> torch.device:
+    """Return where models run unless told: the present accelerator, the CPU where there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu") if accelerator is None else to_device(accelerator)
+
+
+def move_inputs(values: Any, device: torch.device, skip_keys: Collection[str] = ()) -> Any:
+    """Return `values` with their tensors on `device`; the same object where nothing has to move.
+
+    Args:
+        values: arguments or an output, nested.
+        device: where to.
+        skip_keys: keys of a mapping whose values stay where they are, at every depth.
+
+    Waits for the device where something moves to the host.
+    """
+    if not _has_foreign(values, device, skip_keys):
+        return values
+    moved = _move_but(values, device, skip_keys) if skip_keys else tree.move(values, device)
+    if device.type == "cpu" and torch.accelerator.is_available():
+        torch.accelerator.synchronize()  # the copies do not wait, and who reads host memory does not either
+    return moved
+
+
+def _move_but(values: Any, device: torch.device, skip_keys: Collection[str]) -> Any:
+    if isinstance(values, dict):
+        changed = values.copy()  # keeps subclasses such as an OrderedDict of outputs
+        for key, value in values.items():
+            if key not in skip_keys:
+                changed[key] = _move_but(value, device, skip_keys)
+        return changed
+    if type(values) in (list, tuple):
+        return type(values)(_move_but(value, device, skip_keys) for value in values)
+    return tree.move(values, device)
+
+
+def _has_foreign(values: Any, device: torch.device, skip_keys: Collection[str]) -> bool:
+    """Tell whether something in `values` may have to move. Objects with a `to` of their own count as such."""
+    if isinstance(values, torch.Tensor):
+        return values.device != device
+    if isinstance(values, _PLAIN):
+        return False
+    if isinstance(values, (list, tuple)):
+        for value in values:  # noqa: SIM110 -- plain loops: this runs at every call of every module
+            if _has_foreign(value, device, skip_keys):
+                return True
+        return False
+    if isinstance(values, Mapping):
+        for key, value in values.items():  # noqa: SIM110
+            if key not in skip_keys and _has_foreign(value, device, skip_keys):
+                return True
+        return False
+    return callable(getattr(values, "to", None)) or dataclasses.is_dataclass(values)
+
+
+def find_device(values: Any) -> torch.device | None:
+    """Return the device of the first tensor in `values`; None without any."""
+    first = next(tree.iterate_tensors(values), None)
+    return None if first is None else first.device

@@ -1,0 +1,280 @@
+"""Where offloaded weights lie: in a state dict, in a folder that they were written to, or in a checkpoint as it is.
+
+A folder holds one raw file a tensor, `NAME.dat`, and an `index.json` of `{name: {"dtype": …, "shape": …}}`; an entry
+`{"safetensors_file": …, "weight_name": …, "dtype": …}` stands for a tensor in a safetensors file elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.layout import check_relative, read_json
+from trainwright.checkpoint.planned_file import host_bytes
+from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.offload.mapped_file import MappedFile, Span
+from trainwright.strategies.offload.moving import Device, to_device
+from trainwright.strategies.offload.stored_weights import StoredWeights
+
+INDEX = "index.json"
+_SUFFIX = ".dat"
+
+Index = dict[str, dict[str, Any]]
+PathLike = str | os.PathLike[str]
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: Index | None = None
+) -> Index:
+    """Write one tensor to `NAME.dat` in a folder, beside its final name first.
+
+    Args:
+        weight: on any device but meta; waited for.
+        weight_name: dots and all.
+        offload_folder: exists.
+        index: gets the tensor's entry; a new one unless given.
+
+    Returns:
+        The index. `save_offload_index` writes it.
+
+    Raises:
+        CheckpointError: it cannot be written; the folder is as before.
+    """
+    if weight.is_meta:
+        raise CheckpointError(f"{weight_name!r} is on the meta device: it has no values that could be written.")
+    folder = Path(offload_folder)
+    target = folder / (check_relative(weight_name, "the model") + _SUFFIX)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(memoryview(host_bytes(weight)) if weight.numel() else b"")
+        os.replace(partial, target)  # whoever has the former file mapped keeps it
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{weight_name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
+            f"{_free_bytes(folder)} bytes are free there."
+        ) from error
+    index = {} if index is None else index
+    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor that `offload_weight` wrote, mapped: read when it is touched.
+
+    Args:
+        weight_file: its file.
+        weight_info: its entry in the index.
+
+    Raises:
+        CheckpointError: the file is missing or too short, or the entry is none.
+    """
+    return _mapped(Path(weight_file), weight_info)[0]
+
+
+def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, Span | None]:
+    dtype, shape = getattr(torch, str(info.get("dtype")), None), info.get("shape")
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
+        raise CheckpointError(f"{path}: its entry {dict(info)!r} in the index has no dtype and shape of torch.")
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype), None
+    file = MappedFile(path)
+    tensor = file.tensor(0, dtype, shape)
+    return tensor, Span(file, 0, tensor.nbytes)
+
+
+def save_offload_index(index: Index, offload_folder: PathLike) -> None:
+    """Write `index.json` into a folder, replacing one that is there; nothing is written for an empty index."""
+    if not index:
+        return
+    target = Path(offload_folder) / INDEX
+    partial = target.with_name(INDEX + ".partial")
+    partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    os.replace(partial, target)
+
+
+def offload_state_dict(
+    save_dir: PathLike, state_dict: Mapping[str, torch.Tensor], *, origin: str | None = None
+) -> None:
+    """Write tensors into a folder, one file each, and the index that names them beside those that it named before.
+
+    Args:
+        save_dir: made where it is missing.
+        state_dict: on any device but meta. Tensors that share memory are written each.
+        origin: where they come from, kept in the index.
+
+    Raises:
+        CheckpointError: they do not fit on the disk (asked beforehand), or cannot be written. New files are removed
+            again; a former index stays.
+    """
+    folder = Path(save_dir)
+    missing = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    need = sum(tensor.nbytes for tensor in state_dict.values())
+    if need > _free_bytes(missing):
+        raise CheckpointError(
+            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(missing)} free. Free some, name "
+            "another folder, or leave more of the model on the devices and the CPU."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    before = {path.name for path in folder.iterdir()}
+    index: Index = {}
+    try:
+        for name, tensor in state_dict.items():
+            offload_weight(tensor, name, folder, index)
+            if origin is not None:
+                index[name]["origin"] = origin
+        save_offload_index(read_offload_index(folder) | index, folder)
+    except (OSError, CheckpointError) as error:
+        for name in index:
+            if name + _SUFFIX not in before:
+                with contextlib.suppress(OSError):  # what matters is the first error
+                    (folder / (name + _SUFFIX)).unlink()
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the index of {folder} could not be written: {error.strerror}.") from error
+
+
+def read_offload_index(folder: PathLike) -> Index:
+    """Return the index of a folder of offloaded weights; an empty one where there is none."""
+    path = Path(folder) / INDEX
+    if not path.is_file():
+        return {}
+    index = read_json(path)
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise CheckpointError(f"{path} is no index of offloaded weights: expected an entry of dtype and shape by name.")
+    return index
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Tensors by name, from a state dict first and from the disk otherwise; those on the disk are mapped, not read.
+
+    Args:
+        state_dict: tensors in memory.
+        save_folder: a folder that `offload_state_dict` wrote.
+        index: in place of the folder's own index.
+        device: where tensors are handed out; where they are unless told.
+
+    Raises:
+        ConfigurationError: none of the three is given.
+        CheckpointError: in a look-up: a file is missing or too short. An unknown name is a KeyError.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: PathLike | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError(
+                "offloaded weights need a state_dict, a save_folder or an index; got none of them."
+            )
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None:
+            index = {} if save_folder is None else read_offload_index(save_folder)
+        self.index = index
+        self.device = None if device is None else to_device(device)
+        self._mapped: dict[str, tuple[torch.Tensor, Span | None]] = {}
+        self._files: dict[str, StoredWeights] = {}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.state_dict:
+            tensor = self.state_dict[name]
+        else:
+            tensor = self.on_disk(name)[0]
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.state_dict
+        yield from (name for name in self.index if name not in self.state_dict)
+
+    def __len__(self) -> int:
+        return len(self.state_dict) + sum(name not in self.state_dict for name in self.index)
+
+    def locate(self, name: str) -> Span | None:
+        """Return where a tensor lies in a file, None for one that lies in memory."""
+        if name in self.state_dict:
+            locate = getattr(self.state_dict, "locate", None)
+            return None if locate is None else locate(name)
+        return self.on_disk(name)[1]
+
+    def on_disk(self, name: str) -> tuple[torch.Tensor, Span | None]:
+        """Return what the index says, past the state dict: the tensor, mapped, and where it lies.
+
+        Raises:
+            KeyError: the index does not hold it.
+        """
+        found = self._mapped.get(name)
+        if found is None:
+            found = self._mapped[name] = self._map(name, self.index[name])
+        return found
+
+    def _map(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, Span | None]:
+        file = entry.get("safetensors_file")
+        if file is None:
+            if self.save_folder is None:
+                raise CheckpointError(f"the index says that {name!r} lies in a folder, and no save_folder was given.")
+            return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
+        stored = self._files.get(file)
+        if stored is None:
+            stored = self._files[file] = StoredWeights()
+            stored.add_safetensors(Path(file))
+        inner = entry.get("weight_name", name)
+        if inner not in stored:
+            raise CheckpointError(f"{file} holds no tensor {inner!r}, which the index says it does.")
+        tensor, span = stored[inner], stored.locate(inner)
+        dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
+        return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """A mapping seen from inside a module: look-ups put `prefix` before the name, and only such names are listed.
+
+    Args:
+        dataset: the mapping of the whole model.
+        prefix: `"block.linear."`, with its dot.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[self.prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self.prefix)
+        return (key[start:] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def locate(self, key: str) -> Span | None:
+        """Return where a tensor lies in a file, None for one that lies in memory."""
+        locate = getattr(self.dataset, "locate", None)
+        return None if locate is None else locate(self.prefix + key)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> MutableMapping[str, torch.Tensor]:
+    """Return the entries of some submodules, under their full names; `""` stands for the whole model."""
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if any(not part or name == part or name.startswith(part + ".") for part in submodule_names)
+    }
