@@ -7,6 +7,10 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not distributed and not torture
 
+# Where deepspeed finds ninja, and keeps what it compiles.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test torture check bench format clean
 
@@ -36,8 +40,9 @@ demo: $(STAMP)
 	@echo
 	@$(BIN)/python tests/helpers/demo_report.py demo/digits
 
-# Both halves always run, and the target fails if either did.
+# Both halves always run, and the target fails if either did. What deepspeed compiles is compiled once, before them.
 test: $(STAMP)
+	$(BIN)/python tests/helpers/compile_deepspeed.py
 	@status=0; \
 	$(PYTEST) -n 2 -m "$(FAST)" || status=$$?; \
 	$(PYTEST) -m "(slow or distributed) and not torture" || status=$$?; \

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from trainwright.strategies.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
     from trainwright.strategies.data_parallel import DataParallel
     from trainwright.strategies.ddp import DDPStrategy
+    from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
+    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.local_sgd import LocalSGDStrategy
     from trainwright.strategies.precision import Precision
@@ -25,6 +27,14 @@ STRATEGIES: Registry[Any] = Registry(
         "ddp": "trainwright.strategies.ddp:DDPStrategy",
         "local_sgd": "trainwright.strategies.local_sgd:LocalSGDStrategy",
         "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
+        "deepspeed": "trainwright.strategies.deepspeed.strategy:DeepSpeedStrategy",
+        "deepspeed_stage_1": "trainwright.strategies.deepspeed.presets:ZeroStage1",
+        "deepspeed_stage_1_offload": "trainwright.strategies.deepspeed.presets:ZeroStage1Offload",
+        "deepspeed_stage_2": "trainwright.strategies.deepspeed.presets:ZeroStage2",
+        "deepspeed_stage_2_offload": "trainwright.strategies.deepspeed.presets:ZeroStage2Offload",
+        "deepspeed_stage_3": "trainwright.strategies.deepspeed.presets:ZeroStage3",
+        "deepspeed_stage_3_offload": "trainwright.strategies.deepspeed.presets:ZeroStage3Offload",
+        "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
         "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
     },
 )
@@ -51,6 +61,9 @@ _PUBLIC = {
     "DDPStrategy": "trainwright.strategies.ddp",
     "DataParallel": "trainwright.strategies.data_parallel",
     "DistributedDataParallelKwargs": "trainwright.strategies.comm_hooks",
+    "DeepSpeedStrategy": "trainwright.strategies.deepspeed.strategy",
+    "DummyOptim": "trainwright.strategies.deepspeed.placeholders",
+    "DummyScheduler": "trainwright.strategies.deepspeed.placeholders",
     "FSDPStrategy": "trainwright.strategies.fsdp",
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
     "Precision": "trainwright.strategies.precision",
@@ -63,7 +76,10 @@ __all__ = [
     "DDPCommunicationHookType",
     "DDPStrategy",
     "DataParallel",
+    "DeepSpeedStrategy",
     "DistributedDataParallelKwargs",
+    "DummyOptim",
+    "DummyScheduler",
     "FSDPStrategy",
     "LocalSGDStrategy",
     "Precision",

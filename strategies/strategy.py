@@ -129,6 +129,9 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
                 "process. Use strategy='ddp', or devices=1."
             )
 
+    def check_run(self, *, accumulate_grad_batches: int, clip: GradientClip | None) -> None:
+        """Compare the Trainer's arguments with what this strategy was told; raises a ConfigurationError."""
+
     @property
     def is_distributed(self) -> bool:
         """Whether this strategy can run more than one process."""

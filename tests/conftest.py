@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -27,6 +28,9 @@ _LAUNCHER_VARIABLES = re.compile(
 )
 
 torch.set_num_threads(1)
+# What DeepSpeed compiles is kept with the environment: a test's HOME, where it would go, is a temporary one.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.environ["PATH"]])  # ninja
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

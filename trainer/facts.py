@@ -249,6 +249,11 @@ class RunFacts(ABC):
         return math.inf if found is None else found
 
     @property
+    def train_batch_size(self) -> int | None:
+        """Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data."""
+        return self.train_data().loader.batch_size
+
+    @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader on one rank."""
         return self._num_batches("validate")

@@ -301,6 +301,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
         **{name: arguments[name] for name in ("max_time", "max_samples", "max_tokens", "min_epochs", "min_steps")},
     )
     clip = GradientClip.parse(arguments["gradient_clip_val"], arguments["gradient_clip_algorithm"])
+    selection.strategy.check_run(accumulate_grad_batches=arguments["accumulate_grad_batches"], clip=clip)
     interval = parse_validation_interval(arguments["val_check_interval"])
     overfit = arguments["overfit_batches"]
     limit_batches = {

@@ -110,6 +110,7 @@ class FakeRun:
         self.barebones = False
         self.task = Task()
         self.num_training_batches: int | float = 0
+        self.train_batch_size: int | None = None
         self.num_val_batches: list[int | float] = [2]
         self.num_eval_batches: list[int | float] = [2]
         self.estimated_stepping_batches: int | float = 0

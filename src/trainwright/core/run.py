@@ -169,6 +169,10 @@ class Run(Protocol):
         """Micro-batches of one training epoch on one rank; infinite when the loader has no length."""
 
     @property
+    def train_batch_size(self) -> int | None:
+        """Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data."""
+
+    @property
     def num_val_batches(self) -> list[int | float]:
         """Batches of each validation loader on one rank."""
 

@@ -1,0 +1,92 @@
+"""What DeepSpeed cannot train, said before an engine is made of it."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from trainwright.callbacks.hook_table import overrides
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.binding import need_closure
+from trainwright.strategies.deepspeed.config import EngineConfig
+from trainwright.strategies.deepspeed.library import is_partitioned
+from trainwright.strategies.deepspeed.placeholders import DummyOptim
+from trainwright.strategies.precision import Precision
+
+_OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
+_CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "ZenFlowCPUAdam")
+
+
+def check_task(task: TaskModule, *, trains: bool) -> None:
+    """Check a task before its model is built.
+
+    Raises:
+        ConfigurationError: it does by itself what an engine does, or lies in pieces already.
+    """
+    name = type(task).__name__
+    if any(is_partitioned(parameter) for parameter in task.parameters()):
+        raise ConfigurationError(
+            f"{name}'s weights are pieces of what a run had that failed. Build the task anew, and pass ckpt_path to go "
+            "on."
+        )
+    for method in _OWN_METHODS:
+        if trains and overrides(task, method, TaskModule):
+            raise ConfigurationError(
+                f"{name} defines {method}, which an engine of DeepSpeed does itself. Leave it out, or use "
+                "strategy='ddp'."
+            )
+
+
+def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
+    """Check a task whose model is about to be built.
+
+    Raises:
+        ConfigurationError: parameters that shall go to a disk are there already.
+    """
+    early = next((name for name, _ in task.named_parameters()), None)
+    if config.offload("offload_param") == "nvme" and early is not None:
+        raise ConfigurationError(
+            f"offload_parameters to 'nvme', and {early!r} was built where DeepSpeed could not send it there piece by "
+            "piece: it would be stored in 16 bits. Build the model in configure_model."
+        )
+
+
+def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: EngineConfig, precision: Precision) -> None:
+    """Check what `configure_optimizers` returned.
+
+    Raises:
+        ConfigurationError: not one optimizer, or one that an engine cannot step.
+    """
+    named = "optimizer" in config.content
+    if len(optimizers) != 1:
+        what = "Return DummyOptim(self.parameters())" if named else "Put all parameters into groups of one optimizer"
+        raise ConfigurationError(
+            f"configure_optimizers returned {len(optimizers)} optimizers, and an engine of DeepSpeed steps one. "
+            f"{what}, or use strategy='fsdp'."
+        )
+    (optimizer,) = optimizers
+    name = type(optimizer).__name__
+    if isinstance(optimizer, DummyOptim) is not named:
+        way_out = "Return DummyOptim(…), or leave it out there." if named else "Return a real one."
+        raise ConfigurationError(
+            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and configure_optimizers returned {name}. "
+            f"{way_out}"
+        )
+    own = {id(parameter) for parameter in task.parameters()}
+    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ConfigurationError(
+            f"{name} holds parameters that are not the task's own. Build it in configure_optimizers, from "
+            "self.parameters()."
+        )
+    if need_closure(optimizers, precision):
+        raise ConfigurationError(
+            f"{name} evaluates the loss several times in a step, which an engine of DeepSpeed cannot. Use "
+            "strategy='ddp', or another optimizer."
+        )
+    device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
+    if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:
+        raise ConfigurationError(
+            f"offload_optimizer to {device!r}, and configure_optimizers returned {name}, which DeepSpeed does not step "
+            "there. Return deepspeed.ops.adam.DeepSpeedCPUAdam(self.parameters(), lr=…), or DummyOptim with an "
+            "'optimizer' in the config."
+        )

@@ -1,0 +1,357 @@
+"""DeepSpeed's configuration: one source, made of what the user wrote in a file or dict and as arguments.
+
+Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error that names
+both. `"auto"` in the file takes the argument's value.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.deepspeed.options import Path, ZeroOptions, buffers, defaults, look_up, place, statements
+from trainwright.strategies.gradients import GradientClip
+from trainwright.strategies.precision import Precision
+
+AUTO = "auto"
+_STAGE: Path = ("zero_optimization", "stage")
+_OFFLOADS = ("offload_optimizer", "offload_param")
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What `"auto"` values are made of once a run knows its model and data.
+
+    Attributes:
+        world_size: processes that see different data.
+        micro_batch_size: samples in one batch of one process; None where the loader does not tell.
+        accumulate: micro-batches of one process in a step.
+        hidden_size: of the model's configuration; None where it has none.
+        hyperparameters: the optimizer's, of its first group; None where there is none.
+        total_steps: optimizer steps that the run will do; infinite when nothing bounds them.
+        warmup_steps: how many of them the learning rate rises.
+    """
+
+    world_size: int
+    micro_batch_size: int | None
+    accumulate: int
+    hidden_size: int | None
+    hyperparameters: Mapping[str, Any] | None
+    total_steps: float
+    warmup_steps: int
+
+
+class EngineConfig:
+    """DeepSpeed's configuration before a run is known.
+
+    Args:
+        config: the user's: a dict, or the path of a JSON file.
+        options: the arguments and their defaults.
+        given: the arguments that the user gave.
+
+    Raises:
+        ConfigurationError: the file cannot be read; it and the arguments differ; or they ask for what there is not.
+    """
+
+    def __init__(
+        self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
+    ) -> None:
+        self.origin = f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
+        self.content = _read(config)
+        self._options = options
+        if config is None:
+            for path, value in defaults(options).items():
+                place(self.content, path, value)
+                if path == _STAGE and not options.zero_optimization:
+                    place(self.content, path, 0)
+        else:
+            _fill_switches(self.content, options, self.origin)
+        for path, (name, value) in statements(options, given).items():
+            self.state(path, value, f"DeepSpeedStrategy({name}={given.get(name, value)!r})", overrides=config is None)
+        for part in _OFFLOADS:
+            if config is None and self.offload(part) != "none":
+                for path, (_, value) in buffers(part, options).items():
+                    place(self.content, path, value)
+        self._check_offload()
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO, 0 to 3."""
+        return int(look_up(self.content, _STAGE) or 0)
+
+    def offload(self, part: str) -> str:
+        """Return where `"offload_optimizer"` or `"offload_param"` go: `"none"`, `"cpu"` or `"nvme"`."""
+        return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
+
+    def state(self, path: Path, value: Any, origin: str, *, overrides: bool = False) -> None:
+        """Take a value that something else than the user's configuration has said.
+
+        Raises:
+            ConfigurationError: the configuration says something else.
+        """
+        found = look_up(self.content, path)
+        if found not in (None, AUTO, value) and not overrides:
+            raise ConfigurationError(
+                f"{self.origin} has {'.'.join(path)}={found!r}, and {origin} says otherwise. Make them agree, or write "
+                f'{".".join(path)}="auto" there.'
+            )
+        place(self.content, path, value)
+
+    def _check_offload(self) -> None:
+        for part, argument in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
+            device = self.offload(part)
+            if device == "nvme" and self.stage < 3:
+                raise ConfigurationError(
+                    f"{argument} to 'nvme' at stage={self.stage}: DeepSpeed uses disks at stage 3 only. Use stage=3, "
+                    f"or {'the device cpu' if part == 'offload_optimizer' else 'leave it out'}."
+                )
+            if device != "none" and part == "offload_param" and self.stage < 3:
+                raise ConfigurationError(
+                    f"{argument} at stage={self.stage}: parameters are whole on every rank below stage 3. Use stage=3."
+                )
+            if device != "none" and self.stage < 1:
+                raise ConfigurationError(
+                    f"{argument} at stage=0: nothing is cut that could be offloaded. Use stage=1, 2 or 3."
+                )
+
+    # What the Trainer says
+
+    def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
+        """Compare with the Trainer's accumulation and clipping.
+
+        Raises:
+            ConfigurationError: they differ.
+        """
+        found = look_up(self.content, ("gradient_accumulation_steps",))
+        if found not in (None, AUTO, accumulate):
+            raise ConfigurationError(
+                f"{self.origin} has gradient_accumulation_steps={found!r}, and Trainer(accumulate_grad_batches="
+                f'{accumulate}) says otherwise. Use accumulate_grad_batches={found!r}, or write "auto" there.'
+            )
+        found = look_up(self.content, ("gradient_clipping",))
+        if clip is not None and found not in (None, AUTO) and (clip.algorithm, clip.value) != ("norm", float(found)):
+            raise ConfigurationError(
+                f"{self.origin} has gradient_clipping={found!r}, and Trainer(gradient_clip_val={clip.value}) by "
+                f'{clip.algorithm} says otherwise. Leave one out, or write "auto" there.'
+            )
+
+    @property
+    def clipping(self) -> float | None:
+        """The largest gradient norm that the configuration names."""
+        found = look_up(self.content, ("gradient_clipping",))
+        return None if found in (None, AUTO, 0) else float(found)
+
+    def check_hardware(self, device_type: str, world_size: int) -> None:
+        """Check what only some devices and numbers of processes can do.
+
+        Raises:
+            ConfigurationError: this one cannot.
+        """
+        zero = self.content.get("zero_optimization", {})
+        for name in _QUANTIZED:
+            if zero.get(name) and device_type == "cpu":
+                raise ConfigurationError(
+                    f"{self.origin} has zero_optimization.{name}={zero[name]!r}, whose kernels need CUDA, and "
+                    "accelerator='cpu'. Leave it out."
+                )
+        pieces = zero.get("zero_hpz_partition_size", 1)
+        if isinstance(pieces, int) and pieces > 1 and world_size % pieces:
+            raise ConfigurationError(
+                f"{self.origin} has zero_optimization.zero_hpz_partition_size={pieces}, which does not divide the "
+                f"{world_size} process(es). Use a divisor, as a rule the processes of one node."
+            )
+
+    def set_precision(self, precision: Precision, device_type: str) -> None:
+        """Settle on the number format.
+
+        Raises:
+            ConfigurationError: DeepSpeed does not have it here, or the configuration names another one.
+        """
+        name, stage = precision.name, self.stage
+        if name == "64-true":
+            raise ConfigurationError("precision='64-true': DeepSpeed computes in 32 or 16 bits. Use '32-true'.")
+        if name in ("16-true", "16-mixed") and device_type == "cpu":
+            raise ConfigurationError(
+                f"precision={name!r}: DeepSpeed has no float16 on the CPU. Use 'bf16-mixed', or an accelerator."
+            )
+        if name != "32-true" and stage == 0:
+            raise ConfigurationError(
+                f"precision={name!r} at stage=0: DeepSpeed keeps no float32 weights then. Use stage=1, or "
+                "strategy='ddp'."
+            )
+        autocast = look_up(self.content, ("torch_autocast", "enabled")) is True
+        for part, prefix in (("bf16", "bf16"), ("fp16", "16")):
+            wanted = name.startswith(prefix) and not autocast
+            found = look_up(self.content, (part, "enabled"))
+            if found not in (None, AUTO, wanted):
+                raise ConfigurationError(
+                    f"{self.origin} has {part}.enabled={found!r}, and Trainer(precision={name!r}) says otherwise. Use "
+                    f'precision={f"{prefix}-mixed" if found else "32-true"!r}, or write "auto" there.'
+                )
+            if wanted or part in self.content:
+                place(self.content, (part, "enabled"), wanted)
+        if autocast and not name.endswith("-mixed"):
+            raise ConfigurationError(
+                f"{self.origin} has torch_autocast.enabled=True, and Trainer(precision={name!r}) says otherwise. Use "
+                "precision='bf16-mixed', or leave torch_autocast out."
+            )
+        if autocast:
+            dtype = "bfloat16" if name.startswith("bf16") else "float16"
+            self.state(("torch_autocast", "dtype"), dtype, f"Trainer(precision={name!r})")
+        if look_up(self.content, ("data_types", "grad_accum_dtype")) not in (None, AUTO) and stage == 1:
+            raise ConfigurationError(
+                f"{self.origin} has data_types.grad_accum_dtype, for which DeepSpeed takes an optimizer of its own at "
+                "stage 1. Use stage=2, or leave it out."
+            )
+
+    # For the engine
+
+    def resolved(self, facts: RunFacts) -> dict[str, Any]:
+        """Return the configuration with every `"auto"` filled in, as Accelerate documents them.
+
+        Raises:
+            ConfigurationError: there is nothing to fill one in from, or the batch size is another one.
+        """
+        config = copy.deepcopy(self.content)
+        _fill_batch(config, facts, self.origin)
+        _fill_buckets(config, facts, self.origin)
+        _fill_optimizer(config, facts, self.origin)
+        for path in _autos(config):
+            raise ConfigurationError(
+                f'{self.origin} has {".".join(path)}="auto", for which nothing is known here. Write a value.'
+            )
+        return config
+
+
+def for_engine(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the form in which an engine gets it: groups of micro-batches and clipping are the strategy's own."""
+    own = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    given = {key: copy.deepcopy(value) for key, value in config.items() if key not in own}
+    return {"steps_per_print": None, **given, "gradient_accumulation_steps": 1, "gradient_clipping": 0.0}
+
+
+def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `deepspeed.zero.Init` needs before a model is known: without what is still open."""
+    config = for_engine(content)
+    for part in ("optimizer", "scheduler"):
+        config.pop(part, None)
+    for path in list(_autos(config)):
+        look_up(config, path[:-1]).pop(path[-1]) if len(path) > 1 else config.pop(path[0])
+    return {**config, "train_micro_batch_size_per_gpu": 1}
+
+
+def _read(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return copy.deepcopy(dict(config))
+    try:
+        found = json.loads(FilePath(config).read_text())
+    except OSError as error:
+        raise ConfigurationError(f"config={str(config)!r} cannot be read: {error}. Pass a path or a dict.") from error
+    except ValueError as error:
+        raise ConfigurationError(f"config={str(config)!r} is no JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"config={str(config)!r} holds {type(found).__name__}, and no JSON object.")
+    return found
+
+
+def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) -> None:
+    """Fill in what the strategy's arguments alone decide."""
+    zero = config.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ConfigurationError(f'{origin} has zero_optimization={zero!r}. Write {{"stage": 0}}, or another stage.')
+    if zero.get("stage") == AUTO:
+        zero["stage"] = options.stage if options.zero_optimization else 0
+    for part, switch, device in (
+        ("offload_optimizer", options.offload_optimizer, options.offload_optimizer_device),
+        ("offload_param", options.offload_parameters, options.offload_params_device),
+    ):
+        found = zero.get(part)
+        if isinstance(found, dict):
+            if found.get("device") == AUTO:
+                found["device"] = device if switch else "none"
+            if found.get("nvme_path") == AUTO:
+                found["nvme_path"] = options.nvme_path
+    if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
+        zero["stage3_gather_16bit_weights_on_model_save"] = zero.get("stage") == 3
+    config.setdefault("zero_allow_untested_optimizer", options.zero_allow_untested_optimizer)
+
+
+def _fill_batch(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    micro = config.get("train_micro_batch_size_per_gpu", AUTO)
+    if facts.micro_batch_size is not None and micro not in (AUTO, facts.micro_batch_size):
+        raise ConfigurationError(
+            f"{origin} has train_micro_batch_size_per_gpu={micro!r}, and the training loader's batch_size="
+            f'{facts.micro_batch_size} says otherwise. Make them agree, or write "auto" there.'
+        )
+    known = facts.micro_batch_size if micro == AUTO else int(micro)
+    total = config.get("train_batch_size", AUTO)
+    parts = facts.accumulate * facts.world_size
+    if known is None and total != AUTO:
+        known = max(int(total) // parts, 1)
+    config["train_micro_batch_size_per_gpu"] = 1 if known is None else known
+    expected = config["train_micro_batch_size_per_gpu"] * parts
+    if total not in (AUTO, expected):
+        raise ConfigurationError(
+            f"{origin} has train_batch_size={total!r}, and a batch_size of {known} in {facts.accumulate} micro-batches "
+            f"(accumulate_grad_batches) on {facts.world_size} process(es) is {expected}. Use {expected}, or write "
+            '"auto" there.'
+        )
+    config["train_batch_size"] = expected
+    config["gradient_accumulation_steps"] = facts.accumulate
+    if config.get("gradient_clipping") == AUTO:
+        del config["gradient_clipping"]
+
+
+def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    zero, hidden = config.get("zero_optimization", {}), facts.hidden_size
+    for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance"):
+        if zero.get(key) == AUTO:
+            del zero[key]  # DeepSpeed's own default
+    wanted = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    open_keys = [key for key in wanted if zero.get(key) == AUTO]
+    if open_keys and hidden is None:
+        raise ConfigurationError(
+            f'{origin} has "auto" for zero_optimization.{", ".join(open_keys)}, which follow from the hidden_size or '
+            "hidden_sizes of a `config` in the task or one of its modules, and there is none. Write numbers."
+        )
+    if hidden is not None:
+        values = (hidden * hidden, int(0.9 * hidden * hidden), 10 * hidden)
+        zero.update({key: value for key, value in zip(wanted, values, strict=True) if key in open_keys})
+
+
+def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
+    optimizer = look_up(config, ("optimizer", "params")) or {}
+    open_keys = [key for key, value in optimizer.items() if value == AUTO]
+    known = facts.hyperparameters
+    for key in open_keys:
+        if known is None or key not in known:
+            raise ConfigurationError(
+                f'{origin} has optimizer.params.{key}="auto", and nothing says it. Return DummyOptim(self.parameters()'
+                f", {key}=…) from configure_optimizers, or write a value."
+            )
+        optimizer[key] = list(known[key]) if isinstance(known[key], tuple) else known[key]
+    scheduler = look_up(config, ("scheduler", "params")) or {}
+    rate = optimizer.get("lr", None if known is None else known.get("lr"))
+    values = {
+        "warmup_min_lr": 0, "warmup_max_lr": rate, "warmup_num_steps": facts.warmup_steps,
+        "total_num_steps": None if facts.total_steps == float("inf") else int(facts.total_steps),
+    }  # fmt: skip
+    for key, value in scheduler.items():
+        if value == AUTO and values.get(key) is not None:
+            scheduler[key] = values[key]
+
+
+def _autos(config: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _autos(value, (*path, key))
+        elif value == AUTO:
+            yield (*path, key)

@@ -1,0 +1,96 @@
+"""The library DeepSpeed: loaded when it is first used, joined to this run's processes, and let go of again."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.process import Topology
+from trainwright.strategies.launcher import set_variable
+
+# Collectives that DeepSpeed 0.19.8 knows by names of which torch 2.13 warns at every call.
+_RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}
+_users = 0
+_own_linear: Callable[..., torch.Tensor] = nn.functional.linear
+
+
+def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
+    """Import DeepSpeed for one type of device; it is bound to the first one in a process.
+
+    Raises:
+        MissingPackageError: it is not installed.
+        ConfigurationError: this process uses it on another type of device already.
+    """
+    set_variable("DS_ACCELERATOR", device_type)  # it would take an accelerator that it finds, whatever was asked for
+    with quiet_imports():
+        library: Any = require_package("deepspeed", purpose="DeepSpeedStrategy")
+    library.utils.logger.setLevel(logging_level)
+    found = library.accelerator.get_accelerator().device_name()
+    if found != device_type:
+        raise ConfigurationError(
+            f"DeepSpeed works on {found!r} in this process, and accelerator={device_type!r} was asked for. It chooses "
+            "its device once: start another process."
+        )
+    return library
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Ignore what is deprecated in what DeepSpeed loads of torch meanwhile, which nobody here can change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def join(library: Any, topology: Topology) -> None:
+    """Let DeepSpeed use the process group that there is. Collective."""
+    global _users, _own_linear
+    set_variable("LOCAL_RANK", str(topology.local_rank))  # it reads it there and nowhere else
+    if not _users:
+        _own_linear = nn.functional.linear
+    _users += 1
+    # On the CPU it would compile, for a minute, an operation for tensor-parallel inference, which nothing here uses.
+    operations: dict[str, bool] = library.ops.__compatible_ops__
+    unused = {name: usable for name, usable in operations.items() if "shm_comm" in name}
+    operations.update(dict.fromkeys(unused, False))
+    try:
+        library.comm.init_distributed(verbose=False)
+    finally:
+        operations.update(unused)
+    backend = library.comm.comm.cdb
+    for attribute, present_name in _RENAMED.items():
+        if hasattr(dist, present_name):
+            setattr(backend, attribute, getattr(dist, present_name))
+
+
+def leave(library: Any) -> None:
+    """Forget everything that DeepSpeed keeps of the process group, of engines and of precisions. Not collective.
+
+    It has no end of its own: the next run in this process would talk through groups that are gone, and compute under an
+    autocast that it was not told of (0.19.8).
+    """
+    global _users
+    _users -= 1
+    if _users:  # another run of this process still uses it
+        return
+    library.comm.comm.cdb = None
+    library.utils.groups._release_process_group_references(group=None)
+    autocast = library.runtime.torch_autocast
+    autocast.TORCH_AUTOCAST_INITIALIZED, autocast.TORCH_AUTOCAST_DTYPE = False, None
+    library.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
+    init = library.zero.Init
+    init.apply_param_persistence, init.num_persisted_parameters, init.num_persisted_elements = False, 0, 0
+    nn.functional.linear = _own_linear  # stage 3 has put its own there
+
+
+def is_partitioned(parameter: torch.Tensor) -> bool:
+    """Tell whether stage 3 holds a parameter: its own memory is empty while no module uses it."""
+    return hasattr(parameter, "ds_id")

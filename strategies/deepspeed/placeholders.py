@@ -1,0 +1,100 @@
+"""Stand-ins that a task returns from `configure_optimizers` when DeepSpeed's configuration names the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from trainwright.core.errors import ConfigurationError
+
+
+class DummyOptim(Optimizer):
+    """Says which parameters, and with which values, the optimizer of DeepSpeed's configuration shall have.
+
+    The name and arguments are Accelerate's.
+
+    Args:
+        params: parameters or groups of them.
+        lr, weight_decay: what `"auto"` stands for in the configuration.
+        kwargs: further values for `"auto"`, such as `betas` and `eps`.
+
+    Attributes:
+        given_groups: the groups, each with the values of its own that it was given.
+    """
+
+    def __init__(self, params: ParamsT, lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        entries: list[Any] = list(params)
+        self.given_groups = [dict(e) for e in entries if isinstance(e, dict)] or [{"params": entries}]
+        for group in self.given_groups:
+            members = group["params"]
+            group["params"] = [members] if isinstance(members, torch.Tensor) else list(members)
+        super().__init__([dict(g) for g in self.given_groups], {"lr": lr, "weight_decay": weight_decay, **kwargs})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
+        """Raise: it is not the one that steps.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "DummyOptim stands for the optimizer of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) with an "
+            "'optimizer' in it, or return a real optimizer from configure_optimizers."
+        )
+
+
+class DummyScheduler:
+    """Stands for the scheduler of DeepSpeed's configuration. It counts optimizer steps.
+
+    The name and arguments are Accelerate's.
+
+    Args:
+        optimizer: what `configure_optimizers` returns beside it.
+        total_num_steps: what `"auto"` stands for; the steps that the run will do unless told.
+        warmup_num_steps: what `"auto"` stands for.
+    """
+
+    def __init__(self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self._real: Any = None
+
+    def stand_for(self, scheduler: Any) -> None:
+        """Hand everything on to a scheduler that DeepSpeed has made."""
+        self._real = scheduler
+
+    @property
+    def real(self) -> Any:
+        """DeepSpeed's scheduler.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self._real is None:
+            raise ConfigurationError(
+                "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
+                "with a 'scheduler' in it, or return a real one from configure_optimizers."
+            )
+        return self._real
+
+    def step(self) -> None:
+        """Go on by one optimizer step."""
+        self.real.step()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each group."""
+        found: list[float] = self.real.get_last_lr()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it stands."""
+        found: dict[str, Any] = self.real.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.real.load_state_dict(state)
