@@ -53,6 +53,13 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
         load_offloaded_weights,
     )
+    from trainwright.strategies.offload.quantization import (
+        BnbQuantizationConfig,
+        TorchaoQuantizationConfig,
+        load_and_quantize_model,
+        quantized_state_dict,
+        save_quantized_model,
+    )
     from trainwright.strategies.offload.sizes import (
         CustomDtype,
         calculate_maximum_sizes,
@@ -77,12 +84,14 @@ _HERE = "trainwright.strategies.offload"
 # Where each name lives; the block above says the same to editors and type checkers.
 _PUBLIC = {
     "AlignDevicesHook": f"{_HERE}.align",
+    "BnbQuantizationConfig": f"{_HERE}.quantization",
     "CpuOffload": f"{_HERE}.hooks",
     "LoadedKeys": f"{_HERE}.loading",
     "ModelHook": f"{_HERE}.hooks",
     "OffloadedWeightsLoader": f"{_HERE}.weights_map",
     "PrefixedDataset": f"{_HERE}.weights_map",
     "SequentialHook": f"{_HERE}.hooks",
+    "TorchaoQuantizationConfig": f"{_HERE}.quantization",
     "UserCpuOffloadHook": f"{_HERE}.hooks",
     "add_hook_to_module": f"{_HERE}.hooks",
     "align_module_device": f"{_HERE}.align",
@@ -95,15 +104,18 @@ _PUBLIC = {
     "disk_offload": f"{_HERE}.dispatch",
     "dispatch_model": f"{_HERE}.dispatch",
     "has_offloaded_params": f"{_HERE}.align",
+    "load_and_quantize_model": f"{_HERE}.quantization",
     "load_checkpoint_and_dispatch": f"{_HERE}.loading",
     "load_checkpoint_in_model": f"{_HERE}.loading",
     "load_offloaded_weight": f"{_HERE}.weights_map",
     "load_offloaded_weights": f"{_HERE}.loading",
     "offload_state_dict": f"{_HERE}.weights_map",
     "offload_weight": f"{_HERE}.weights_map",
+    "quantized_state_dict": f"{_HERE}.quantization",
     "remove_hook_from_module": f"{_HERE}.hooks",
     "remove_hook_from_submodules": f"{_HERE}.hooks",
     "save_offload_index": f"{_HERE}.weights_map",
+    "save_quantized_model": f"{_HERE}.quantization",
     "CustomDtype": f"{_HERE}.sizes",
     "DeviceMapReport": f"{_HERE}.explain",
     "calculate_maximum_sizes": f"{_HERE}.sizes",
@@ -127,6 +139,7 @@ _PUBLIC = {
 }
 __all__ = [
     "AlignDevicesHook",
+    "BnbQuantizationConfig",
     "CpuOffload",
     "CustomDtype",
     "DeviceMapReport",
@@ -135,6 +148,7 @@ __all__ = [
     "OffloadedWeightsLoader",
     "PrefixedDataset",
     "SequentialHook",
+    "TorchaoQuantizationConfig",
     "UserCpuOffloadHook",
     "add_hook_to_module",
     "align_module_device",
@@ -162,6 +176,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
@@ -169,11 +184,13 @@ __all__ = [
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "quantized_state_dict",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "resolve_device_map",
     "retie_parameters",
     "save_offload_index",
+    "save_quantized_model",
 ]
 
 

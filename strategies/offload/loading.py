@@ -100,7 +100,25 @@ def load_checkpoint_in_model(
     if not full_state_dict or broadcast_from_rank0:
         return _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
     options = _Options(device_map, offload_folder, _dtype(dtype), offload_buffers, tuple(keep_in_fp32_modules or ()))
-    stored = read_checkpoint(Path(checkpoint))
+    return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options, strict)
+
+
+def load_stored_weights(
+    model: nn.Module,
+    stored: StoredWeights,
+    origin: PathLike,
+    *,
+    device_map: Mapping[str, Device],
+    offload_folder: PathLike | None,
+    dtype: torch.dtype | None,
+    keep_in_fp32_modules: list[str] | None,
+) -> LoadedKeys:
+    """Load weights that are at hand by name, as `load_checkpoint_in_model` does; `origin` names them in messages."""
+    options = _Options(device_map, offload_folder, dtype, False, tuple(keep_in_fp32_modules or ()))
+    return _load(model, stored, origin, options, strict=False)
+
+
+def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: _Options, strict: bool) -> LoadedKeys:
     targets = _targets(model)
     keys = _match(targets, stored)
     _report(keys, checkpoint, strict)
@@ -185,7 +203,7 @@ def _report(keys: LoadedKeys, checkpoint: PathLike, strict: bool) -> None:
     message = f"{checkpoint} does not have the names of the model; {'; '.join(parts)}."
     if strict:
         raise CheckpointError(f"{message} Load it with strict=False if that is meant.")
-    warnings.warn(f"{message} What is missing keeps its values.", TrainwrightWarning, stacklevel=3)
+    warnings.warn(f"{message} What is missing keeps its values.", TrainwrightWarning, stacklevel=4)
 
 
 def _list(names: list[str]) -> str:

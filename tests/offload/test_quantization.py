@@ -1,0 +1,231 @@
+"""Models in 8 and 4 bits: close to the original, saved and loaded as they are, and never half done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainwright import (
+    BnbQuantizationConfig,
+    CheckpointError,
+    ConfigurationError,
+    TorchaoQuantizationConfig,
+    has_offloaded_params,
+    init_empty_weights,
+    load_and_quantize_model,
+    quantized_state_dict,
+    save_quantized_model,
+)
+from trainwright.strategies.offload.quantized_layers import Int8Linear
+
+pytestmark = [
+    pytest.mark.requires("bitsandbytes", reason="8 and 4 bit layers"),
+    pytest.mark.requires("torchao", reason="int8 and float8 layers"),
+    pytest.mark.filterwarnings("ignore"),  # of libraries, about kernels that they would rather have
+]
+
+
+class Net(nn.Module):
+    """Two hidden layers, one of them in a block, a norm between, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 128)
+        self.norm = nn.LayerNorm(128)
+        self.block = nn.Sequential(nn.Linear(128, 128, bias=False), nn.GELU())
+        self.head = nn.Linear(128, 10)
+        self.register_buffer("shift", torch.full((10,), 0.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.block(self.norm(self.first(inputs)))
+        scores: torch.Tensor = self.head(hidden) + self.shift
+        return scores
+
+
+INPUTS = torch.randn(16, 64, generator=torch.Generator().manual_seed(3))
+
+
+def make_net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return Net().eval()
+
+
+def empty_net() -> Net:
+    with init_empty_weights():
+        return Net().eval()
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(make_net().state_dict(), path)
+    return path
+
+
+def bnb(**options: Any) -> BnbQuantizationConfig:
+    return BnbQuantizationConfig(**{"torch_dtype": torch.float32, **options})
+
+
+CONFIGS: dict[str, tuple[Callable[[], Any], float]] = {
+    "8bit": (lambda: bnb(load_in_8bit=True), 0.03),
+    "nf4": (lambda: bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32"), 0.3),
+    "fp4": (lambda: bnb(load_in_4bit=True, bnb_4bit_quant_type="fp4", bnb_4bit_compute_dtype="fp32"), 0.4),
+    "nf4 twice": (
+        lambda: bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32",
+                    bnb_4bit_use_double_quant=True),
+        0.3,
+    ),
+    "torchao int8": (lambda: TorchaoQuantizationConfig("int8_weight_only"), 0.03),
+    "torchao dynamic": (lambda: TorchaoQuantizationConfig("int8_dynamic"), 0.06),
+    "torchao float8": (lambda: TorchaoQuantizationConfig("float8_weight_only"), 0.15),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_quantized_model_computes_nearly_the_same(name: str, weights: Path) -> None:
+    make, tolerance = CONFIGS[name]
+    wanted = make_net()(INPUTS)
+    model = load_and_quantize_model(empty_net(), make(), weights_location=weights)
+    found = model(INPUTS)
+    assert 0 < float((found - wanted).abs().max()) < tolerance
+    assert type(model.head) is nn.Linear  # the last module stays as it is
+    assert torch.equal(model.head.weight, make_net().head.weight)
+    assert torch.equal(model.shift, torch.full((10,), 0.5))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_take_a_byte_or_half_of_one(name: str, weights: Path) -> None:
+    model = load_and_quantize_model(empty_net(), CONFIGS[name][0](), weights_location=weights)
+    state = quantized_state_dict(model.block[0])
+    biggest = max(state.values(), key=lambda tensor: tensor.nbytes)
+    assert biggest.nbytes == 128 * 128 // (2 if "4" in name else 1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, tmp_path: Path) -> None:
+    make = CONFIGS[name][0]
+    model = load_and_quantize_model(empty_net(), make(), weights_location=weights)
+    save_quantized_model(model, tmp_path / "saved")
+    again = load_and_quantize_model(empty_net(), make(), weights_location=tmp_path / "saved")
+    assert torch.equal(again(INPUTS), model(INPUTS))
+    with pytest.raises(CheckpointError, match="exists"):
+        save_quantized_model(model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_at_hand_is_quantized_in_its_place(name: str, weights: Path) -> None:
+    make = CONFIGS[name][0]
+    from_file = load_and_quantize_model(empty_net(), make(), weights_location=weights)
+    assert torch.equal(load_and_quantize_model(make_net(), make())(INPUTS), from_file(INPUTS))
+
+
+@pytest.mark.parametrize("name", ["8bit", "nf4"])
+def test_gradients_reach_the_input(name: str, weights: Path) -> None:
+    model = load_and_quantize_model(empty_net(), CONFIGS[name][0](), weights_location=weights)
+    inputs = INPUTS.clone().requires_grad_()
+    model(inputs).sum().backward()
+    plain = INPUTS.clone().requires_grad_()
+    make_net()(plain).sum().backward()
+    assert inputs.grad is not None
+    assert plain.grad is not None
+    assert torch.nn.functional.cosine_similarity(inputs.grad.flatten(), plain.grad.flatten(), dim=0) > 0.95
+
+
+def test_modules_are_left_out_by_name_and_kept_in_float32(weights: Path) -> None:
+    config = bnb(load_in_8bit=True, torch_dtype=torch.bfloat16, skip_modules=["first"], keep_in_fp32_modules=["head"])
+    model = load_and_quantize_model(empty_net(), config, weights_location=weights)
+    assert model.first.weight.dtype == torch.bfloat16
+    assert model.norm.weight.dtype == torch.bfloat16
+    assert model.head.weight.dtype == torch.float32
+    assert model.block[0].weight.dtype == torch.int8
+
+
+@pytest.mark.parametrize(("name", "kind"), [("8bit", Int8Linear), ("nf4", nn.Linear), ("torchao int8", nn.Linear)])
+def test_what_is_on_the_disk_runs_from_there(name: str, kind: type, weights: Path, tmp_path: Path) -> None:
+    make, tolerance = CONFIGS[name]
+    places: dict[str, Any] = {"first": "cpu", "norm": "cpu", "block": "disk", "head": "disk", "shift": "cpu"}
+    model = load_and_quantize_model(
+        empty_net(), make(), weights_location=weights, device_map=places, offload_folder=tmp_path / "offload"
+    )
+    assert type(model.block[0]) is kind
+    assert has_offloaded_params(model.block[0])
+    assert model.block[0].weight.is_meta
+    assert 0 < float((model(INPUTS) - make_net()(INPUTS)).abs().max()) < tolerance
+
+
+def test_a_map_counts_quantized_layers_by_their_width(weights: Path) -> None:
+    fits = 64 * 128 + 128 * 128 + 4 * (128 + 2 * 128 + 128 * 10 + 10 + 10)  # bytes with int8 weights
+    model = load_and_quantize_model(
+        empty_net(), bnb(load_in_8bit=True), weights_location=weights, device_map="sequential",
+        max_memory={"cpu": fits + 5000},
+    )  # fmt: skip
+    assert model.hf_device_map == {"": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "set one of them to True"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "set one of them to True"),
+        ({"load_in_8bit": 1}, "expected True or False"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "expected 'fp4' or 'nf4'"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "expected one of 'fp32', 'fp16', 'bf16'"),
+        ({"load_in_8bit": True, "torch_dtype": torch.int8}, "expected a floating-point dtype"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        BnbQuantizationConfig(**options)
+
+
+def test_defaults_are_those_of_the_two_widths() -> None:
+    assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype == torch.float16
+    assert BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype == torch.bfloat16
+
+
+def test_a_torchao_type_that_is_unknown_or_not_for_this_device_is_refused(weights: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'int8_dynamic'"):
+        TorchaoQuantizationConfig("int8_dynamik")  # type: ignore[arg-type]
+    model = empty_net()
+    with pytest.raises(ConfigurationError, match=r"no int4 kernels for cpu.*load_in_4bit"):
+        load_and_quantize_model(model, TorchaoQuantizationConfig("int4_weight_only"), weights_location=weights)
+    assert type(model.first) is nn.Linear
+    assert model.first.weight.is_meta
+
+
+def test_a_failed_call_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    state = make_net().state_dict()
+    state["norm.weight"] = torch.ones(127)
+    save_file(state, tmp_path / "model.safetensors")
+    model = empty_net()
+    first = model.first
+    with pytest.raises(CheckpointError, match=r"norm\.weight"):
+        load_and_quantize_model(model, bnb(load_in_8bit=True), weights_location=tmp_path)
+    assert model.first is first
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_missing_or_differing_weight_is_named(tmp_path: Path) -> None:
+    state = make_net().state_dict()
+    del state["first.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"first\.weight"):
+        load_and_quantize_model(empty_net(), bnb(load_in_8bit=True), weights_location=tmp_path)
+    state["first.weight"] = torch.zeros(128, 63)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"first\.weight.*\(128, 63\).*expected.*\(128, 64\)"):
+        load_and_quantize_model(empty_net(), bnb(load_in_8bit=True), weights_location=tmp_path)
+
+
+def test_an_empty_model_without_weights_and_one_without_layers_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="weights_location"):
+        load_and_quantize_model(empty_net(), bnb(load_in_8bit=True))
+    with pytest.raises(ConfigurationError, match="nothing is left to quantize"):
+        load_and_quantize_model(nn.Sequential(nn.ReLU()), bnb(load_in_8bit=True))
