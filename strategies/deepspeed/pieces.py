@@ -105,6 +105,25 @@ class Pieces(ABC):
         dist.all_reduce(full)
         return full.view(shape)
 
+    def whole_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
+        """Return a trained parameter's averaged and unscaled gradient whole, in the dtype that the engine keeps it in.
+
+        Args:
+            parameter: as the engine holds it.
+            shape: of the whole.
+            held: this rank's piece, of what `gradients` yields.
+
+        Collective: every rank asks for the same.
+        """
+        full = torch.zeros(shape.numel(), dtype=self.zero.gradient_accumulation_dtype, device=self.device)
+        piece = self.piece(parameter)
+        if piece is not None and held is not None:
+            values = held.detach().view(-1).narrow(0, 0, piece.length)  # what is behind pads it
+            full.narrow(0, piece.offset, piece.length).copy_(values)
+        dist.all_reduce(full)
+        scale: float = self.zero.loss_scale
+        return full.view(shape) / scale
+
     def set_value(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         """Put a whole value into this rank's float32 piece of a trained parameter. Not collective."""
         with self.loaded(parameter, changes=True):

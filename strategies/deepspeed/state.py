@@ -66,7 +66,7 @@ class EngineState:
         for name, value in self._task.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in known:
-                    known[id(value)] = self._kept(self._weight(value))
+                    known[id(value)] = _kept(self._weight(value), keep=self._is_main)
                 value = known[id(value)]
             found[name] = value
         return found
@@ -86,8 +86,21 @@ class EngineState:
         with self._library.zero.GatheredParameters([value]):
             return value.detach().clone()
 
-    def _kept(self, value: torch.Tensor) -> torch.Tensor:
-        return value.cpu() if self._is_main else torch.empty_like(value, device="meta")
+    def parameters(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """Return the task's whole parameters by name; see `Inspectable.whole_parameters`. Collective."""
+        return {name: _kept(self._weight(parameter), keep=keep) for name, parameter in self._parameters.items()}
+
+    def gradients(self, *, keep: bool) -> dict[str, torch.Tensor]:
+        """Return the whole gradients of a step by name, averaged over ranks and unscaled. Collective."""
+        pieces = self._pieces
+        assert pieces is not None  # something is trained
+        held = {id(parameter): gradient for parameter, gradient in pieces.gradients()}
+        found = {}
+        for name, parameter in self._parameters.items():
+            if id(parameter) in self._trained:
+                whole = pieces.whole_gradient(parameter, shape_of(parameter), held.get(id(parameter)))
+                found[name] = _kept(whole, keep=keep)
+        return found
 
     def load_model(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
         """Load whole weights and buffers by name; see `Strategy.load_model_state`. Not collective."""
@@ -176,7 +189,7 @@ class EngineState:
                 "strategy='ddp', or another optimizer."
             ) from error
         shape = shape_of(parameter)
-        found: dict[str, Any] = {key: self._kept(pieces.whole(parameter, shape, key)) for key in vectors}
+        found: dict[str, Any] = {key: _kept(pieces.whole(parameter, shape, key), keep=self._is_main) for key in vectors}
         return found | {
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in others.items()
         }
@@ -268,6 +281,10 @@ class EngineState:
             for group, names in self._groups:
                 group["params"] = [new[id(self._parameters[name])] for name in names]
         return new
+
+
+def _kept(value: torch.Tensor, *, keep: bool) -> torch.Tensor:
+    return value.cpu() if keep else torch.empty_like(value, device="meta")
 
 
 def shape_of(parameter: torch.Tensor) -> torch.Size:

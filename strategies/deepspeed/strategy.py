@@ -88,6 +88,7 @@ class DeepSpeedStrategy(DataParallel):
             whole_weights=stage == 0,
             weight_averages=stage == 0,
             lone_steps=False,
+            inference_mode=stage < 3,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
         )
         self.engine: Any = None
@@ -209,7 +210,7 @@ class DeepSpeedStrategy(DataParallel):
         groups = given if is_own else [] if real is None else list(real.param_groups)
         self._hold(list(zip(groups, members, strict=True)), dtypes, trains=real is not None)
         self._step = self.engine
-        self._eval_step = self._evaluate if self.stage == 3 else None
+        self._eval_step = self.engine if self.stage == 3 else None
         return real
 
     def _hold(
@@ -370,11 +371,15 @@ class DeepSpeedStrategy(DataParallel):
         for buffer in self.task.buffers():
             dist.broadcast(buffer, src=0)
 
-    def _evaluate(self, name: str, *args: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():  # weights gathered in inference mode could not be trained on
-            return self.engine(name, *args)
-
     # State
+
+    def whole_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        return super().whole_parameters(keep=keep) if self._held is None else self._held.parameters(keep=keep)
+
+    def whole_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        if self._pieces is None or self._held is None:
+            return {} if self.stage else super().whole_gradients(keep=keep)
+        return self._held.gradients(keep=keep)
 
     def model_state(self) -> dict[str, Any]:
         return super().model_state() if self._held is None else self._held.model()

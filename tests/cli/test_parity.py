@@ -339,18 +339,22 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = main(["parity", "config.yaml", "--strategies", "single,ddp,fsdp", "--steps", "4", "task.lr=0.02"])
+    strategies = "single,ddp,fsdp,deepspeed_stage_2,deepspeed_stage_3"
+    code = main(["parity", "config.yaml", "--strategies", strategies, "--steps", "4", "task.lr=0.02"])
     printed, told = capfd.readouterr()
     assert code == 0, printed + told
     lines = printed.splitlines()
     assert lines[0].startswith("Sound: 4 step(s) of 4 micro-batch(es), seed 0, precision 32-true")
-    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:5]] == [
+    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:7]] == [
         ("single", "1", "reference"),
         ("ddp", "2", "equal"),
         ("fsdp", "2", "equal"),
+        ("deepspeed_stage_2", "2", "equal"),
+        ("deepspeed_stage_3", "2", "equal"),
     ]
-    figures = [float(figure) for line in lines[3:5] for figure in re.findall(r"\d\.\de-\d\d", line)]
+    figures = [float(figure) for line in lines[3:7] for figure in re.findall(r"\d\.\de-\d\d", line)]
     assert figures
+    assert "–" not in "".join(lines[3:7])  # everything is compared, gradients in pieces too
     assert max(figures) < 1e-5
     assert "callbacks are left out" in told
 

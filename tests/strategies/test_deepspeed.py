@@ -81,12 +81,27 @@ class Inside(Callback):
         self.empty = sum(p.numel() == 0 for p in task.parameters())
 
 
+class Whole(Callback):
+    """Asks for whole gradients and parameters in each step."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.parameters: list[dict[str, torch.Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.gradients.append({n: g.clone() for n, g in trainer.strategy.whole_gradients().items()})
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        self.parameters.append({n: p.clone() for n, p in trainer.strategy.whole_parameters().items()})
+
+
 def _train_with_all() -> dict[str, Any]:
     found = {}
     for name, options in _OPTIONS.items():
-        inside = Inside()
-        found[name] = train(DeepSpeedStrategy(**options), 2, callbacks=[inside])
+        inside, whole = Inside(), Whole()
+        found[name] = train(DeepSpeedStrategy(**options), 2, callbacks=[inside, whole])
         found[name] |= {"empty": inside.empty, "held": inside.numel}
+        found[name] |= {"gradients": whole.gradients, "parameters": whole.parameters}
     by_value = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     found["by value"] = [train(DeepSpeedStrategy(stage=stage), 2, **by_value) for stage in (0, 2, 3)]
     found["left"] = [
@@ -115,6 +130,16 @@ def test_each_rank_holds_its_pieces_only(trained: list[dict[str, Any]]) -> None:
         assert max(found[stage]["held"] for found in trained) < 1.2 * total  # values and one state, of one half
     assert trained[0]["every parameter"]["empty"] > 5
     assert trained[0]["gradients"]["empty"] == 0
+
+
+@pytest.mark.parametrize("name", _OPTIONS)
+def test_gradients_and_parameters_can_be_seen_whole_in_each_step(name: str, trained: list[dict[str, Any]]) -> None:
+    whole = Whole()
+    train("single", 1, callbacks=[whole])
+    for found in trained:
+        for kind, expected in (("gradients", whole.gradients), ("parameters", whole.parameters)):
+            assert [list(step) for step in found[name][kind]] == [list(step) for step in expected]
+            torch.testing.assert_close(found[name][kind], expected, rtol=0, atol=1e-5)
 
 
 def test_gradients_are_clipped_by_value(trained: list[dict[str, Any]]) -> None:

@@ -17,12 +17,14 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies import STRATEGIES, DDPStrategy
 from trainwright.strategies.shards import local_piece
 
 _HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
-_PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp_cpu_offload": 2}
+_PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp_cpu_offload": 2, "deepspeed_stage_1": 2, "deepspeed_stage_3": 2}
+_NOT_ON_THE_CPU = ("64-true", "16-true", "16-mixed")  # with DeepSpeed
 
 
 def documented() -> dict[str, dict[str, dict[str, str]]]:
@@ -67,18 +69,39 @@ class Probe(TaskModule):
 
 
 class Dtypes(Callback):
-    """Notes the dtypes of what is kept between steps."""
+    """Notes the dtypes of what is kept between steps, and of what crosses ranks in them (see `watch_exchanges`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, crossing: dict[str, set[torch.dtype]], checkpoint: Path) -> None:
+        self.checkpoint = checkpoint
         self.seen: dict[str, torch.dtype] = {}
+        self.crossing = crossing
+        self.reduced: set[torch.dtype] = set()
+        self.gathered: set[torch.dtype] = set()
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        for dtypes in self.crossing.values():
+            dtypes.clear()  # of what others have asked for
+
+    def on_after_backward(self, trainer: Any, task: Any) -> None:
+        self.reduced |= self.crossing["reduced"]
 
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
-        self.seen["gradient"] = only({local_piece(p.grad).dtype for p in task.parameters()})
+        if trainer.strategy.capabilities.gradients == "hidden":
+            self.seen["gradient"] = only({g.dtype for g in trainer.strategy.whole_gradients().values()})
+        else:
+            self.seen["gradient"] = only({local_piece(p.grad).dtype for p in task.parameters()})
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
-        self.seen["stored"] = only({local_piece(p).dtype for p in task.parameters()})
+        self.gathered |= self.crossing["gathered"]
+        if trainer.strategy.capabilities.gradients == "hidden":
+            self.seen["stored"] = only({p.dtype for p in trainer.optimizers[0].state})  # the vectors that it steps
+        else:
+            self.seen["stored"] = only({local_piece(p).dtype for p in task.parameters()})
         states = trainer.optimizers[0].state.values()
         self.seen["state"] = only({local_piece(value).dtype for state in states for value in state.values()})
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        trainer.save_checkpoint(self.checkpoint)
 
 
 def only(dtypes: set[torch.dtype]) -> torch.dtype:
@@ -94,21 +117,23 @@ def watch_exchanges(crossing: dict[str, set[torch.dtype]]) -> None:
         original = getattr(dist, name)
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            given = [*args, *kwargs.values()]
-            crossing[kind] |= {value.dtype for value in given if isinstance(value, torch.Tensor)}
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+            crossing[kind] |= {value.dtype for value in tensors if value.numel() > 1}  # others are norms and counts
             return original(*args, **kwargs)
 
         setattr(dist, name, noting)
 
     watch("gathered", "all_gather_single")
     watch("reduced", "reduce_scatter_single")
+    watch("reduced", "all_reduce")
+    watch("reduced", "reduce")
 
 
 def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
     """Train and save with every precision of a strategy's rows; returns precision → column → dtype."""
     found = {}
     crossing: dict[str, set[torch.dtype]] = {"gathered": set(), "reduced": set()}
-    if strategy.startswith("fsdp"):
+    if strategy.startswith(("fsdp", "deepspeed")):
         watch_exchanges(crossing)
 
     def noting(state: Any, bucket: Any) -> Any:
@@ -116,9 +141,7 @@ def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
         return allreduce_hook(state, bucket)
 
     for precision in TABLE[strategy]:
-        for dtypes in crossing.values():
-            dtypes.clear()
-        task, callback = Probe(), Dtypes()
+        task, callback = Probe(), Dtypes(crossing, folder / f"{strategy}-{precision}")
         trainer = quiet_trainer(
             devices="auto" if _PROCESSES[strategy] > 1 else 1,
             strategy=DDPStrategy(ddp_comm_hook=noting) if strategy == "ddp" else strategy,
@@ -127,11 +150,10 @@ def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
             callbacks=[callback],
         )
         trainer.fit(task, [[torch.randn(2, 4), torch.randn(2, 1)] for _ in range(4)])
-        trained = {kind: set(dtypes) for kind, dtypes in crossing.items()}  # a checkpoint gathers what is stored
-        if strategy.startswith("fsdp"):
-            assert only(trained["gathered"]) is task.seen["used"]
-        crosses = name_of(only(trained["reduced"])) if trained["reduced"] else "–"
-        saved = read_checkpoint(trainer.save_checkpoint(folder / f"{strategy}-{precision}"))
+        if strategy.startswith(("fsdp", "deepspeed")):
+            assert only(callback.gathered) is task.seen["used"]
+        crosses = name_of(only(callback.reduced)) if callback.reduced else "–"
+        saved = read_checkpoint(callback.checkpoint)
         assert only({tensor.dtype for tensor in (saved.model or {}).values()}) is callback.seen["stored"]
         states = saved.optimizers[0]["state"].values()
         assert only({value.dtype for state in states for value in state.values()}) is callback.seen["state"]
@@ -165,5 +187,10 @@ def test_every_cell_of_the_table_is_what_a_step_does(strategy: str, tmp_path: Pa
 
 def test_the_table_names_strategies_and_all_their_precisions() -> None:
     assert {"single", "ddp", "fsdp"} <= set(TABLE) <= set(STRATEGIES)
-    for rows in TABLE.values():
-        assert list(rows) == ["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+    for strategy, rows in TABLE.items():
+        refused = _NOT_ON_THE_CPU if strategy.startswith("deepspeed") else ()
+        everything = ["32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"]
+        assert list(rows) == [precision for precision in everything if precision not in refused]
+        for precision in refused:
+            with pytest.raises(ConfigurationError, match=precision):
+                quiet_trainer(strategy=strategy, precision=precision)
