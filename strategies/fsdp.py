@@ -325,6 +325,7 @@ class FSDPStrategy(DataParallel):
             self._synchronizing(True)
             self._sums = False
 
+    @torch.no_grad()
     def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
         grads = [local_piece(p.grad) for p in parameters if p.grad is not None]
         if clip.algorithm == "value":
@@ -337,8 +338,8 @@ class FSDPStrategy(DataParallel):
         dist.all_reduce(square, group=self._mesh.get_group("dp_shard"))
         norm = square.sqrt().to(norm.dtype)
         factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
+        for alike in _alike(grads):
+            torch._foreach_mul_(alike, factor.to(alike[0].device))
         return norm
 
     def _gradient_values(self, grad: torch.Tensor) -> torch.Tensor:
@@ -436,6 +437,13 @@ class FSDPStrategy(DataParallel):
             del mesh
             gc.collect()
         super().teardown()
+
+
+def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
 
 
 class FSDPOffloadStrategy(FSDPStrategy):
