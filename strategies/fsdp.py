@@ -52,10 +52,10 @@ from trainwright.strategies.fsdp_options import (
     recomputed_modules,
     refuse_removed,
     sharding_strategy_name,
-    state_dict_type_name,
 )
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shard_build import MetaBuilding, materialize
 from trainwright.strategies.shard_ending import check_not_given_up, end_pieces
 from trainwright.strategies.shard_mesh import make_mesh, mesh_shape

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.saves_pieces import state_dict_type_name
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
@@ -48,29 +49,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "activation_checkpointing_offload": ("false",),
     "version": ("2",),
 }
-_STATE_DICT_TYPES = {
-    "full": "full", "full_state_dict": "full", "1": "full",
-    "sharded": "sharded", "sharded_state_dict": "sharded", "3": "sharded",
-}  # fmt: skip
 _NUMBERED = {
     "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
 }  # fmt: skip
 _CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
-
-
-def state_dict_type_name(value: Any) -> str:
-    """Return `"sharded"` or `"full"` for what says so, in torch's and Hugging Face Accelerate's words too.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    word = str(getattr(value, "name", value)).lower()  # torch's enumeration has names
-    if word not in _STATE_DICT_TYPES:
-        raise ConfigurationError(
-            f"state_dict_type={value!r} is unknown.{nearest(word, _STATE_DICT_TYPES)} Write 'sharded' (each rank "
-            "writes its pieces; any number of ranks reads them) or 'full' (rank 0 writes the whole)."
-        )
-    return _STATE_DICT_TYPES[word]
 
 
 def refuse_removed(options: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainwright.checkpoint.piece_files import SavedTensor
+from trainwright.checkpoint.pieces import Pieces as SavedPieces
+from trainwright.checkpoint.pieces import Span
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -33,9 +37,21 @@ class Piece:
         """Return the piece out of a flat vector: memory that it shares with it."""
         return vector.detach().view(-1).narrow(0, self.start, self.length)
 
+    @property
+    def span(self) -> Span:
+        """Its place in the parameter's elements."""
+        return Span(self.offset, self.offset + self.length)
+
     def from_whole(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the piece out of a parameter's whole value."""
-        return value.detach().reshape(-1).narrow(0, self.offset, self.length)
+        """Return the piece out of a parameter's whole value; no more than that is read of a checkpoint."""
+        return cut(value, self.span)
+
+
+def cut(value: torch.Tensor, span: Span) -> torch.Tensor:
+    """Return a span of a tensor's elements; of one that lies in a checkpoint nothing else is read."""
+    if isinstance(value, SavedTensor):
+        return value.read(span)
+    return value.detach().reshape(-1).narrow(0, span.start, span.stop - span.start)
 
 
 class Pieces(ABC):
@@ -104,6 +120,25 @@ class Pieces(ABC):
                 full.narrow(0, piece.offset, piece.length).copy_(piece.of(source))
         dist.all_reduce(full)
         return full.view(shape)
+
+    def to_save(self, parameter: torch.Tensor, shape: torch.Size, key: str | None = None) -> SavedPieces:
+        """Return what this rank saves of what `whole` would return: memory that the engine uses, where it has it.
+
+        Not collective.
+        """
+        piece = self.piece(parameter)
+        if piece is None:
+            return SavedPieces(tuple(shape), torch.float32)
+        with self.loaded(parameter, changes=False):
+            flat = self.flat(parameter)
+            held = piece.of(flat if key is None else self.states[flat][key]).to(torch.float32)
+            if self.is_swapped(parameter):
+                held = held.clone()
+        return SavedPieces(tuple(shape), torch.float32, ((piece.span, held),))
+
+    def is_swapped(self, parameter: torch.Tensor) -> bool:
+        """Tell whether the vector of a trained parameter lies on a disk. Not collective."""
+        return False
 
     def whole_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
         """Return a trained parameter's averaged and unscaled gradient whole, in the dtype that the engine keeps it in.
@@ -244,10 +279,13 @@ class ParameterPieces(Pieces):
         if zero.offload_optimizer:
             zero.reset_cpu_buffers()
 
+    def is_swapped(self, parameter: torch.Tensor) -> bool:
+        return bool(self.zero._swappable_optimizer_subgroup(self._position(parameter)[0]))
+
     @contextmanager
     def loaded(self, parameter: torch.Tensor, *, changes: bool) -> Iterator[None]:
         zero, group = self.zero, self._position(parameter)[0]
-        if not zero._swappable_optimizer_subgroup(group):
+        if not self.is_swapped(parameter):
             yield
             return
         zero._optimizer_states_and_gradient_swap_in(group)
@@ -258,7 +296,7 @@ class ParameterPieces(Pieces):
             zero._release_swap_buffers(group)
 
     def forget_states(self, parameter: torch.Tensor) -> None:
-        if not self.zero._swappable_optimizer_subgroup(self._position(parameter)[0]):
+        if not self.is_swapped(parameter):
             super().forget_states(parameter)
             return
         with self.loaded(parameter, changes=True):

@@ -11,10 +11,12 @@ from torch.optim import Optimizer
 
 from trainwright.checkpoint.model import load_plain_state, plain_name
 from trainwright.checkpoint.optimizer import load_named_optimizer_state
+from trainwright.checkpoint.pieces import Pieces as SavedPieces
+from trainwright.checkpoint.pieces import Span
 from trainwright.core.errors import CheckpointError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.deepspeed.library import is_partitioned
-from trainwright.strategies.deepspeed.pieces import Pieces
+from trainwright.strategies.deepspeed.pieces import Pieces, cut
 
 # DeepSpeed's own implementations of torch's optimizers: their states are interchangeable.
 _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam")
@@ -51,22 +53,58 @@ class EngineState:
         self._is_main = is_main
         self._dtypes = dtypes
         self._keeps_float32 = keeps_float32
+        self._stand_ins: dict[int, tuple[torch.Tensor, SavedPieces]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
         trained = {name for _, names in groups for name in names}
         self._trained = {
             id(p) for name, p in self._parameters.items() if name in trained and p.requires_grad and _numel(p)
         }
 
+    # Pieces that are saved as they lie
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether an optimizer's vectors lie in pieces."""
+        return self._pieces is not None
+
+    def _stand_for(self, pieces: SavedPieces) -> torch.Tensor:
+        """Return a tensor on the device `meta` that `saved` exchanges for what this rank saves."""
+        stand_in = torch.empty(pieces.shape, dtype=pieces.dtype, device="meta")
+        self._stand_ins[id(stand_in)] = stand_in, pieces
+        return stand_in
+
+    def saved(self, tensor: torch.Tensor) -> Any:
+        """Return what this rank saves instead of a tensor of `model` or `optimizer`; others as they are."""
+        stand_in, pieces = self._stand_ins.get(id(tensor), (None, None))
+        return tensor if stand_in is None else pieces
+
+    def _to_save(self, value: torch.Tensor) -> torch.Tensor:
+        """Return what stands for a parameter that lies in pieces, and others whole. Collective as `model`."""
+        if self._pieces is not None and id(value) in self._trained:
+            return self._stand_for(self._pieces.to_save(value, shape_of(value)))
+        held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
+        if held is None or held.status.name != "AVAILABLE":  # whole anyway, or on a disk
+            return self._weight(value)
+        span, dtype = _partition(value), self._dtypes.get(id(value), held.dtype)
+        values = held.data.view(-1).narrow(0, 0, span.stop - span.start).to(dtype)
+        return self._stand_for(SavedPieces(tuple(shape_of(value)), dtype, ((span, values),)))
+
     # Weights
 
-    def model(self) -> dict[str, Any]:
-        """Return the task's whole weights and buffers by name. Collective; trained weights are float32."""
+    def model(self, *, in_pieces: bool = False) -> dict[str, Any]:
+        """Return the task's whole weights and buffers by name. Collective; trained weights are float32.
+
+        Args:
+            in_pieces: nothing is put together; what lies in pieces is on the device `meta`, and `saved` has them.
+        """
+        self._stand_ins.clear()
         known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
         found = {}
         for name, value in self._task.state_dict(keep_vars=True).items():
             if isinstance(value, torch.Tensor):
                 if id(value) not in known:
-                    known[id(value)] = _kept(self._weight(value), keep=self._is_main)
+                    found_value = self._to_save(value) if in_pieces else _kept(self._weight(value), keep=self._is_main)
+                    known[id(value)] = found_value
                 value = known[id(value)]
             found[name] = value
         return found
@@ -155,16 +193,23 @@ class EngineState:
             with self._library.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
             return
-        length = parameter.partition_numel()
-        start = min(parameter.ds_zero_partition_rank * length, parameter.ds_numel)
-        real = min(length, parameter.ds_numel - start)
-        held.data.view(-1).narrow(0, 0, real).copy_(value.detach().reshape(-1).narrow(0, start, real))
+        span = _partition(parameter)
+        held.data.view(-1).narrow(0, 0, span.stop - span.start).copy_(cut(value, span))
 
     # Optimizer
 
-    def optimizer(self, real: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameter name, as `named_optimizer_state` does. Collective."""
-        states = {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
+    def optimizer(self, real: Optimizer, *, in_pieces: bool = False) -> dict[str, Any]:
+        """Return the optimizer's whole state by parameter name, as `named_optimizer_state` does. Collective.
+
+        Args:
+            real: the optimizer that the engine steps.
+            in_pieces: see `model`, which is called before.
+        """
+        states = {
+            name: self._states_of(self._parameters[name], in_pieces=in_pieces)
+            for _, names in self._groups
+            for name in names
+        }
         return as_torch(
             {
                 "class": type(real).__qualname__,
@@ -177,7 +222,7 @@ class EngineState:
             real,
         )
 
-    def _states_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def _states_of(self, parameter: nn.Parameter, *, in_pieces: bool = False) -> dict[str, Any]:
         pieces = self._pieces
         if pieces is None or id(parameter) not in self._trained:
             return {}
@@ -189,7 +234,12 @@ class EngineState:
                 "strategy='ddp', or another optimizer."
             ) from error
         shape = shape_of(parameter)
-        found: dict[str, Any] = {key: _kept(pieces.whole(parameter, shape, key), keep=self._is_main) for key in vectors}
+        found: dict[str, Any] = {}
+        for key in vectors:
+            if in_pieces:
+                found[key] = self._stand_for(pieces.to_save(parameter, shape, key))
+            else:
+                found[key] = _kept(pieces.whole(parameter, shape, key), keep=self._is_main)
         return found | {
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in others.items()
         }
@@ -281,6 +331,13 @@ class EngineState:
             for group, names in self._groups:
                 group["params"] = [new[id(self._parameters[name])] for name in names]
         return new
+
+
+def _partition(parameter: Any) -> Span:
+    """Return which elements of a partitioned parameter this rank has, without what pads the last ones."""
+    length: int = parameter.partition_numel()
+    start = min(parameter.ds_zero_partition_rank * length, parameter.ds_numel)
+    return Span(start, min(start + length, parameter.ds_numel))
 
 
 def _kept(value: torch.Tensor, *, keep: bool) -> torch.Tensor:

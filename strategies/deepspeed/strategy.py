@@ -26,6 +26,7 @@ from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
@@ -41,6 +42,7 @@ from trainwright.strategies.deepspeed.traces import Traces
 from trainwright.strategies.gradients import GradientClip, clip_gradients, parameters_of
 from trainwright.strategies.non_finite import NonFinite
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shard_units import matching, replace_parameters
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -53,6 +55,8 @@ class DeepSpeedStrategy(DataParallel):
     Args:
         config: DeepSpeed's own configuration, a dict or the path of a JSON file. `"auto"` in it takes what arguments,
             model and data say. None: what the options make.
+        state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
+            its host and writes it.
         logging_level: of DeepSpeed's messages.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         options: those of `ZeroOptions`, by Lightning's names. With a `config` only those that are given count.
@@ -69,6 +73,7 @@ class DeepSpeedStrategy(DataParallel):
         self,
         config: str | Path | Mapping[str, Any] | None = None,
         *,
+        state_dict_type: str = "sharded",
         logging_level: int = logging.WARNING,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
@@ -76,6 +81,7 @@ class DeepSpeedStrategy(DataParallel):
         **options: Any,
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
+        self.state_dict_type = state_dict_type_name(state_dict_type)
         self.logging_level = logging_level
         self.options = read_options(options)
         self._source = (config, self.options, dict(options))
@@ -381,8 +387,16 @@ class DeepSpeedStrategy(DataParallel):
             return {} if self.stage else super().whole_gradients(keep=keep)
         return self._held.gradients(keep=keep)
 
+    @property
+    def saves_pieces(self) -> bool:
+        cut = self._held is not None and self._held.has_pieces
+        return self.state_dict_type == "sharded" and cut and self.processes.world_size > 1
+
+    def in_pieces(self, state: Any) -> Any:
+        return state if self._held is None else map_tensors(self._held.saved, state)
+
     def model_state(self) -> dict[str, Any]:
-        return super().model_state() if self._held is None else self._held.model()
+        return super().model_state() if self._held is None else self._held.model(in_pieces=self.saves_pieces)
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         if self._held is None:
@@ -393,7 +407,7 @@ class DeepSpeedStrategy(DataParallel):
         if self._pieces is None or self._held is None:
             found = super().optimizer_states()
             return [as_torch(tree, optimizer) for tree, optimizer in zip(found, self.optimizers, strict=True)]
-        return [self._held.optimizer(self.optimizers[0])]
+        return [self._held.optimizer(self.optimizers[0], in_pieces=self.saves_pieces)]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         if self._pieces is None or self._held is None:

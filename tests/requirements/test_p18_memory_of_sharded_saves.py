@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.host_buffers import BLOCK_BYTES
 from trainwright.core.run import SaveRequest
+from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp import FSDPStrategy
 
 pytestmark = [
@@ -95,11 +97,14 @@ def measured() -> Iterator[list[float]]:
         thread.join()
 
 
-def save(folder: Path, state_dict_type: str) -> tuple[float, float, float]:
+STRATEGIES: dict[str, Callable[..., Any]] = {"fsdp": FSDPStrategy, "zero3": partial(DeepSpeedStrategy, stage=3)}
+
+
+def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, float]:
     """Train two steps; return MB that a save at once took, and one in a thread, and of that one's buffers."""
     torch.set_num_threads(1)
     callback = MeasuredSave(folder)
-    strategy = FSDPStrategy(state_dict_type=state_dict_type)
+    strategy = STRATEGIES[name](state_dict_type=state_dict_type)
     quiet_trainer(devices="auto", strategy=strategy, max_steps=2, callbacks=[callback]).fit(
         Large(), regression_loader(8, 2)
     )
@@ -110,8 +115,11 @@ def save(folder: Path, state_dict_type: str) -> tuple[float, float, float]:
 _ENV = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
-def test_p18_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_once(tmp_path: Path) -> None:
-    by_rank = run_distributed(save, 2, tmp_path, "sharded", init=False, env=_ENV, timeout=240)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_p18_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_once(
+    name: str, tmp_path: Path
+) -> None:
+    by_rank = run_distributed(save, 2, tmp_path, name, "sharded", init=False, env=_ENV, timeout=240)
     print(by_rank)
     for at_once, in_thread, buffers in by_rank:
         assert at_once < SHARD_MB / 2
@@ -123,5 +131,5 @@ def test_p18_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_piece
 
 
 def test_p18_the_measure_notices_what_a_full_save_gathers(tmp_path: Path) -> None:
-    (at_once, _, _), _ = run_distributed(save, 2, tmp_path, "full", init=False, env=_ENV, timeout=240)
+    (at_once, _, _), _ = run_distributed(save, 2, tmp_path, "fsdp", "full", init=False, env=_ENV, timeout=240)
     assert at_once > SHARD_MB + TENSOR_MB

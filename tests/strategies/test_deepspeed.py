@@ -276,24 +276,28 @@ class Names(Callback):
         self.seen |= {value.device.type for value in checkpoint["state_dict"].values()}
 
 
+_SAVES = [(1, "sharded"), (2, "sharded"), (2, "full"), (3, "sharded"), (3, "full")]
+
+
 def _save(folder: Path) -> list[set[str]]:
     seen = []
-    for stage in (1, 2, 3):
+    for stage, kind in _SAVES:
         watcher = Names()
-        saver = ModelCheckpoint(folder / str(stage), every_n_train_steps=2, save_top_k=-1)
-        train(DeepSpeedStrategy(stage=stage), 2, callbacks=[watcher, saver])
+        saver = ModelCheckpoint(folder / f"{stage}-{kind}", every_n_train_steps=2, save_top_k=-1)
+        train(DeepSpeedStrategy(stage=stage, state_dict_type=kind), 2, callbacks=[watcher, saver])
         seen.append(watcher.seen)
     return seen
 
 
 @pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*holds the state of a callback:UserWarning")
-def test_a_checkpoint_within_a_run_holds_whole_tensors_and_ties_and_loads_into_one_process(tmp_path: Path) -> None:
+def test_a_checkpoint_within_a_run_holds_whole_tensors_or_pieces_and_loads_into_one_process(tmp_path: Path) -> None:
     first, second = run_distributed(_save, 2, tmp_path, timeout=280, init=False)
-    assert first == [{"cpu"}] * 3
-    assert second[2] == {"meta"}
-    for stage in (1, 2, 3):
-        path = next(path for path in (tmp_path / str(stage)).iterdir() if "step=2" in path.name)
+    for (stage, kind), on_main, on_other in zip(_SAVES, first, second, strict=True):
+        assert on_main == ({"cpu"} if kind == "full" else {"cpu", "meta"})  # buffers are whole
+        assert on_other == (on_main if kind == "sharded" else {"meta"})
+        path = next(path for path in (tmp_path / f"{stage}-{kind}").iterdir() if "step=2" in path.name)
+        assert bool([*(path / "optimizer").rglob("rank-*")]) == (kind == "sharded")
         snapshot = read_checkpoint(path)
         assert snapshot.model is not None
         assert snapshot.model["tied.weight"].data_ptr() == snapshot.model["inputs.weight"].data_ptr()
