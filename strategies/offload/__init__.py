@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
         load_offloaded_weights,
     )
+    from trainwright.strategies.offload.pipeline import prepare_pippy
     from trainwright.strategies.offload.quantization import (
         BnbQuantizationConfig,
         TorchaoQuantizationConfig,
@@ -111,6 +112,7 @@ _PUBLIC = {
     "load_offloaded_weights": f"{_HERE}.loading",
     "offload_state_dict": f"{_HERE}.weights_map",
     "offload_weight": f"{_HERE}.weights_map",
+    "prepare_pippy": f"{_HERE}.pipeline",
     "quantized_state_dict": f"{_HERE}.quantization",
     "remove_hook_from_module": f"{_HERE}.hooks",
     "remove_hook_from_submodules": f"{_HERE}.hooks",
@@ -184,6 +186,7 @@ __all__ = [
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "prepare_pippy",
     "quantized_state_dict",
     "remove_hook_from_module",
     "remove_hook_from_submodules",

@@ -1,0 +1,138 @@
+"""A model in stages on several processes computes what it computes on one, for batches of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from trainwright import ConfigurationError, prepare_pippy
+
+
+class Net(nn.Module):
+    """Layers of unequal size in a row, two inputs, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 32)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, inputs: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.first(inputs) * scale
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return {"scores": self.head(hidden), "hidden": hidden}
+
+
+def make_net() -> Net:
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return Net().eval()
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 6, generator=generator), torch.rand(size, 1, generator=generator)
+
+
+SIZES = (4, 8, 5, 1, 11)
+
+
+def _run() -> dict[str, Any]:
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    last = prepare_pippy(make_net(), example_args=batch(4))
+    everywhere = prepare_pippy(
+        make_net(), split_points=["blocks.1"], example_kwargs=dict(zip(("inputs", "scale"), batch(4), strict=True)),
+        num_chunks=1, gather_output=True,
+    )  # fmt: skip
+    found: dict[str, Any] = {"points": last.hf_split_points, "last": [], "everywhere": []}
+    for size in SIZES:
+        found["last"].append(last(*batch(size)) if rank == 0 else last())
+        named = dict(zip(("inputs", "scale"), batch(size), strict=True))
+        found["everywhere"].append(everywhere(**named))
+    with pytest.raises(ConfigurationError, match=r"batches of \[2, 3\]" if rank == 0 else "without a batch"):
+        last(batch(2)[0], batch(3)[1])
+    found["after an error"] = last(*batch(4))
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = run_distributed(_run, 2, timeout=120)
+    return ranks
+
+
+def _assert_equal(result: Any, size: int) -> None:
+    wanted = make_net()(*batch(size))
+    assert list(result) == list(wanted)
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(result[name], tensor, rtol=0, atol=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_last_process_has_the_result_for_every_batch_size(found: list[dict[str, Any]]) -> None:
+    assert found[0]["last"] == [None] * len(SIZES)
+    for size, result in zip(SIZES, found[1]["last"], strict=True):
+        _assert_equal(result, size)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_result_is_sent_to_all_on_request(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for size, result in zip(SIZES, rank["everywhere"], strict=True):
+            _assert_equal(result, size)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_stages_are_even_unless_told_and_survive_a_wrong_call(found: list[dict[str, Any]]) -> None:
+    assert found[0]["points"] == found[1]["points"]
+    assert found[0]["points"][0].startswith("blocks.2")
+    _assert_equal(found[1]["after an error"], 4)
+
+
+def _run_transformers() -> list[Any]:
+    import torch.distributed as dist
+    import transformers
+
+    found: list[Any] = []
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = transformers.GPT2Config(
+            n_embd=32, n_layer=4, n_head=4, vocab_size=64, n_positions=32, pad_token_id=0, bos_token_id=1,
+            eos_token_id=2, use_cache=False,
+        )  # fmt: skip
+        tokens = torch.randint(1, 64, (6, 12))
+        for kind in (transformers.GPT2ForSequenceClassification, transformers.GPT2LMHeadModel):
+            model = kind(config).eval()
+            wanted = model(tokens).logits.detach()
+            staged = prepare_pippy(model, example_args=(tokens[:4],), no_split_module_classes=["GPT2Block"])
+            result = staged(tokens)
+            if dist.get_rank() == 1:
+                found.append((type(result).__name__, float((result.logits - wanted).abs().max())))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_transformers_run_as_a_pipeline() -> None:
+    _, last = run_distributed(_run_transformers, 2, timeout=200)
+    assert [kind for kind, _ in last] == ["SequenceClassifierOutputWithPast", "CausalLMOutputWithCrossAttentions"]
+    assert max(difference for _, difference in last) < 1e-5
+
+
+def test_what_a_pipeline_cannot_be_made_of_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="example_args or example_kwargs"):
+        prepare_pippy(make_net())
+    with pytest.raises(ConfigurationError, match="takes several processes"):
+        prepare_pippy(make_net(), example_args=batch(4))
