@@ -1,4 +1,4 @@
-"""A user's script whose last rank fails in the way that is asked for: `failing_run.py KIND FOLDER DEVICES`."""
+"""A user's script whose last rank fails in the way that is asked for: `failing_run.py KIND FOLDER DEVICES STRATEGY`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainwright import Callback, DDPStrategy, ModelCheckpoint, TaskModule, Trainer
 
-KIND, FOLDER, DEVICES = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+KIND, FOLDER, DEVICES, STRATEGY = sys.argv[1], Path(sys.argv[2]), sys.argv[3], sys.argv[4]
 _AT = 3  # the batch in which it happens
 torch.set_num_threads(1)
 
@@ -88,6 +88,10 @@ class FailingTask(TaskModule):
         if KIND == "save":
             fail(self.global_rank, self.trainer.world_size)
 
+    def shard_units(self) -> Any:
+        """Gather one layer after the other."""
+        return [self.first, self.second]
+
     def configure_optimizers(self) -> Any:
         """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
@@ -107,7 +111,7 @@ if __name__ == "__main__":
     trainer = Trainer(
         accelerator="cpu",
         devices=int(DEVICES) if DEVICES.isdigit() else DEVICES,
-        strategy=DDPStrategy(bucket_cap_mb=0.5),
+        strategy=DDPStrategy(bucket_cap_mb=0.5) if STRATEGY == "ddp" else STRATEGY,
         max_epochs=2,
         callbacks=[Failing(), ModelCheckpoint(every_n_train_steps=6, save_top_k=-1)],
         logger=False,

@@ -80,14 +80,16 @@ def run(folder: Path, task: Victim, *, resume: bool = False, **arguments: Any) -
     return None
 
 
-def compare(folder: Path, place: str, rank: int) -> None:
+def compare(folder: Path, place: str, rank: int, strategy: str = "auto") -> None:
     """Preempt a run, resume it, and compare everything with a run that was left alone."""
     whole, first, second = Victim(None), Victim(place, rank), Victim(None)
-    assert run(folder / "whole", whole) is None
-    assert run(folder / "run", first) == "SIGTERM"
+    assert run(folder / "whole", whole, strategy=strategy) is None
+    assert run(folder / "run", first, strategy=strategy) == "SIGTERM"
     newest = max(find_checkpoints(folder / "run"), key=lambda found: found.manifest.created)
     assert verify(newest.path) == []
-    assert run(folder / "run", second, resume=True) is None
+    pieces = [file for part in newest.manifest.parts.values() for file in part.files if "rank-00001.safe" in file]
+    assert {file.partition("/")[0] for file in pieces} >= ({"model", "optimizer"} if strategy == "fsdp" else set())
+    assert run(folder / "run", second, resume=True, strategy=strategy) is None
     assert first.ids + second.ids == whole.ids, place
     assert first.losses + second.losses == whole.losses, place
     kept = len(whole.val_losses) - len(second.val_losses)  # a validation that was broken off is done again
@@ -100,17 +102,20 @@ def test_one_process_goes_on_as_if_nothing_had_happened(place: str, tmp_path: Pa
     compare(tmp_path, place, 0)
 
 
-def _compare_on_rank(folder: Path, places: tuple[str, ...]) -> int:
+def _compare_on_rank(folder: Path, places: tuple[str, ...], strategy: str) -> int:
     for number, place in enumerate(places):
-        compare(folder / str(number), place, rank=number % 2)
-        compare(folder / f"{number}-other", place, rank=(number + 1) % 2)
+        compare(folder / str(number), place, number % 2, strategy)
+        compare(folder / f"{number}-other", place, (number + 1) % 2, strategy)
     return len(places)
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("places", [PLACES[:3], PLACES[3:]], ids=["within an epoch", "at its end"])
-def test_a_signal_to_either_of_two_ranks_ends_both_and_both_go_on(places: tuple[str, ...], tmp_path: Path) -> None:
-    assert run_distributed(_compare_on_rank, 2, tmp_path, places, init=False, timeout=200) == [3, 3]
+def test_a_signal_to_either_of_two_ranks_ends_both_and_both_go_on(
+    places: tuple[str, ...], strategy: str, tmp_path: Path
+) -> None:
+    assert run_distributed(_compare_on_rank, 2, tmp_path, places, strategy, init=False, timeout=200) == [3, 3]
 
 
 # One process and the machine

@@ -22,6 +22,8 @@ _WITHOUT_A_WORD = ("exit", "kill")
 _KINDS = (
     "step", "backward", "validation hook", "dataset", "callback", "save", "while others compute", *_WITHOUT_A_WORD,
 )  # fmt: skip
+_SHARDED = ("step", "save", "kill")
+_RUNS = [*((kind, "ddp") for kind in _KINDS), *((kind, "fsdp") for kind in _SHARDED)]
 _ECHOES = ("Connection closed by peer", "Connection reset by peer", "after the failure of rank")
 
 
@@ -77,9 +79,9 @@ def _assert_nothing_left(folder: Path) -> None:
         assert not inside, (process / "cmdline").read_bytes()
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(_SCRIPT), kind, str(tmp_path), "auto"]
+@pytest.mark.parametrize(("kind", "strategy"), _RUNS)
+def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, strategy: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(_SCRIPT), kind, str(tmp_path), "auto", strategy]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     codes, text, taken_s = _run([(command, {**place, "RANK": str(rank)}) for rank in range(2)], tmp_path)
     _check(kind, codes, text, taken_s, tmp_path)
@@ -88,9 +90,11 @@ def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, tmp_path: Pa
     assert ("has ended without a traceback" if kind in _WITHOUT_A_WORD else "seven is odd") in survivor
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_failed(kind: str, tmp_path: Path) -> None:
-    codes, text, taken_s = _run([([sys.executable, str(_SCRIPT), kind, str(tmp_path), "2"], {})], tmp_path)
+@pytest.mark.parametrize(("kind", "strategy"), _RUNS)
+def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_failed(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
+    codes, text, taken_s = _run([([sys.executable, str(_SCRIPT), kind, str(tmp_path), "2", strategy], {})], tmp_path)
     _check(kind, codes, text, taken_s, tmp_path)
     *_, raised = text.partition("WorkerError")
     code = {"exit": "exit code 9", "kill": "exit code -9"}.get(kind)
@@ -98,14 +102,16 @@ def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_faile
     assert code or raised.rstrip().endswith("ArithmeticError: seven is odd")
 
 
-@pytest.mark.parametrize("kind", ["step", "while others compute", "kill"])
-def test_under_torchrun_both_nodes_end(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), [("step", "ddp"), ("while others compute", "ddp"), ("kill", "ddp"), ("kill", "fsdp")]
+)
+def test_under_torchrun_both_nodes_end(kind: str, strategy: str, tmp_path: Path) -> None:
     port = _free_port()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     commands = [
         [*torchrun, "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         for node in range(2)
     ]
-    script = [str(_SCRIPT), kind, str(tmp_path), "auto"]
+    script = [str(_SCRIPT), kind, str(tmp_path), "auto", strategy]
     codes, text, taken_s = _run([([*command, *script], {}) for command in commands], tmp_path)
     _check(kind, codes, text, taken_s, tmp_path)
