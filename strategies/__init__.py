@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
+    from trainwright.strategies.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
+    from trainwright.strategies.tp_ready import ready_plan
+    from trainwright.strategies.tp_sizes import need_divisible
 
 STRATEGIES: Registry[Any] = Registry(
     "strategy",
@@ -35,6 +38,7 @@ STRATEGIES: Registry[Any] = Registry(
         "deepspeed_stage_3": "trainwright.strategies.deepspeed.presets:ZeroStage3",
         "deepspeed_stage_3_offload": "trainwright.strategies.deepspeed.presets:ZeroStage3Offload",
         "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
+        "tp": "trainwright.strategies.tensor_parallel:TensorParallelStrategy",
         "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
     },
 )
@@ -66,9 +70,13 @@ _PUBLIC = {
     "DummyScheduler": "trainwright.strategies.deepspeed.placeholders",
     "FSDPStrategy": "trainwright.strategies.fsdp",
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
+    "ModelParallelStrategy": "trainwright.strategies.tensor_parallel",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
+    "TensorParallelStrategy": "trainwright.strategies.tensor_parallel",
+    "need_divisible": "trainwright.strategies.tp_sizes",
+    "ready_plan": "trainwright.strategies.tp_ready",
 }
 __all__ = [
     "STRATEGIES",
@@ -82,9 +90,13 @@ __all__ = [
     "DummyScheduler",
     "FSDPStrategy",
     "LocalSGDStrategy",
+    "ModelParallelStrategy",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",
+    "TensorParallelStrategy",
+    "need_divisible",
+    "ready_plan",
 ]
 
 

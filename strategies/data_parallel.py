@@ -48,15 +48,20 @@ class DataParallel(Strategy):
 
     def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(value)
-        return value
+        copies = self.processes.world_size // self.dp_size  # of each data-parallel rank's value
+        return value if copies == 1 else value / copies
+
+    def _data_group(self) -> Any:
+        """Return the process group of the ranks that see different data; None for all ranks."""
+        return None
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
         if sync_grads:
             from torch.distributed.nn.functional import all_gather as all_gather_with_grad
 
-            return torch.stack(all_gather_with_grad(tensor))  # type: ignore[no-untyped-call]  # torch has no types here
+            return torch.stack(all_gather_with_grad(tensor, self._data_group()))  # type: ignore[no-untyped-call]  # torch has no types here
         found = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        dist.all_gather(found, tensor.contiguous())
+        dist.all_gather(found, tensor.contiguous(), group=self._data_group())
         return torch.stack(found)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable
@@ -38,9 +39,9 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
-from trainwright.strategies.binding import need_closure
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_ranks import metrics_over
 from trainwright.strategies.fsdp_options import (
     AFTER_STAGE,
     RESHARDING,
@@ -57,15 +58,20 @@ from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shard_build import MetaBuilding, materialize
+from trainwright.strategies.shard_clip import clip_pieces
 from trainwright.strategies.shard_ending import check_not_given_up, end_pieces
-from trainwright.strategies.shard_mesh import make_mesh, mesh_shape
+from trainwright.strategies.shard_mesh import data_axes, forget_groups, make_mesh, mesh_shape
+from trainwright.strategies.shard_optimizers import check_optimizers, forget_one_by_one, step_one_by_one
 from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
 from trainwright.strategies.shard_units import WrapPolicy, check_no_scalars, find_units, warn_of_large_rest
-from trainwright.strategies.shards import local_piece, pieces_of
+from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
+from trainwright.strategies.tp_plan import Plan, SplitLayers
+from trainwright.strategies.tp_ready import find_plan
+from trainwright.strategies.tp_sizes import check_tp_size
 
 
 class FSDPStrategy(DataParallel):
@@ -100,6 +106,9 @@ class FSDPStrategy(DataParallel):
             0 alone; `"none"`: the checkpoints alone have them.
         state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
             its host and writes it.
+        tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
+            different data.
+        tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         removed: none; FSDP1's further options raise an error that says what has become of them.
 
@@ -135,6 +144,8 @@ class FSDPStrategy(DataParallel):
         cpu_ram_efficient_loading: bool = False,
         weights_after_stage: str = "all",
         state_dict_type: str = "sharded",
+        tp: int = 1,
+        tensor_parallel_plan: Plan | None = None,
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -164,6 +175,10 @@ class FSDPStrategy(DataParallel):
         self.weights_after_stage = one_of("weights_after_stage", weights_after_stage, AFTER_STAGE)
         self._building = MetaBuilding(everywhere=meta_init, others=cpu_ram_efficient_loading)
         self.state_dict_type = state_dict_type_name(state_dict_type)
+        self.tp = check_tp_size(tp)
+        self.tensor_parallel_plan = tensor_parallel_plan
+        self._layers: SplitLayers | None = None
+        self._undo = ExitStack()
         self._mesh: DeviceMesh | None = None
         self._root: Any = None
         self._units: list[Any] = []
@@ -196,9 +211,25 @@ class FSDPStrategy(DataParallel):
         return mesh_shape(
             self.sharding_strategy,
             self.device_mesh,
+            tp=self.tp,
             num_nodes=self.num_nodes,
             devices_per_node=len(self.device_indices),
         )
+
+    @property
+    def dp_rank(self) -> int:
+        return self.processes.rank // self.tp
+
+    @property
+    def data_ranks(self) -> Sequence[int]:
+        return range(0, self.processes.world_size, self.tp)
+
+    def _data_group(self) -> Any:
+        if self.tp == 1:
+            return None
+        assert self._mesh is not None  # made when the task was prepared
+        axes = data_axes(self._mesh)
+        return axes.get_group() if axes.ndim == 1 else axes._flatten("dp").get_group()
 
     # Model and optimizers
 
@@ -209,26 +240,17 @@ class FSDPStrategy(DataParallel):
                 "pass ckpt_path to go on."
             )
         optimizers = super().prepare(task, make_optimizers)
-        self._check_optimizers(optimizers)
+        check_optimizers(task, optimizers, self.precision)
+        step_one_by_one(optimizers)
         if self._scaler is not None:
             self._scaler = ShardScaler(self.device.type)
         self._step, self._eval_step = self._root, self._evaluate
+        if self._layers is not None:
+            self._undo.enter_context(metrics_over(task, self._data_group() if self.dp_size > 1 else None))
+            if self._layers.splits_loss:
+                self._undo.enter_context(loss_parallel())
+                self._step = self._run_whole
         return optimizers
-
-    def _check_optimizers(self, optimizers: list[Optimizer]) -> None:
-        own = {id(parameter) for parameter in self.task.parameters()}
-        for optimizer in optimizers:
-            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__} holds parameters that are not the task's own, as one that was built "
-                    "before the model was cut into pieces does. Build it in configure_optimizers, from "
-                    "self.parameters()."
-                )
-        if need_closure(optimizers, self.precision):
-            raise ConfigurationError(
-                f"{', '.join(type(o).__name__ for o in optimizers)} evaluates the loss several times in a step and "
-                "looks at whole vectors, which lie in pieces here. Use strategy='ddp', or another optimizer."
-            )
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         return module  # units are compiled one by one, before they are cut
@@ -243,49 +265,57 @@ class FSDPStrategy(DataParallel):
         No device ever holds more than its pieces and one whole unit.
         """
         check_no_scalars(task)
+        self._mesh = mesh = make_mesh(self.device_type, *self._mesh_shape(), self.tp)
+        if self.tp > 1:
+            self._layers = SplitLayers(task, find_plan(task, self.tensor_parallel_plan, mesh), mesh["tp"])
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         warn_of_large_rest(task, units, self._mesh_shape()[1])
         units = self._recomputed.wrap(task, units)
         if self.compile_options is not None:
             self._compile_units(units)
-        self._mesh = make_mesh(self.device_type, *self._mesh_shape())
         root = StepModule(task)
         self._root, self._units = root, [*units]
         built = self._building.names_to_reset(task, self.processes)
         self._traces = ShardTraces(root)
-        for unit in units:
-            self._shard(unit, built, reshard=self._reshard_units())
-        self._shard(root, built, reshard=None if self.reshard_after_forward is None else self._reshard_units())
+        for part in (*units, root):
+            materialize(task, part, built, self.device)
+            if self._layers is not None:
+                self._layers.split(part)
+            self._shard(part)
         self._traces.note()
-        for i, sharded in enumerate(self._units):
-            sharded.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
+        self._counted = {id(p): counts_here(p, mesh) for p in task.parameters()}
 
     def _reshard_units(self) -> bool | int:
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.sharding_strategy in RESHARDING
 
-    def _shard(self, module: nn.Module, built: list[str], *, reshard: bool | int | None) -> None:
-        """Cut what is left whole in a module. Collective.
-
-        Args:
-            module: a unit, or the root.
-            built: names of the tensors that no rank has values for yet.
-            reshard: what happens to the gathered parameters after its forward.
-        """
-        materialize(self.task, module, built, self.device)
+    def _shard(self, module: nn.Module) -> None:
+        """Cut what is left whole in a unit, or in the root, over the data-parallel ranks. Collective."""
+        is_root = module is self._root
+        reshard = None if is_root and self.reshard_after_forward is None else self._reshard_units()
         policy = self.mixed_precision
         if policy is None:
             # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
             policy = MixedPrecisionPolicy(
                 param_dtype=self.precision.autocast_dtype,
                 reduce_dtype=None if self.precision.autocast_dtype is None else torch.float32,
-                cast_forward_inputs=not isinstance(module, StepModule),
+                cast_forward_inputs=not is_root,
             )
         offload: OffloadPolicy = OffloadPolicy()
         if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
             offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        fully_shard(module, mesh=self._mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+        assert self._mesh is not None  # made before
+        fully_shard(
+            module,
+            mesh=data_axes(self._mesh),
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
+        if is_root:
+            for i, sharded in enumerate(self._units):
+                sharded.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
 
     def _compile_units(self, units: list[nn.Module]) -> None:
         if not units:
@@ -327,20 +357,8 @@ class FSDPStrategy(DataParallel):
 
     @torch.no_grad()
     def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        grads = [local_piece(p.grad) for p in parameters if p.grad is not None]
-        if clip.algorithm == "value":
-            for grad in grads:
-                grad.clamp_(-clip.value, clip.value)
-            return None
-        norm = nn.utils.get_total_norm([grad for grad in grads if grad.numel()]).to(self.device)
-        assert self._mesh is not None  # made when the task was prepared
-        square = norm.double().square()  # of this rank's pieces; float32 would overflow where the norm does not
-        dist.all_reduce(square, group=self._mesh.get_group("dp_shard"))
-        norm = square.sqrt().to(norm.dtype)
-        factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
-        for alike in _alike(grads):
-            torch._foreach_mul_(alike, factor.to(alike[0].device))
-        return norm
+        found = [(local_piece(p.grad), self._counted[id(p)]) for p in parameters if p.grad is not None]
+        return clip_pieces(found, clip, self.device)
 
     def _gradient_values(self, grad: torch.Tensor) -> torch.Tensor:
         return local_piece(grad)
@@ -349,13 +367,22 @@ class FSDPStrategy(DataParallel):
 
     def begin_evaluation(self) -> None:
         for buffer in self.task.buffers():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(local_piece(buffer), src=0)
 
     def _evaluate(self, name: str, *args: Any) -> Any:
-        output = self._root(name, *args)
-        for module in (self._root, *self._units):
-            module.reshard()  # no backward will, and whoever looks at the parameters now shall see the true ones
+        output = self._run_whole(name, *args)
+        self._free_gathered()
         return output
+
+    def _run_whole(self, name: str, *args: Any) -> Any:
+        """Run a step, and make whole what its output has in pieces."""
+        output = self._root(name, *args)
+        return output if self._layers is None else map_tensors(whole_output, output)
+
+    def _free_gathered(self) -> None:
+        """Free what a forward has gathered: no backward will, and whoever looks now shall see the true parameters."""
+        for module in (self._root, *self._units):
+            module.reshard()
 
     # State
 
@@ -364,7 +391,8 @@ class FSDPStrategy(DataParallel):
         return self.state_dict_type == "sharded" and self._root is not None and self.processes.world_size > 1
 
     def in_pieces(self, state: Any) -> Any:
-        return pieces_of(state)
+        assert self._mesh is not None  # made when the task was prepared
+        return pieces_of(state, self._mesh)
 
     def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.saves_pieces else self.whole_tensor(tensor)
@@ -390,7 +418,10 @@ class FSDPStrategy(DataParallel):
         return missing, left_over
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        return [map_tensors(self._to_save, state) for state in super().optimizer_states()]
+        states = super().optimizer_states()
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            forget_one_by_one(optimizer, state)
+        return [map_tensors(self._to_save, state) for state in states]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
@@ -398,13 +429,15 @@ class FSDPStrategy(DataParallel):
         for name, values in state.get("state", {}).items():
             pieces[name] = {key: self.cut_like(value, own.get(plain_name(name))) for key, value in values.items()}
             for key, value in pieces[name].items():
-                if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                cut = isinstance(own.get(plain_name(name)), DTensor)
+                if cut and isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
                     raise CheckpointError(
                         f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which "
                         "has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
                         "optimizer anew with allow_missing=['optimizer']."
                     )
         super().load_optimizer_state(optimizer, {**state, "state": pieces})
+        step_one_by_one([optimizer])
 
     # The end
 
@@ -423,6 +456,10 @@ class FSDPStrategy(DataParallel):
                 if self.compile_options is not None:
                     vars(module).pop("_compiled_call_impl", None)
             traces.remove()
+        self._undo.close()
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.undo()
         self._recomputed.unwrap()
         self._root, self._units = None, []
         self._step = self._eval_step = None
@@ -431,19 +468,10 @@ class FSDPStrategy(DataParallel):
         self._take_apart()
         mesh, self._mesh = self._mesh, None
         if mesh is not None:
-            # Torch's caches keep the mesh, and what held the pieces are reference cycles. Neither must be the last to
-            # hold a process group: see DDPStrategy.
-            vars(mesh).get("_pg_registry", {}).clear()
+            forget_groups(mesh)
             del mesh
-            gc.collect()
+            gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
         super().teardown()
-
-
-def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
 
 
 class FSDPOffloadStrategy(FSDPStrategy):

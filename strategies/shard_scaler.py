@@ -8,9 +8,29 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from trainwright.strategies.shards import local_piece
+
 
 class ShardScaler(torch.amp.GradScaler):
     """Leaves a step out on all ranks when a gradient has overflowed in the piece of any."""
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # Torch's own takes all gradients at once, which cannot be of several meshes, nor in pieces and whole.
+        flags: dict[torch.device, torch.Tensor] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = local_piece(parameter.grad)
+                    if grad.dtype == torch.float16 and not allow_fp16:
+                        raise ValueError("Attempting to unscale FP16 gradients.")
+                    by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), grads in by_kind.items():
+            flag = flags.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, flag, inv_scale.to(device))
+        return flags
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Unscale this rank's pieces and agree on whether any overflowed. Collective; does not wait for the device."""

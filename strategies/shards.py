@@ -1,17 +1,27 @@
-"""Pieces of tensors that lie on several ranks: this rank's one, the whole, and from a whole to a piece."""
+"""Pieces of tensors that lie on several ranks: this rank's one, the whole, and from a whole to a piece.
+
+A tensor may be cut twice: a layer is split over the ranks of a tensor-parallel group first, and what is left of it over
+the data-parallel ranks then. The axes of its mesh stand the other way round. What a rank holds of it then, or of a
+layer whose blocks are split one by one, is not one block of the whole but several, side by side.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainwright.checkpoint.piece_files import SavedTensor
 from trainwright.checkpoint.pieces import Box, Pieces
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
+
+Run = tuple[int, int]
+"""Indices along one dimension of a whole that lie side by side in a piece: the first one, and how many."""
 
 
 def local_piece(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,61 +43,88 @@ def whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Te
         return tensor
     moved = tensor.detach().to(device)
     assert isinstance(moved, DTensor)  # as it was
-    full = moved.full_tensor()
+    full = _joined(moved) if _is_cut_twice(moved) else moved.full_tensor()
     return full.cpu() if keep else torch.empty_like(full, device="meta")
+
+
+def whole_output(tensor: torch.Tensor) -> torch.Tensor:
+    """Return whole what a step has given in pieces, on its device; gradients flow through it. Collective if it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def piece_of(full: torch.Tensor, like: DTensor) -> DTensor:
     """Cut the piece that this rank holds of `like` out of a whole tensor of its shape. Not collective.
 
-    The piece lies on the device of `like` and has the dtype of `full`; on the same device it shares memory with it. Of
-    a tensor that lies in pieces in a checkpoint no more than that is read.
+    The piece lies on the device of `like` and has the dtype of `full`; on the same device it may share memory with it.
+    Of a tensor that lies in pieces in a checkpoint no more than that is read.
     """
-    mesh, piece = like.device_mesh, full
     if isinstance(full, SavedTensor):
-        piece = full.read(box_of(like))
-        return DTensor.from_local(
-            piece.to(like.to_local().device),
-            mesh,
-            like.placements,
-            run_check=False,
-            shape=full.shape,
-            stride=tuple(like.stride()),
-        )
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            size = piece.shape[placement.dim]
-            length = -(-size // mesh.size(axis))  # as torch.chunk cuts, so that the last ranks may have nothing
-            start = min(size, mesh.get_local_rank(axis) * length)
-            piece = piece.narrow(placement.dim, start, min(length, size - start))
-    piece = piece.to(like.to_local().device)
+        piece = _read(full, like)
+    else:
+        piece = full
+        for dim, runs in enumerate(_runs(like)):
+            parts = [piece.narrow(dim, *run) for run in runs]
+            piece = parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
     return DTensor.from_local(
-        piece, mesh, like.placements, run_check=False, shape=full.shape, stride=tuple(like.stride())
+        piece.to(like.to_local().device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=tuple(like.stride()),
     )
 
 
-def box_of(tensor: DTensor) -> Box:
-    """Return which block of the whole this rank holds. Not collective."""
-    lengths, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(offsets), tuple(lengths))
+def _read(saved: SavedTensor, like: DTensor) -> torch.Tensor:
+    """Read what this rank holds of `like`, and no more."""
+    boxes = boxes_of(like)
+    if len(boxes) == 1:
+        return saved.read(boxes[0][0])
+    found: torch.Tensor | None = None
+    for box, place in boxes:
+        values = saved.read(box)
+        if found is None:
+            found = torch.empty(like.to_local().shape, dtype=values.dtype)
+        found[place].copy_(values)
+    assert found is not None  # there is a box, though it may be empty
+    return found
 
 
-def pieces_of(tree: Any) -> Any:
+def boxes_of(tensor: DTensor) -> list[tuple[Box, tuple[slice, ...]]]:
+    """Return which blocks of the whole this rank holds, each with its place in the piece. Not collective."""
+    by_dim = []
+    for runs in _runs(tensor):
+        stops = itertools.accumulate(length for _, length in runs)
+        by_dim.append([(run, slice(stop - run[1], stop)) for run, stop in zip(runs, stops, strict=True)])
+    return [
+        (Box(tuple(start for (start, _), _ in chosen), tuple(length for (_, length), _ in chosen)), tuple(
+            place for _, place in chosen
+        ))
+        for chosen in itertools.product(*by_dim)
+    ]  # fmt: skip
+
+
+def pieces_of(tree: Any, mesh: DeviceMesh) -> Any:
     """Return a tree of state with `Pieces` for its DTensors. Not collective; every rank does it with the same tree.
 
     Where several ranks hold the same values, they take turns, so that each writes about as many bytes.
+
+    Args:
+        tree: the state.
+        mesh: all the axes of the run, by name.
 
     Raises:
         CheckpointError: the ranks hold addends of a tensor, and not parts of it.
     """
     known: dict[int, Pieces] = {}
-    turns = _Turns()
+    turns = _Turns(mesh)
 
     def piece(tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, DTensor):
             return tensor
         if id(tensor) not in known:
-            held = ((box_of(tensor), tensor.to_local().detach()),) if turns.is_ours(tensor) else ()
+            ours, local = turns.is_ours(tensor), tensor.to_local().detach()
+            held = tuple((box, local[place]) for box, place in boxes_of(tensor)) if ours else ()
             known[id(tensor)] = Pieces(tuple(tensor.shape), tensor.dtype, held)
         return known[id(tensor)]
 
@@ -97,19 +134,113 @@ def pieces_of(tree: Any) -> Any:
 class _Turns:
     """Who of those that hold the same values saves them: whoever has had the fewest bytes to save until now."""
 
-    def __init__(self) -> None:
-        self._bytes: dict[tuple[int, ...], list[int]] = {}  # by axes of the mesh: of each of their ranks
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._bytes: dict[tuple[str, ...], list[int]] = {}  # by axes of the mesh: of each of their ranks
 
     def is_ours(self, tensor: DTensor) -> bool:
         if any(isinstance(placement, Partial) for placement in tensor.placements):
             raise CheckpointError(f"a tensor of {tuple(tensor.shape)} lies on the ranks as addends: reduce it first.")
-        mesh = tensor.device_mesh
-        axes = tuple(i for i, placement in enumerate(tensor.placements) if isinstance(placement, Replicate))
+        axes = _copied_over(tensor, self._mesh)
         rank, num = 0, 1
         for axis in axes:
-            rank, num = rank * mesh.size(axis) + mesh.get_local_rank(axis), num * mesh.size(axis)
+            size = self._mesh.size((self._mesh.mesh_dim_names or ()).index(axis))
+            rank, num = rank * size + self._mesh.get_local_rank(axis), num * size
         # The ranks that hold the same values see the same tensors in the same order, and come to the same choice.
-        saved = self._bytes.setdefault((mesh.ndim, *axes), [0] * num)
+        saved = self._bytes.setdefault(axes, [0] * num)
         chosen = min(range(num), key=saved.__getitem__)
         saved[chosen] += tensor.numel() * tensor.element_size()
         return chosen == rank
+
+
+def cut_axes(tensor: torch.Tensor) -> set[str]:
+    """Return the names of the mesh's axes over which a tensor is cut; none for one that is whole. Not collective."""
+    if not isinstance(tensor, DTensor):
+        return set()
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return {name for name, placement in zip(names, tensor.placements, strict=True) if _is_cut(placement)}
+
+
+def counts_here(tensor: torch.Tensor, mesh: DeviceMesh) -> bool:
+    """Tell whether a sum over all ranks takes this rank's piece: of those that hold the same one, one. Not collective.
+
+    Args:
+        tensor: a parameter.
+        mesh: all the axes of the run, by name.
+    """
+    return all(mesh.get_local_rank(name) == 0 for name in _copied_over(tensor, mesh))
+
+
+def _copied_over(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the axes along which all ranks hold the same values."""
+    axes = cut_axes(tensor)
+    return tuple(name for name in mesh.mesh_dim_names or () if name not in axes)
+
+
+def _is_cut(placement: Placement) -> TypeGuard[Shard | _StridedShard]:
+    return isinstance(placement, (Shard, _StridedShard))
+
+
+def _is_cut_twice(tensor: DTensor) -> bool:
+    """Whether a dimension was cut along a later axis of the mesh before it was along an earlier one."""
+    return any(isinstance(placement, _StridedShard) for placement in tensor.placements[:-1])
+
+
+def _runs(tensor: DTensor) -> list[list[Run]]:
+    """Return for each dimension which indices of the whole this rank holds, in the order of its piece."""
+    found = [[(0, size)] for size in tensor.shape]
+    axes = list(enumerate(tensor.placements))
+    for axis, placement in reversed(axes) if _is_cut_twice(tensor) else axes:
+        if _is_cut(placement):
+            mesh, dim, blocks = tensor.device_mesh, placement.dim, _blocks(tensor, axis)
+            found[dim] = _cut(found[dim], blocks, mesh.size(axis), mesh.get_local_rank(axis))
+    return found
+
+
+def _blocks(tensor: DTensor, axis: int) -> int:
+    """Return into how many blocks a dimension falls that are each cut along an axis."""
+    placement = tensor.placements[axis]
+    # On an earlier axis torch's split factor says what was cut before.
+    is_last = axis == len(tensor.placements) - 1
+    return int(placement.split_factor) if is_last and isinstance(placement, _StridedShard) else 1
+
+
+def _cut(runs: list[Run], blocks: int, ranks: int, rank: int) -> list[Run]:
+    """Return what one rank gets of some indices whose blocks are each cut over ranks."""
+    if blocks > 1:
+        parts = [_chunk(runs, blocks, block) for block in range(blocks)]
+        return [run for part in parts for run in _chunk(part, ranks, rank)]
+    return _chunk(runs, ranks, rank)
+
+
+def _chunk(runs: list[Run], num: int, which: int) -> list[Run]:
+    """Return one of `num` chunks, as torch.chunk cuts: the last ones may have nothing."""
+    size = sum(length for _, length in runs)
+    length = -(-size // num)
+    begin, end = min(size, which * length), min(size, (which + 1) * length)
+    found, position = [], 0
+    for start, count in runs:
+        low, high = max(begin, position), min(end, position + count)
+        if low < high:
+            found.append((start + low - position, high - low))
+        position += count
+    return found or [(0, 0)]
+
+
+def _joined(tensor: DTensor) -> torch.Tensor:
+    """Return a tensor whole that was cut twice: what torch 2.13 joins wrongly where blocks were cut. Collective."""
+    mesh, names, last = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or (), len(tensor.placements) - 1
+    shape = list(tensor.shape)
+    outer = tensor.placements[last]
+    if _is_cut(outer):
+        shape[outer.dim] //= mesh.size(last)  # only what is divisible is cut first
+    found = tensor.to_local()
+    for axis, placement in enumerate(tensor.placements[:-1]):
+        if _is_cut(placement):
+            found = _join(found, mesh[names[axis]], Shard(placement.dim), torch.Size(shape))
+    return _join(found, mesh[names[last]], outer, tensor.shape)
+
+
+def _join(piece: torch.Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size) -> torch.Tensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=stride).full_tensor()

@@ -27,6 +27,7 @@ from trainwright.strategies.alone import Rehearses
 from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step, need_closure
 from trainwright.strategies.by_hand import StepByHand
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.gradients import (
     GradientClip,
     clip_gradients,
@@ -49,7 +50,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
+class Strategy(DataRanks, StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →
@@ -93,16 +94,6 @@ class Strategy(StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
     def num_processes(self) -> int:
         """Processes on this node; more than one without a launcher: the Trainer starts them."""
         return len(self.device_indices)
-
-    @property
-    def dp_rank(self) -> int:
-        """Rank along the data-parallel axis: ranks with different values see different data."""
-        return self.processes.rank
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.processes.world_size
 
     @property
     def is_main(self) -> bool:

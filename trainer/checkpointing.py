@@ -65,6 +65,7 @@ def _collect(
     run: RunFacts, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
 ) -> Snapshot:
     task, strategy = run.task, run.strategy
+    by_data_rank = strategy.pick_by_data_rank(of_ranks) if of_ranks else []
     shown: dict[str, Any] = {
         "epoch": run.state.epoch,
         "global_step": run.state.step,
@@ -81,16 +82,18 @@ def _collect(
             "callbacks": {c.state_key: state for c in run.callbacks if (state := c.state_dict())},
             "schedulers": run.schedules.state_dict(),
             "strategy": strategy.state_dict(),
-            "data": _place_in_data(run, of_ranks),
+            "data": _place_in_data(run, by_data_rank),
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "left_out": run.rollback_state(),
-            "metrics": [of_rank["metrics"] for of_rank in of_ranks],
+            "metrics": [of_rank["metrics"] for of_rank in by_data_rank],
             "seed": run.seed,
             "run_id": run.run_id,
             "job": run.attempt.key,
             "precision": strategy.precision.name,
         }
+        if strategy.dp_size != run.world_size:  # ranks that work on one batch together draw the same numbers
+            trainer["data_ranks"] = list(strategy.data_ranks)
     optimizers = [] if weights_only else strategy.optimizer_states()
     if strategy.saves_pieces:
         model, optimizers = strategy.in_pieces((model, optimizers))
@@ -173,10 +176,13 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     saved.restore_datamodule(run)
     if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
         run.restore_later(partial(_restore_metrics, run, snapshot.trainer.get("metrics", []), path))
-    if len(snapshot.rng) == run.world_size:
-        run.restore_later(partial(set_rng_state, snapshot.rng[run.global_rank], run.strategy.device))
+    ranks = snapshot.trainer.get("data_ranks")  # only there if they are not all ranks
+    states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
+    if len(states) == run.strategy.dp_size:
+        run.restore_later(partial(set_rng_state, states[run.strategy.dp_rank], run.strategy.device))
     elif "rng" not in snapshot.missing:
-        moved = f"was written by {snapshot.world_size} process(es) and is resumed by {run.world_size}"
+        wrote = _processes_text(snapshot.world_size, len(ranks) if ranks else snapshot.world_size)
+        moved = f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.strategy.dp_size)}"
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
             f"{' The order of the data goes on exactly.' if data else ''}",
@@ -185,10 +191,15 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
         )
 
 
+def _processes_text(world_size: int, dp_size: int) -> str:
+    """Return how many processes there are, and between how many the data is divided if these are fewer."""
+    return f"{world_size} process(es)" + (f", {dp_size} for the data" if dp_size != world_size else "")
+
+
 def _restore_metrics(run: RunFacts, of_ranks: list[dict[str, Any]], path: Path) -> None:
     """Go on with what the epoch has aggregated so far; called once it is begun, on every rank."""
-    device, rank = run.strategy.device, run.global_rank
-    if len(of_ranks) == run.world_size:
+    device, rank = run.strategy.device, run.strategy.dp_rank
+    if len(of_ranks) == run.strategy.dp_size:
         run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
         lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
     else:

@@ -68,7 +68,7 @@ class EvaluationRunner(StageRunner):
         _, outputs = evaluation.evaluate(self, "predict", keep=keep)
         if not keep:
             return None
-        merged = evaluation.in_dataset_order(self.strategy.processes.gather_object(outputs))
+        merged = evaluation.in_dataset_order(self.strategy.gather_by_data_rank(outputs))
         return merged if self.evaluation_data("predict").is_list else merged[0]
 
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> Rehearsal:

@@ -193,7 +193,7 @@ class StageRunner(Rollbacks):
         self.strategy.setup(topology)
         processes = self.strategy.processes
         if processes.world_size > 1:
-            self.exchange = processes.gather_object
+            self.exchange = self.strategy.gather_by_data_rank
             self.run_id = processes.broadcast_object(self.run_id)
         if self.seed is None:
             self.seed = processes.broadcast_object(torch.initial_seed())
@@ -369,7 +369,7 @@ class StageRunner(Rollbacks):
             seed=self.seed,
             use_distributed_sampler=arguments["use_distributed_sampler"],
             uneven=arguments["uneven_batches"],
-            agree=strategy.processes.gather_integers,
+            agree=strategy.gather_integers_by_data_rank,
             lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
             per_sample_rng=arguments["per_sample_rng"],
         )
@@ -386,7 +386,7 @@ class StageRunner(Rollbacks):
             )
             place = self._position
             if place is not None:
-                self._train_data.check_resume(place, self.world_size)
+                self._train_data.check_resume(place, self.strategy.dp_size)
             self._train_data.begin_epoch(self.state.epoch, place and place["position"])
         return self._train_data
 
@@ -420,7 +420,7 @@ class StageRunner(Rollbacks):
         self._position = None
         if place is None:
             return None
-        data.load_place(place, self.global_rank, self.world_size)
+        data.load_place(place, self.strategy.dp_rank, self.strategy.dp_size)
         found: Mapping[str, int] | None = place["position"]
         if found is not None:
             self.state.batch_in_epoch = found["batch"]

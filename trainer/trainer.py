@@ -411,7 +411,7 @@ class Trainer(EvaluationRunner):
         return self._sum(sum(self.task.num_tokens(batch) for batch in group.batches))
 
     def _sum(self, value: int) -> int:
-        return sum(of_rank[0] for of_rank in self.strategy.processes.gather_integers([value]))
+        return sum(of_rank[0] for of_rank in self.strategy.gather_integers_by_data_rank([value]))
 
     def _optimizers_of(self, loss: Any) -> list[Optimizer]:
         """The optimizers that are about to step; none after a skipped group or in a task that steps them itself."""

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         LocalSGDStrategy,
         SingleDeviceStrategy,
         Strategy,
+        TensorParallelStrategy,
     )
     from trainwright.strategies.offload import (
         AlignDevicesHook,
@@ -194,6 +195,7 @@ _HOMES = {
     "TaskError": "trainwright.core.errors",
     "TaskModule": "trainwright.core.task",
     "TensorBoardLogger": "trainwright.loggers",
+    "TensorParallelStrategy": "trainwright.strategies",
     "TorchaoQuantizationConfig": "trainwright.strategies.offload",
     "Trainer": "trainwright.trainer.trainer",
     "TrainState": "trainwright.core.state",
@@ -246,6 +248,7 @@ __all__ = [
     "TaskError",
     "TaskModule",
     "TensorBoardLogger",
+    "TensorParallelStrategy",
     "TorchaoQuantizationConfig",
     "TrainState",
     "Trainer",

@@ -19,6 +19,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp import FSDPStrategy
 
 # name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
 STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
@@ -29,9 +30,24 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "zero2": ("deepspeed_stage_2", 2),
     "zero3": ("deepspeed_stage_3", 2),
     "documented": (documented_strategy, 2),
+    "tp": ("tp", 2),
+    "hsdp": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
+    "hsdp_4": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),
+    "fsdp_tp": (lambda: FSDPStrategy(tp=2), 4),
 }
-ALL = list(STRATEGIES)
-OTHERS = [name for name in ALL if name != "single"]
+_DATA_RANKS = {"tp": 1, "fsdp_tp": 2}  # where several processes see the same data
+_SLOW = ("hsdp_4", "fsdp_tp")
+
+
+def _marked(names: str | tuple[str, str]) -> Any:
+    """Return the parameters of a test, marked as slow if one of them is."""
+    names = (names,) if isinstance(names, str) else names
+    return pytest.param(*names, marks=[pytest.mark.slow] if set(names) & set(_SLOW) else [])
+
+
+NAMES = list(STRATEGIES)
+ALL = [_marked(name) for name in NAMES]
+OTHERS = [_marked(name) for name in NAMES if name != "single"]
 
 _ITEMS = [3, 1, 2, 4, 1, 3, 2, 2, 4, 1, 1, 3, 2, 4, 3, 1]  # of the 16 micro-batches of an epoch
 _ACCUMULATE = 4  # micro-batches in one step, over all ranks
@@ -66,6 +82,10 @@ class ContractTask(TaskModule):
         """Count the items."""
         return len(batch[0])
 
+    def tensor_parallel_plan(self, mesh: Any) -> dict[str, Any]:
+        """Split both layers over the width between them."""
+        return {"net.0": "colwise", "net.2": "rowwise"}
+
     def configure_optimizers(self) -> Any:
         """Return AdamW with decay on the weights only, and a schedule by steps."""
         weights = [p for p in self.net.parameters() if p.dim() > 1]
@@ -95,7 +115,7 @@ def train(
         devices="auto" if processes > 1 else 1,
         strategy=strategy if isinstance(strategy, str) else strategy(),
         max_epochs=epochs,
-        accumulate_grad_batches=_ACCUMULATE // processes,
+        accumulate_grad_batches=_ACCUMULATE // _DATA_RANKS.get(name, processes),
         gradient_clip_val=0.3,
         callbacks=[recorder] if save_to is None else [recorder, SaveAtEnd(save_to)],
     )
@@ -149,17 +169,17 @@ def _parameters(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint after half of the epochs, by each strategy; and what the whole run did."""
     folder = tmp_path_factory.mktemp("contract")
-    return {name: folder / name for name in ALL}
+    return {name: folder / name for name in NAMES}
 
 
-class WhenAsked(dict[str, Any]):
+class WhenAsked(dict[Any, Any]):
     """What `make` gives for a name, made when it is first asked for: no test pays for all of them."""
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
         super().__init__()
         self.make = make
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: Any) -> Any:
         self[name] = self.make(name)
         return self[name]
 
@@ -217,11 +237,13 @@ def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
 
 
 @pytest.fixture(scope="module")
-def continued(halves: dict[str, Any], checkpoints: dict[str, Path]) -> dict[str, dict[str, Result]]:
-    """What each reader makes of every writer's checkpoint; its processes go through all of them."""
+def continued(halves: dict[str, Any], checkpoints: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Result]]:
+    """What each reader makes of every writer's checkpoint, the slow ones apart; all in the same processes."""
 
-    def read(reader: str) -> dict[str, Result]:
-        writers = [name for name in ALL if name != reader and halves[name]]
+    def read(key: tuple[str, bool]) -> dict[str, Result]:
+        reader, slow = key
+        apart = [name for name in NAMES if reader in _SLOW or (name in _SLOW) == slow]
+        writers = [name for name in apart if name != reader and halves[name]]
         found = run_each(reader, _EPOCHS, [{"ckpt_path": checkpoints[name]} for name in writers])
         return dict(zip(writers, found, strict=True))
 
@@ -229,12 +251,12 @@ def continued(halves: dict[str, Any], checkpoints: dict[str, Path]) -> dict[str,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("reader", "writer"), list(itertools.permutations(ALL, 2)))
+@pytest.mark.parametrize(("reader", "writer"), [_marked(pair) for pair in itertools.permutations(NAMES, 2)])
 @pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
 def test_a_checkpoint_of_one_strategy_continues_under_another(
-    reader: str, writer: str, continued: dict[str, Any], halves: dict[str, Any], wholes: dict[str, Any]
+    reader: str, writer: str, continued: dict[Any, Any], halves: dict[str, Any], wholes: dict[str, Any]
 ) -> None:
-    losses, norms, weights = continued[reader][writer]
+    losses, norms, weights = continued[reader, bool({reader, writer} & set(_SLOW))][writer]
     first = halves[writer]
     assert_like((first[0] + losses, first[1] + norms, weights), wholes["single"])
 

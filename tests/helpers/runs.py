@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainwright.callbacks.callback import Callback
+from trainwright.strategies.shards import whole
 from trainwright.trainer.trainer import Trainer
 
 QUIET: dict[str, Any] = {
@@ -61,7 +62,7 @@ class StepRecorder(Callback):
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
         if optimizer is not trainer.optimizers[0]:
             return
-        grads = [p.grad for p in task.parameters() if p.grad is not None]
+        grads = [whole(p.grad, p.grad.device, keep=True) for p in task.parameters() if p.grad is not None]
         self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
         self.lrs.append([group["lr"] for each in trainer.optimizers for group in each.param_groups])
 

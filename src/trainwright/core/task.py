@@ -89,6 +89,19 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         return None
 
+    def tensor_parallel_plan(self, mesh: Any) -> Mapping[str, Any] | None:
+        """Return how layers are split over the ranks of a tensor-parallel group; asked once the model is built.
+
+        Args:
+            mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and those of the data among its names.
+
+        Returns:
+            Pattern of module names (`"blocks.*.up"`) → a style: `"colwise"`, `"rowwise"`, `"embedding"`,
+            `"sequence"`, … (see the strategies' documentation), a torch `ParallelStyle`, or a list of them. None: the
+            strategy's own argument says it, or a ready plan for a model of transformers.
+        """
+        return None
+
     def num_items(self, batch: Any) -> int | torch.Tensor | None:
         """Return over how many items `training_step`'s loss of this micro-batch is the mean.
 

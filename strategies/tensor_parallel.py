@@ -1,0 +1,181 @@
+"""Tensor parallelism: the layers of one model are split over ranks that work on the same batch."""
+
+from __future__ import annotations
+
+import datetime
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.state import Group
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.shard_units import WrapPolicy
+from trainwright.strategies.tp_plan import Plan
+from trainwright.strategies.tp_sizes import check_tp_size
+
+
+class TensorParallelStrategy(FSDPStrategy):
+    """Trains one model whose layers are split over all processes, which see the same batches.
+
+    To split layers over some ranks and data over the others, use `FSDPStrategy(tp=…)`.
+
+    Args:
+        tp: over how many ranks; all that there are unless told.
+        tensor_parallel_plan: which layers and how; what the task's `tensor_parallel_plan` returns unless told.
+        auto_wrap_policy: which modules are compiled, or computed anew in backward; what the task's `shard_units`
+            returns unless told.
+        activation_checkpointing: see `FSDPStrategy`.
+        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+
+    Raises:
+        ConfigurationError: a value that means nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp: int | None = None,
+        tensor_parallel_plan: Plan | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: bool | WrapPolicy = False,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_plan=tensor_parallel_plan,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            timeout=timeout,
+            hang_timeout=hang_timeout,
+            process_group_backend=process_group_backend,
+        )
+        self._wanted = None if tp is None else check_tp_size(tp)
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        self.tp = world = len(device_indices) * num_nodes
+        if self._wanted not in (None, world):
+            wanted = self._wanted
+            raise ConfigurationError(
+                f"tp={wanted} with {world} process(es), over all of which {type(self).__name__} splits layers. Use "
+                f"tp={world}"
+                + (
+                    f", or FSDPStrategy(tp={wanted}) to split data over the others"
+                    if world % (wanted or 1) == 0
+                    else ""
+                )
+                + "."
+            )
+        super().configure(
+            device_type=device_type,
+            device_indices=device_indices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compile_options=compile_options,
+        )
+
+    def _place(self, task: TaskModule) -> None:
+        super()._place(task)
+        self._laid_out = [p for p in task.parameters() if isinstance(p, DTensor) and p.requires_grad]
+
+    def _shard(self, module: nn.Module) -> None:
+        """Leave a part as it is: there is one data-parallel rank."""
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        return tensor.unsqueeze(0) if sync_grads else tensor.detach().unsqueeze(0)
+
+    # The step
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        total = super().forward_backward(group)
+        self._lay_out_gradients()
+        return total
+
+    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _free_gathered(self) -> None:
+        """Do nothing: no parameter is ever gathered."""
+
+    def _lay_out_gradients(self) -> None:
+        """Have each gradient lie on the ranks as its parameter does.
+
+        Of some, each rank has a part, as of those of norms over a split sequence: they are summed in one exchange. That
+        of torch's split embedding is whole on every rank, where it would be counted several times.
+        """
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for parameter in self._laid_out:
+            grad: Any = parameter.grad
+            if grad is None or grad.placements == parameter.placements:
+                continue
+            if grad.placements[0].is_partial() and parameter.placements[0].is_replicate():
+                by_dtype.setdefault(grad.dtype, []).append(parameter)
+            else:
+                parameter.grad = grad.redistribute(placements=parameter.placements)
+        for parameters in by_dtype.values():
+            parts = [parameter.grad.to_local() for parameter in parameters]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat)
+            summed = torch.split(flat, [part.numel() for part in parts])
+            for parameter, piece in zip(parameters, summed, strict=True):
+                parameter.grad = DTensor.from_local(
+                    piece.view(parameter.shape), parameter.device_mesh, parameter.placements, run_check=False
+                )
+
+
+class ModelParallelStrategy(FSDPStrategy):
+    """`FSDPStrategy(tp=…)` under Lightning's names; layers are split by `TaskModule.tensor_parallel_plan`.
+
+    Args:
+        data_parallel_size: between how many groups of ranks data and parameters are sharded; `"auto"`: what
+            `tensor_parallel_size` leaves, or else one for each node.
+        tensor_parallel_size: over how many ranks layers are split; `"auto"`: what `data_parallel_size` leaves.
+        options: those of `FSDPStrategy`.
+
+    Raises:
+        ConfigurationError: a size that is no number; when the run is configured, sizes that do not make it up.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigurationError(f"{name}={size!r}: write a number of ranks, such as 2, or 'auto'.")
+        self.data_parallel_size = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+
+    def configure(
+        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
+    ) -> None:
+        world, data, split = len(device_indices) * num_nodes, self.data_parallel_size, self.tensor_parallel_size
+        if data == "auto":
+            data = num_nodes if split == "auto" else world // split
+        self.tp = max(1, world // data) if split == "auto" else split
+        if data * self.tp != world:
+            fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
+            raise ConfigurationError(
+                f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
+                f"do not make up the run's {world} process(es). Use {fitting}."
+            )
+        super().configure(
+            device_type=device_type,
+            device_indices=device_indices,
+            num_nodes=num_nodes,
+            precision=precision,
+            compile_options=compile_options,
+        )
