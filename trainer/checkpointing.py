@@ -16,11 +16,13 @@ from trainwright.checkpoint.layout import PARTS
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
+from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
 from trainwright.trainer.facts import RunFacts
-from trainwright.trainer.load_request import WEIGHTS, LoadRequest
+from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
 from trainwright.trainer.saved_entries import Entries
+from trainwright.trainer.shared_hashing import SharedHashing
 
 T = TypeVar("T")
 
@@ -115,13 +117,14 @@ def _place_in_data(run: RunFacts, of_ranks: list[dict[str, Any]]) -> dict[str, A
     return place if None in loaders else {**place, "loaders": loaders}
 
 
-def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:
+def on_main_rank(run: RunFacts, work: Callable[[], T], what: str, helpers: SharedHashing | None = None) -> T:
     """Do on rank 0 what reads or writes checkpoints for all, and have every rank hear what came of it. Collective.
 
     Args:
         run: the Trainer.
         work: called on rank 0 alone; what it returns must pickle.
         what: completes "rank 0 could not ..." on the other ranks.
+        helpers: what `work` has the other ranks do meanwhile.
 
     Returns:
         What `work` returned on rank 0.
@@ -137,6 +140,10 @@ def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:
             result = work()
         except (OSError, CheckpointError, ConfigurationError, MissingPackageError) as error:
             problem = error
+        if helpers is not None:
+            helpers.dismiss()
+    elif helpers is not None:
+        helpers.serve()
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
     told, result = run.strategy.processes.broadcast_object((mine, result))
     if problem is not None:
@@ -144,6 +151,18 @@ def on_main_rank(run: RunFacts, work: Callable[[], T], what: str) -> T:
     if told is not None:
         raise CheckpointError(f"rank 0 could not {what}: {told}")
     return cast(T, result)
+
+
+def find_checkpoint(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
+    """Return what a request comes to, on every rank: rank 0 chooses, and all hash a share of its files. Collective.
+
+    Raises:
+        FileNotFoundError, ConfigurationError, CheckpointError: see `choose` and `on_main_rank`.
+    """
+    hashing = SharedHashing(run.strategy.processes)
+    return on_main_rank(
+        run, lambda: choose(run, request, stage, hashing.hash_files), "find a checkpoint to load", hashing
+    )
 
 
 def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args
 
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_manifest, whole_checkpoint
+from trainwright.checkpoint.hashing import HashFiles
 from trainwright.checkpoint.layout import PARTS, Kind
 from trainwright.checkpoint.reader import OnDamaged
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
@@ -105,11 +106,11 @@ def check_early(request: LoadRequest, stage: Stage) -> None:
     _check_kind(request, stage, path)
 
 
-def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
-    """Return the checkpoint that a request comes to, its files verified. For one process; nothing is communicated.
+def choose(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> Path | None:
+    """Return the checkpoint that a request comes to, its files verified. For one process.
 
-    It reads every byte of the parts that the stage needs, so that nobody has to hash them again. What lies elsewhere
-    is downloaded into `default_root_dir/downloaded` first.
+    Every byte of the parts that the stage needs is read once, by `hash_files`, so that nobody has to hash them again.
+    What lies elsewhere is downloaded into `default_root_dir/downloaded` first.
 
     Raises:
         FileNotFoundError: there is none.
@@ -132,6 +133,7 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
             parts=parts,
             allow_missing=allow_missing,
             on_damaged=request.on_damaged or "fall_back",
+            hash_files=hash_files,
         )
         if found is None:
             raise FileNotFoundError(
@@ -140,19 +142,20 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage) -> Path | None:
             )
         return found
     if place == "best":
-        return _best(run, request, stage)
+        return _best(run, request, stage, hash_files)
     path = whole_checkpoint(
         place,
         kind=kind,
         parts=parts,
         allow_missing=allow_missing,
         on_damaged=request.on_damaged or "error",
+        hash_files=hash_files,
     )
     _check_kind(request, stage, path)
     return path
 
 
-def _best(run: RunFacts, request: LoadRequest, stage: Stage) -> Path:
+def _best(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> Path:
     """Return the best checkpoint of this Trainer's ModelCheckpoint, or the best one that is whole if asked for."""
     saver = run.checkpoint_callback
     best = getattr(saver, "best_model_path", "")
@@ -166,7 +169,8 @@ def _best(run: RunFacts, request: LoadRequest, stage: Stage) -> Path:
     for name in dict.fromkeys([best, *ranked]):
         try:
             path = remote_saves.on_this_machine(run, name)
-            check_checkpoint(path, parts=request.parts(stage), allow_missing=request.parts_to_miss)
+            parts, allow_missing = request.parts(stage), request.parts_to_miss
+            check_checkpoint(path, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
             _check_kind(request, stage, path)
         except (CheckpointError, FileNotFoundError) as error:
             if request.on_damaged != "fall_back":

@@ -41,7 +41,7 @@ from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.assembly import with_task_callbacks
 from trainwright.trainer.checks import check_callbacks, check_datamodule, check_needs, check_task, has_step
 from trainwright.trainer.job import Attempt, left_by_earlier, this_attempt
-from trainwright.trainer.load_request import LoadRequest, check_early, choose
+from trainwright.trainer.load_request import LoadRequest, check_early
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
 from trainwright.trainer.optimization import Schedules, parse_optimizers
 from trainwright.trainer.preemption import Preemption
@@ -259,7 +259,7 @@ class StageRunner(Rollbacks):
         if path is not None:
             load = replace(load, ckpt_path=path, weights_only=False)
         elif load.ckpt_path is not None:
-            path = checkpointing.on_main_rank(self, lambda: choose(self, load, stage), "find a checkpoint to load")
+            path = checkpointing.find_checkpoint(self, load, stage)
         if path is None:
             return
         if not load.resumes(stage):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint import FileEntry, Part, read_manifest
-from trainwright.checkpoint.reader import hash_file
+from trainwright.checkpoint.hashing import hash_file
 
 
 def remove_part(checkpoint: Path, part: str) -> None:

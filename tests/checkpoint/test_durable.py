@@ -19,8 +19,8 @@ from trainwright.checkpoint import (
     write_checkpoint,
 )
 from trainwright.checkpoint.durable import HashingFile
+from trainwright.checkpoint.hashing import hash_file
 from trainwright.checkpoint.layout import FileEntry
-from trainwright.checkpoint.reader import hash_file
 
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early
 

@@ -23,8 +23,8 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
+from trainwright.checkpoint.hashing import hash_file
 from trainwright.checkpoint.layout import FileEntry, Part
-from trainwright.checkpoint.reader import hash_file
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 _FILES = [

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import xxhash
 
 from trainwright.checkpoint.codec import FindPieces
-from trainwright.checkpoint.durable import CHUNK_BYTES
+from trainwright.checkpoint.hashing import HashFiles, hash_files
 from trainwright.checkpoint.layout import (
     MANIFEST,
     MAX_MANIFEST_BYTES,
@@ -83,7 +82,7 @@ def _locate(path: Path) -> Path:
     aside = stepped_aside(path)
     if aside is not None:
         return aside
-    near = [found.path.name for found in find_checkpoints(path.parent) if not _problems(found, hashes=False)]
+    near = [found.path.name for found in find_checkpoints(path.parent) if not _problems(found, hash_files=None)]
     listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
     raise FileNotFoundError(f"there is no checkpoint {path}.{listed}")
 
@@ -119,21 +118,31 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
         manifest = _manifest(folder)
     except CheckpointError as error:
         return [str(error)]
-    return _problems(FoundCheckpoint(folder, manifest), hashes=hashes, parts=parts)
+    return _problems(FoundCheckpoint(folder, manifest), hash_files=hash_files if hashes else None, parts=parts)
 
 
-def _problems(found: FoundCheckpoint, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
+def _problems(
+    found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
+) -> list[str]:
     wanted = set(found.manifest.parts if parts is None else parts)
-    return [
-        f"{name}: {problem}"
+    listed = [
+        (name, relative, entry)
         for name, part in found.manifest.parts.items()
         if name in wanted
         for relative, entry in part.files.items()
-        if (problem := _file_problem(found.path, relative, entry, hashes))
     ]
+    flaws = [_file_problem(found.path, relative, entry) for _, relative, entry in listed]
+    if hash_files is not None:
+        sound = [i for i, flaw in enumerate(flaws) if flaw is None]
+        hashes = hash_files([inside(found.path, listed[i][1], MANIFEST) for i in sound])
+        for i, found_hash in zip(sound, hashes, strict=True):
+            _, relative, entry = listed[i]
+            if found_hash != entry.xxh3_128:
+                flaws[i] = f"{relative} has changed: its hash is not the one in {MANIFEST}"
+    return [f"{name}: {flaw}" for (name, _, _), flaw in zip(listed, flaws, strict=True) if flaw is not None]
 
 
-def _file_problem(folder: Path, relative: str, entry: FileEntry, hashes: bool) -> str | None:
+def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
     try:
         path = inside(folder, relative, MANIFEST)
     except CheckpointError as error:
@@ -143,21 +152,7 @@ def _file_problem(folder: Path, relative: str, entry: FileEntry, hashes: bool) -
     if not path.is_file():
         return f"{relative} is not a file"
     size = path.stat().st_size
-    if size != entry.size:
-        return f"{relative} has {size} bytes, expected {entry.size}"
-    if hashes and hash_file(path) != entry.xxh3_128:
-        return f"{relative} has changed: its hash is not the one in {MANIFEST}"
-    return None
-
-
-def hash_file(path: Path) -> str:
-    """Return the XXH3 128-bit hash of a file in hexadecimal, reading it in pieces."""
-    digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+    return None if size == entry.size else f"{relative} has {size} bytes, expected {entry.size}"
 
 
 def read_checkpoint(
@@ -193,7 +188,7 @@ def read_checkpoint(
     manifest = _manifest(folder)
     found = FoundCheckpoint(folder, manifest)
     wanted = _wanted(found, parts, allow_missing)
-    missing, flaw = _examine(found, wanted, allow_missing, hashes=verify)
+    missing, flaw = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if flaw is not None:
         raise CheckpointError(flaw)
     if missing:
@@ -214,19 +209,23 @@ def read_checkpoint(
 
 
 def check_checkpoint(
-    path: Path | str, *, parts: Sequence[str] | None = None, allow_missing: Sequence[str] = ()
+    path: Path | str,
+    *,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    hash_files: HashFiles = hash_files,
 ) -> Manifest:
     """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and read no part.
 
     Takes the same arguments and raises the same errors as `read_checkpoint`, which may read what passed with
-    `verify=False`. One process does this for all: it reads every byte of the parts.
+    `verify=False`. One process does this for all: it reads every byte of the parts, or has `hash_files` do it.
 
     Returns:
         The manifest.
     """
     folder = _locate(Path(path))
     found = FoundCheckpoint(folder, _manifest(folder))
-    _, flaw = _examine(found, _wanted(found, parts, allow_missing), allow_missing, hashes=True)
+    _, flaw = _examine(found, _wanted(found, parts, allow_missing), allow_missing, hash_files)
     if flaw is not None:
         raise CheckpointError(flaw)
     return found.manifest
@@ -242,7 +241,7 @@ def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: 
 
 
 def _examine(
-    found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], *, hashes: bool
+    found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
 ) -> tuple[list[str], str | None]:
     """Return which wanted parts are absent and may be, and what makes the checkpoint unusable; None: nothing does."""
     folder, manifest = found.path, found.manifest
@@ -250,7 +249,7 @@ def _examine(
     lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
     if lost:
         return missing, _about_lost(folder, manifest, lost)
-    problems = _problems(found, hashes=hashes, parts=[name for name in wanted if name not in missing])
+    problems = _problems(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
     if problems:
         return missing, (
             f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint; newest_valid finds the "
@@ -389,6 +388,7 @@ def newest_valid(
     allow_missing: Sequence[str] = (),
     earlier_than: Path | None = None,
     on_damaged: OnDamaged = "fall_back",
+    hash_files: HashFiles = hash_files,
 ) -> Path | None:
     """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
 
@@ -403,6 +403,7 @@ def newest_valid(
         earlier_than: only those that were written before this checkpoint of the folder, which is not among them; all
             others if its manifest cannot be read and does not tell its time.
         on_damaged: `"error"` raises instead of passing over a damaged checkpoint.
+        hash_files: reads the files, all sound ones of a candidate at once.
 
     Warns:
         TrainwrightWarning: a damaged checkpoint was passed over; says what is wrong with it.
@@ -428,7 +429,7 @@ def newest_valid(
     for item in reversed(order):
         if (kind is not None and item.manifest.kind != kind) or _is_listed_itself(item.path):
             continue
-        _, flaw = _examine(item, _wanted(item, parts, allow_missing), allow_missing, hashes=True)
+        _, flaw = _examine(item, _wanted(item, parts, allow_missing), allow_missing, hash_files)
         if flaw is None:
             return item.path
         _pass_over(f"the damaged checkpoint {item.path}: {flaw}", on_damaged)
@@ -453,6 +454,7 @@ def whole_checkpoint(
     parts: Sequence[str] | None = None,
     allow_missing: Sequence[str] = (),
     on_damaged: OnDamaged = "error",
+    hash_files: HashFiles = hash_files,
 ) -> Path:
     """Return `path` once its files have been compared with its manifest, or what may be used in its place.
 
@@ -460,6 +462,7 @@ def whole_checkpoint(
         path: the checkpoint folder.
         kind: `"full"` passes over replacements that cannot be resumed; `path` itself is not asked for its kind.
         parts, allow_missing: as in `read_checkpoint`.
+        hash_files: as in `newest_valid`.
         on_damaged: `"fall_back"`: if it is damaged, return the newest valid one of the same folder that was written
             earlier; one whose manifest does not even tell its time gives way to the newest of all.
 
@@ -473,7 +476,7 @@ def whole_checkpoint(
     """
     path = Path(path)
     try:
-        check_checkpoint(path, parts=parts, allow_missing=allow_missing)
+        check_checkpoint(path, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
         return path
     except NewerFormatError:
         raise
@@ -482,7 +485,14 @@ def whole_checkpoint(
             raise
         flaw = error
     true_path = path.resolve()  # the neighbours of a link's target are the run's checkpoints
-    found = newest_valid(true_path.parent, kind=kind, parts=parts, allow_missing=allow_missing, earlier_than=true_path)
+    found = newest_valid(
+        true_path.parent,
+        kind=kind,
+        parts=parts,
+        allow_missing=allow_missing,
+        earlier_than=true_path,
+        hash_files=hash_files,
+    )
     if found is None:
         raise CheckpointError(f"{flaw} No earlier one in {true_path.parent} is whole.") from flaw
     warnings.warn(f"{flaw} Falling back to {found}.", TrainwrightWarning, stacklevel=2)
