@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import is_cut
 
 AverageFunction = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 MultiAverageFunction = Callable[[list[torch.Tensor], list[torch.Tensor], int], None]
@@ -95,7 +95,7 @@ class AveragedWeights:
     @property
     def in_pieces(self) -> bool:
         """Whether the average lies in pieces on several ranks."""
-        return not self._whole and any(isinstance(value, DTensor) for value in self._held)
+        return not self._whole and any(map(is_cut, self._held))
 
     @torch.no_grad()
     def update(self) -> None:
@@ -135,7 +135,7 @@ class AveragedWeights:
         """
         if self.num_averaged == 0:
             return dict(state)
-        cut = any(isinstance(value, DTensor) for value in state.values())
+        cut = any(map(is_cut, state.values()))
         average = self._named(self._live if self.swapped else self._own, whole=not cut)
         return {name: average.get(_plain(name), value) for name, value in state.items()}
 
@@ -188,8 +188,10 @@ class AveragedWeights:
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's values as parts of what lies in pieces, where the task's weights do; shares memory."""
-        if self._whole:
+        if not self.in_pieces:
             return values
+        from torch.distributed.tensor import DTensor
+
         return [
             value if not isinstance(like, DTensor) else DTensor.from_local(
                 value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
@@ -207,8 +209,9 @@ class AveragedWeights:
         return {name: values[place].detach() for name, place in self._places.items()}
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+def _local(value: Any) -> torch.Tensor:
+    held: torch.Tensor = value.to_local() if is_cut(value) else value
+    return held
 
 
 def _plain(name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import is_cut
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.process_group import Processes
 
@@ -39,7 +39,7 @@ class Inspectable:
             value: of a checkpoint: any shape, on the host.
             like: one of the task's tensors.
         """
-        if isinstance(value, torch.Tensor) and _is_cut(like) and value.shape == like.shape and like.dim():
+        if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
             from trainwright.strategies.shards import piece_of
 
             return piece_of(value, like)
@@ -67,14 +67,8 @@ class Inspectable:
         return {plain_name(name): _whole(g, self.device, keep=keep).detach() for name, g in found if g is not None}
 
 
-def _is_cut(value: Any) -> bool:
-    """Tell whether a tensor lies in pieces, without importing what it would be: that takes a second and sympy."""
-    pieces = sys.modules.get("torch.distributed.tensor")
-    return pieces is not None and isinstance(value, pieces.DTensor)
-
-
 def _whole(tensor: torch.Tensor, device: torch.device, *, keep: bool) -> torch.Tensor:
-    if not _is_cut(tensor):
+    if not is_cut(tensor):
         return tensor
     from trainwright.strategies.shards import whole
 

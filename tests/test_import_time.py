@@ -85,6 +85,14 @@ def test_p29_making_a_trainer_imports_nothing_heavy_beyond_torch() -> None:
     assert _forbidden_among(added) == []
 
 
+@pytest.mark.slow
+def test_callbacks_that_average_weights_import_nothing_that_only_pieces_of_weights_need() -> None:
+    added = _added_modules(
+        "from trainwright.callbacks import EMAWeightAveraging, StochasticWeightAveraging", after="import torch"
+    )
+    assert _forbidden_among(added) == []
+
+
 def test_a_forbidden_module_would_be_seen() -> None:
     added = _added_modules("import yaml.nodes, numpy")
     assert _forbidden_among(added) == ["yaml"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -78,6 +79,15 @@ def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = N
         return tensor.to(device=device, non_blocking=True)
 
     return _map(one, tree, lambda movable: movable.to(device))
+
+
+def is_cut(value: Any) -> bool:
+    """Tell whether a value is a tensor that lies in pieces on several ranks (a DTensor).
+
+    Without importing what it would be, which takes a second and sympy: who has one has imported it.
+    """
+    pieces = sys.modules.get("torch.distributed.tensor")
+    return pieces is not None and isinstance(value, pieces.DTensor)
 
 
 def batch_size(batch: Any) -> int:
