@@ -212,13 +212,20 @@ class EngineConfig:
 
     # For the engine
 
-    def resolved(self, facts: RunFacts) -> dict[str, Any]:
+    def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
         """Return the configuration with every `"auto"` filled in, as Accelerate documents them.
+
+        Args:
+            facts: what they are made of.
+            trains: False: without optimizer and scheduler.
 
         Raises:
             ConfigurationError: there is nothing to fill one in from, or the batch size is another one.
         """
         config = copy.deepcopy(self.content)
+        if not trains:
+            for part in ("optimizer", "scheduler"):
+                config.pop(part, None)
         _fill_batch(config, facts, self.origin)
         _fill_buckets(config, facts, self.origin)
         _fill_optimizer(config, facts, self.origin)

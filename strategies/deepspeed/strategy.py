@@ -32,6 +32,7 @@ from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.checks import check_optimizers, check_task, check_unbuilt
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
+from trainwright.strategies.deepspeed.disk import keep_unaligned_gradients
 from trainwright.strategies.deepspeed.facts import collect_facts
 from trainwright.strategies.deepspeed.library import join, leave, load_library, quiet_imports
 from trainwright.strategies.deepspeed.options import read_options
@@ -191,15 +192,13 @@ class DeepSpeedStrategy(DataParallel):
         given = _groups_of(optimizer)
         members = [[names[p] for p in group["params"]] for group in given]
         facts = collect_facts(run, self.config.content, optimizer, dp_size=self.dp_size)
-        self.resolved_config = self.config.resolved(facts)
+        self.resolved_config = self.config.resolved(facts, trains=optimizer is not None)
         dtypes = {id(parameter): parameter.dtype for parameter in task.parameters()}
         root = StepModule(task)
         self._traces = Traces(root)
         for module in self._leaf_modules():
             self._library.utils.set_z3_leaf_module(module, True)
         config = for_engine(self.resolved_config)
-        if optimizer is None:
-            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
         is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
         with quiet_imports():
             self.engine, _, _, schedule = self._library.initialize(
@@ -209,6 +208,7 @@ class DeepSpeedStrategy(DataParallel):
                 config=config,
                 dist_init_required=False,
             )
+        keep_unaligned_gradients(self.engine.optimizer)
         self._traces.note()
         self.engine.lr_scheduler = None  # the Trainer steps it, once per unit
         self._take_schedule(schedule, run)

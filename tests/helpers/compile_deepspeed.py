@@ -6,7 +6,7 @@ import os
 import sys
 import time
 
-_OPERATIONS = ("CPUAdamBuilder",)
+_OPERATIONS = {"CPUAdamBuilder": "g++ and the headers of Python", "AsyncIOBuilder": "libaio-dev"}
 
 
 def main() -> None:
@@ -16,11 +16,12 @@ def main() -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator
 
-    for name in _OPERATIONS:
+    for name, needs in _OPERATIONS.items():
         start_s = time.perf_counter()
         builder = get_accelerator().create_op_builder(name)
         if not builder.is_compatible():
-            raise SystemExit(f"{name}: this machine has no g++ or headers of Python, with which DeepSpeed compiles it.")
+            print(f"{name}: not compiled, which takes {needs}; its tests are skipped")
+            continue
         builder.load()
         print(f"{name}: {time.perf_counter() - start_s:.0f} s")
 

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import STRATEGIES
-from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
+from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_building, for_engine
 from trainwright.strategies.deepspeed.options import NAMES, ZeroOptions
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
@@ -175,3 +175,12 @@ def test_stand_ins_say_what_they_stand_for() -> None:
         optimizer.step()
     with pytest.raises(ConfigurationError, match="DeepSpeed's configuration"):
         DummyScheduler(optimizer).step()
+
+
+def test_a_configuration_with_an_optimizer_can_be_evaluated_without_one() -> None:
+    content = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    facts = RunFacts(
+        world_size=1, micro_batch_size=None, accumulate=1, hidden_size=None, hyperparameters=None,
+        total_steps=float("inf"), warmup_steps=0,
+    )  # fmt: skip
+    assert "optimizer" not in EngineConfig(content, ZeroOptions(), {}).resolved(facts, trains=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.sharded import Block, Blocks, batches
@@ -118,6 +119,7 @@ def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp
 
 
 @pytest.mark.slow
+@needs_operation("CPUAdamBuilder")
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path) -> None:
     _assert_named(run_distributed(_named, 2, tmp_path, True, timeout=280, init=False), tmp_path, 2e-3)
