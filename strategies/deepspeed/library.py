@@ -89,6 +89,11 @@ def leave(library: Any) -> None:
     init = library.zero.Init
     init.apply_param_persistence, init.num_persisted_parameters, init.num_persisted_elements = False, 0, 0
     nn.functional.linear = _own_linear  # stage 3 has put its own there
+    # Stage 3 remembers what it may release in an unbounded cache of the class, and with it each run's whole model.
+    coordinator = library.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator
+    for cell in coordinator._PartitionedParameterCoordinator__params_to_release.__closure__:
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 def is_partitioned(parameter: torch.Tensor) -> bool:

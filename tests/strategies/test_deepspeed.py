@@ -181,6 +181,11 @@ def _after() -> dict[str, Any]:
         }  # fmt: skip
         quiet_trainer(devices="auto", strategy=f"deepspeed_stage_{stage}", max_epochs=1).fit(task, batches())
         found[stage]["moved"] = weights_of(task)
+        alive = weakref.ref(task)
+        del task, plain, watcher, trainer
+        gc.collect()
+        found[stage]["alive"] = alive() is not None
+        gc.disable()
     found["groups"] = [group() is not None for group in groups[1:]]
     found["linear"] = nn.functional.linear is linear
     return found
@@ -200,6 +205,7 @@ def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_use
             torch.testing.assert_close(first["outputs"], task(batches()[3]))
             torch.testing.assert_close(first["predictions"], [task(batch) for batch in batches(3)])
         assert first["validated"] == second["validated"]
+        assert not first["alive"]
         assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
     assert by_rank[0]["groups"] == [False]
     assert by_rank[0]["linear"]
