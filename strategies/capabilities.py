@@ -18,6 +18,7 @@ class Capabilities:
         weight_averages: after every step the task's parameters on each rank are those of one training, or its pieces of
             them, so that a callback may average them element by element and exchange them for the average.
         lone_steps: a rank can run a step without the others.
+        closures: optimizers may evaluate the loss several times in a step, as L-BFGS does.
         inference_mode: evaluations may run in torch's inference mode; otherwise gradients are only switched off, as a
             tensor that is made in that mode, such as a gathered weight, cannot be trained on.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
@@ -29,6 +30,7 @@ class Capabilities:
     whole_weights: bool = True
     weight_averages: bool = True
     lone_steps: bool = True
+    closures: bool = True
     inference_mode: bool = True
     owns_optimizer_step: bool = False
 
@@ -45,6 +47,10 @@ REFUSALS = {
     "lone_steps": (
         "tries steps out on each rank alone, so that one that runs out of memory leaves none waiting, and a step of "
         "{strategy} takes all ranks. Search with devices=1 or strategy='ddp', and write the number that was found."
+    ),
+    "closures": (
+        "evaluates the loss several times in a step and looks at whole vectors of weights, which lie in pieces under "
+        "{strategy}. Use strategy='ddp', or another optimizer."
     ),
 }
 """By the name of a capability that is missing: what its absence means to a task or callback, and the way out."""

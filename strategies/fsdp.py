@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable
+from trainwright.callbacks.hook_table import HookTable, overrides
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -65,7 +65,13 @@ from trainwright.strategies.shard_optimizers import check_optimizers, forget_one
 from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
 from trainwright.strategies.shard_traces import ShardTraces, forget_sums
-from trainwright.strategies.shard_units import WrapPolicy, check_no_scalars, find_units, warn_of_large_rest
+from trainwright.strategies.shard_units import (
+    WrapPolicy,
+    check_compilable,
+    check_no_scalars,
+    find_units,
+    warn_of_large_rest,
+)
 from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -122,6 +128,7 @@ class FSDPStrategy(DataParallel):
         lockstep_evaluation=True,
         whole_weights=False,
         lone_steps=False,
+        closures=False,
         inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
     )
 
@@ -233,6 +240,14 @@ class FSDPStrategy(DataParallel):
 
     # Model and optimizers
 
+    def check_task(self, task: TaskModule) -> None:
+        if overrides(task, "configure_model", TaskModule):
+            return  # what it builds is not there yet
+        check_no_scalars(task)
+        units = find_units(task, self.auto_wrap_policy, self.min_num_params)
+        if self.compile_options is not None:
+            check_compilable(units)
+
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
         if any(isinstance(parameter, DTensor) for parameter in task.parameters()):
             raise ConfigurationError(
@@ -318,11 +333,7 @@ class FSDPStrategy(DataParallel):
                 sharded.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
 
     def _compile_units(self, units: list[nn.Module]) -> None:
-        if not units:
-            raise ConfigurationError(
-                "compile compiles each unit of a sharded model, and the task has none. Define shard_units in it, or "
-                "pass FSDPStrategy(auto_wrap_policy=…); or leave compile out."
-            )
+        check_compilable(units)
         for unit in units:
             unit.compile(**(self.compile_options or {}))
 

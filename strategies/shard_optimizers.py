@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import need_closure
+from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.precision import Precision
 
 
@@ -29,10 +30,8 @@ def check_optimizers(task: TaskModule, optimizers: Iterable[Optimizer], precisio
                 "self.parameters()."
             )
     if need_closure(optimizers, precision):
-        raise ConfigurationError(
-            f"{', '.join(type(o).__name__ for o in optimizers)} evaluates the loss several times in a step and "
-            "looks at whole vectors, which lie in pieces here. Use strategy='ddp', or another optimizer."
-        )
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ConfigurationError(f"{names} {REFUSALS['closures'].format(strategy='a sharded strategy')}")
 
 
 def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:

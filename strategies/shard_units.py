@@ -158,6 +158,19 @@ def check_no_scalars(task: TaskModule) -> None:
         )
 
 
+def check_compilable(units: list[nn.Module]) -> None:
+    """Check that there is something to compile.
+
+    Raises:
+        ConfigurationError: there is no unit.
+    """
+    if not units:
+        raise ConfigurationError(
+            "compile compiles each unit of a sharded model, and the task has none. Define shard_units in it, or "
+            "pass FSDPStrategy(auto_wrap_policy=…); or leave compile out."
+        )
+
+
 def warn_of_large_rest(task: TaskModule, units: list[nn.Module], num_pieces: int) -> None:
     """Warn when most of a large model lies in no unit, so that every rank gathers it whole. Not collective.
 

@@ -123,6 +123,9 @@ class Strategy(DataRanks, StepByHand, FiniteCheck, Inspectable, Rehearses, Saves
     def check_run(self, *, accumulate_grad_batches: int, clip: GradientClip | None) -> None:
         """Compare the Trainer's arguments with what this strategy was told; raises a ConfigurationError."""
 
+    def check_task(self, task: TaskModule) -> None:
+        """Check a task to be trained before a process starts, as far as it is built; raises a ConfigurationError."""
+
     @property
     def is_distributed(self) -> bool:
         """Whether this strategy can run more than one process."""

@@ -117,8 +117,11 @@ def check_needs(callbacks: list[Any], strategy: Strategy, task: Any = None) -> N
         for need in callback.needs:
             if not getattr(strategy.capabilities, need) and not (alone and need == "lone_steps"):
                 raise ConfigurationError(f"{type(callback).__name__} {REFUSALS[need].format(strategy=name)}")
-    if task is not None and not task.automatic_optimization and not strategy.capabilities.manual_optimization:
+    if task is None:
+        return
+    if not task.automatic_optimization and not strategy.capabilities.manual_optimization:
         raise ConfigurationError(f"{type(task).__name__} {REFUSALS['manual_optimization'].format(strategy=name)}")
+    strategy.check_task(task)
 
 
 def has_step(task: TaskModule, name: str) -> bool:

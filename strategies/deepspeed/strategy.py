@@ -95,6 +95,7 @@ class DeepSpeedStrategy(DataParallel):
             whole_weights=stage == 0,
             weight_averages=stage == 0,
             lone_steps=False,
+            closures=False,
             inference_mode=stage < 3,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
         )

@@ -69,6 +69,21 @@ def test_optimization_by_hand_is_refused_before_a_process_is_started() -> None:
         trainer.fit(ByHand(), regression_loader(4))
 
 
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({}, {"compile": True}, "compile compiles each unit of a sharded model.*shard_units"),
+        ({"auto_wrap_policy": "Linaer"}, {}, "Did you mean 'Linear'"),
+    ],
+)
+def test_units_that_cannot_be_are_refused_before_a_process_is_started(
+    options: dict[str, Any], arguments: dict[str, Any], said: str
+) -> None:
+    trainer = quiet_trainer(devices=2, strategy=FSDPStrategy(**options), max_epochs=1, **arguments)
+    with pytest.raises(ConfigurationError, match=said):
+        trainer.fit(Untouched(), regression_loader(4))
+
+
 def test_sharding_says_why_it_does_not_synchronize_batch_normalization() -> None:
     with pytest.raises(ConfigurationError, match="FSDPStrategy, which leaves BatchNorm layers as they are"):
         quiet_trainer(devices=2, strategy="fsdp", sync_batchnorm=True)
