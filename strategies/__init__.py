@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.local_sgd import LocalSGDStrategy
+    from trainwright.strategies.offload.training import OffloadStrategy
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
@@ -38,6 +39,7 @@ STRATEGIES: Registry[Any] = Registry(
         "deepspeed_stage_3": "trainwright.strategies.deepspeed.presets:ZeroStage3",
         "deepspeed_stage_3_offload": "trainwright.strategies.deepspeed.presets:ZeroStage3Offload",
         "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
+        "offload": "trainwright.strategies.offload.training:OffloadStrategy",
         "tp": "trainwright.strategies.tensor_parallel:TensorParallelStrategy",
         "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
     },
@@ -71,6 +73,7 @@ _PUBLIC = {
     "FSDPStrategy": "trainwright.strategies.fsdp",
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
     "ModelParallelStrategy": "trainwright.strategies.tensor_parallel",
+    "OffloadStrategy": "trainwright.strategies.offload.training",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
@@ -91,6 +94,7 @@ __all__ = [
     "FSDPStrategy",
     "LocalSGDStrategy",
     "ModelParallelStrategy",
+    "OffloadStrategy",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",

@@ -20,6 +20,7 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.offload.training import OffloadStrategy
 
 # name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
 STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
@@ -30,6 +31,7 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "zero2": ("deepspeed_stage_2", 2),
     "zero3": ("deepspeed_stage_3", 2),
     "documented": (documented_strategy, 2),
+    "offload": (lambda: OffloadStrategy("disk", "disk", min_num_params=1, stream=True), 1),
     "tp": ("tp", 2),
     "hsdp": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
     "hsdp_4": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),

@@ -1,0 +1,298 @@
+"""Bring the weights of one part of a model after the other to the device, in the forward and again in the backward.
+
+A part's parameters are at home on the host (see `homes`) and on the device only from just before its forward until just
+after, and the same in the backward, whose gradients go home as they come. Between steps every parameter and gradient is
+at home, so that optimizers, checkpoints, averages and norms see ordinary tensors of the host.
+
+What autograd keeps of a weight for the backward is a view of the memory that the weight had on the device. That memory
+is freed and filled again in the same storage, as torch's own sharding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from trainwright.strategies.offload.homes import Home, flat_numel, place_in
+
+
+class Unit:
+    """The parameters of one part of a model, which come and go together.
+
+    Args:
+        parameters: none of them in another unit.
+        device: where they are used.
+        weights: where they are at home.
+        gradients: where their gradients are.
+        stays: keep the copy on the device between uses, and bring it up to date after each step.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], device: torch.device, weights: Home, gradients: Home, *, stays: bool
+    ) -> None:
+        self.device, self.stays, self._gradient_home = device, stays, gradients
+        self.parameters = list(parameters)
+        self.is_here = self.in_backward = False
+        self.fresh = False  # the copy on the device has the present values
+        self.event: Any = None  # when what was queued beside the computation is there
+        self._expected = 0  # gradients that are still to come in this backward
+        self.inputs_to_come = 0  # inputs whose gradient is not there yet
+        self._stashed: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self._homes: list[torch.Tensor] = [parameter.data for parameter in self.parameters]
+        self._views: list[torch.Tensor] = list(self._homes)
+        self._gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
+        self.flats: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
+            self._lay_out([i for i, p in enumerate(self.parameters) if p.dtype == dtype], dtype, weights)
+        trained: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take_gradient, i)) for i, p in trained]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy on the device."""
+        return sum(there.nbytes for _, there in self.flats)
+
+    def _lay_out(self, members: Sequence[int], dtype: torch.dtype, weights: Home) -> None:
+        sizes = [self.parameters[i].shape for i in members]
+        numel = flat_numel(sizes, dtype)
+        home = weights.empty(numel, dtype)
+        there = torch.empty(numel, dtype=dtype, device=self.device)
+        for i, at_home, view in zip(members, place_in(home, sizes), place_in(there, sizes), strict=True):
+            at_home.copy_(self.parameters[i].data)
+            self.parameters[i].data = self._homes[i] = at_home
+            self._views[i] = view
+        there.untyped_storage().resize_(0)
+        self.flats.append((home, there))
+
+    # Coming and going
+
+    def copy(self) -> None:
+        """Queue the copy to the device, on the present stream."""
+        if not self.fresh:
+            for home, there in self.flats:
+                there.untyped_storage().resize_(there.numel() * there.itemsize)
+                there.data.copy_(home, non_blocking=True)  # data: to autograd, the values are those it has seen
+            self.fresh = True
+
+    def come(self) -> None:
+        """Have the parameters on the device, for what the present stream does from now on."""
+        if self.is_here:
+            return
+        self.copy()
+        if self.event is not None:
+            stream = torch.accelerator.current_stream(self.device)
+            stream.wait_event(self.event)
+            for _, there in self.flats:
+                there.record_stream(stream)  # the memory is the copy stream's, which must not reuse it too early
+            self.event = None
+        for i, parameter in enumerate(self.parameters):
+            self._stashed[i], parameter.grad = parameter.grad, None
+            parameter.data = self._views[i]
+        self.is_here = True
+
+    def go(self) -> None:
+        """Have the parameters at home, with the gradients that have come."""
+        if self.is_here:
+            for i, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:  # of one that was frozen when the hooks were put on
+                    self._bring_home(i, parameter)
+                parameter.data = self._homes[i]
+                parameter.grad, self._stashed[i] = self._stashed[i], None
+            self.is_here = False
+        if self.in_backward:
+            self.in_backward, self.inputs_to_come = False, 0
+        if not self.stays:
+            self.drop()
+
+    def drop(self) -> None:
+        """Free the copy on the device, or what was queued to become one."""
+        for _, there in self.flats:
+            there.untyped_storage().resize_(0)
+        self.fresh, self.event = False, None
+
+    # Backward
+
+    def begin_backward(self) -> None:
+        """Come again, and stay until all gradients are there."""
+        if not self.in_backward:
+            self.come()
+            self.in_backward = True
+            self._expected = len(self._hooks)
+
+    def expect_inputs(self, inputs: Any) -> None:
+        """Take note of what the part is called with: with the gradient of that, its backward is over."""
+        for tensor in _differentiable(inputs):
+            if not tensor.is_leaf:
+                self.inputs_to_come += 1
+                tensor.register_hook(self._input_done)
+
+    def _input_done(self, gradient: torch.Tensor) -> None:
+        self.inputs_to_come -= 1
+        self._go_when_done()
+
+    def _take_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """Bring a gradient home as soon as it is there."""
+        if self.is_here:
+            self._bring_home(index, parameter)
+            self._expected -= 1
+            self._go_when_done()
+
+    def _bring_home(self, index: int, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None  # that is what the hook is called for
+        before = self._stashed[index]
+        if before is not None:
+            before.add_(gradient.to(before.device))
+        else:
+            self._stashed[index] = self._gradient_at_home(index, gradient)
+
+    def _gradient_at_home(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        mine = self._gradients[index]
+        if mine is None:
+            mine = self._gradient_home.empty(gradient.numel(), gradient.dtype).view(gradient.shape)
+            self._gradients[index] = mine
+        mine.copy_(gradient, non_blocking=True)
+        if self.device.type != "cpu":
+            gradient.record_stream(torch.accelerator.current_stream(self.device))
+        return mine
+
+    def _go_when_done(self) -> None:
+        if self.in_backward and self._expected <= 0 and self.inputs_to_come <= 0:
+            self.go()
+
+    def close(self) -> None:
+        """Go home for good; the parameters stay where they are at home."""
+        self.go()
+        self.drop()
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _differentiable(values: Any) -> list[Any]:
+    """Return the tensors in some values that gradients flow to."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+
+
+class WeightStream:
+    """All parts of a model, coming in the order in which they run; the next ones are copied beside the computation.
+
+    Args:
+        modules: the parts that come and go, none with a parameter of another.
+        others: parameters outside of them, which are on the device for the whole of a step.
+        device: where they are used.
+        weights: where weights are at home.
+        gradients: where gradients are.
+        stays: keep copies on the device between uses.
+        ahead: how many parts are copied ahead of their use.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        others: Iterable[nn.Parameter],
+        device: torch.device,
+        weights: Home,
+        gradients: Home,
+        *,
+        stays: bool,
+        ahead: int,
+    ) -> None:
+        make: Callable[[Iterable[nn.Parameter]], Unit] = partial(
+            Unit, device=device, weights=weights, gradients=gradients, stays=stays
+        )
+        taken: set[nn.Parameter] = set()
+        self.units: list[Unit] = []
+        self._handles: list[Any] = []
+        self.device, self.ahead = device, ahead
+        for module in modules:  # inner ones come first and keep what is theirs
+            own = [parameter for parameter in module.parameters() if parameter not in taken]
+            taken.update(own)
+            unit = make(own)
+            self.units.append(unit)
+            self._handles += [
+                module.register_forward_pre_hook(partial(self._before, unit), with_kwargs=True, prepend=True),
+                module.register_forward_hook(partial(self._after, unit), always_call=True),
+            ]
+        self.root = make([parameter for parameter in others if parameter not in taken])
+        self._copies = torch.Stream(device=device) if device.type != "cpu" else None
+        self._order: list[Unit] = []  # as they ran in the last forward
+        self._seen: list[Unit] = []
+        self.num_ahead = 0  # copies that were queued ahead of their use
+
+    @property
+    def all_units(self) -> list[Unit]:
+        """Those that come and go, and the one with everything else."""
+        return [*self.units, self.root]
+
+    def begin(self) -> None:
+        """Before a forward: have what all parts share on the device."""
+        self.root.come()
+        self._order, self._seen = self._seen or self._order, []
+        self._copy_ahead(self._order[: self.ahead])
+
+    def end(self) -> None:
+        """After a backward, or a forward without one: everything is at home, and its gradients have arrived."""
+        for unit in self.all_units:
+            unit.go()
+            unit.inputs_to_come = 0
+        if self._copies is not None:
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def weights_changed(self) -> None:
+        """After a step of the optimizer, or after weights were loaded: copies on the device are out of date."""
+        for unit in self.all_units:
+            unit.fresh = False
+
+    def close(self) -> None:
+        """Take the hooks off; the parameters are at home."""
+        for handle in self._handles:
+            handle.remove()
+        for unit in self.all_units:
+            unit.close()
+
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        unit.come()
+        if unit.in_backward:  # a forward within the backward, which computes activations anew
+            return
+        if torch.is_grad_enabled():
+            unit.expect_inputs((args, kwargs))
+        self._seen.append(unit)
+        self._copy_ahead(self._following(self._order, unit))
+
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.in_backward:
+            return
+        outputs = _differentiable(output) if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            tensor.register_hook(partial(self._begin_backward, unit))
+        if not outputs:
+            unit.inputs_to_come = 0
+        unit.go()
+
+    def _begin_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        unit.begin_backward()
+        self._copy_ahead(self._following(self._seen[::-1], unit))
+
+    def _following(self, order: Sequence[Unit], unit: Unit) -> Sequence[Unit]:
+        if not self.ahead or unit not in order:
+            return ()
+        position = order.index(unit) + 1
+        return order[position : position + self.ahead]
+
+    def _copy_ahead(self, units: Iterable[Unit]) -> None:
+        """Queue copies beside the computation; on the CPU, which has nothing beside, they are made at once."""
+        for unit in units:
+            if unit.is_here or unit.fresh:
+                continue
+            self.num_ahead += 1
+            if self._copies is None:
+                unit.copy()
+                continue
+            with self._copies:
+                unit.copy()
+                unit.event = self._copies.record_event()
