@@ -286,10 +286,13 @@ class Sound(TaskModule):
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
         self.lr = lr
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
 
     def training_step(self, batch, batch_idx):
         return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def tensor_parallel_plan(self, mesh):
+        return {"net.0": "colwise", "net.2": "rowwise"}
 
     def num_items(self, batch):
         return len(batch[0])
@@ -339,22 +342,23 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    strategies = "single,ddp,fsdp,deepspeed_stage_2,deepspeed_stage_3"
+    strategies = "single,ddp,fsdp,tp,deepspeed_stage_2,deepspeed_stage_3"
     code = main(["parity", "config.yaml", "--strategies", strategies, "--steps", "4", "task.lr=0.02"])
     printed, told = capfd.readouterr()
     assert code == 0, printed + told
     lines = printed.splitlines()
     assert lines[0].startswith("Sound: 4 step(s) of 4 micro-batch(es), seed 0, precision 32-true")
-    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:7]] == [
+    assert [(line.split()[0], line.split()[1], line.split()[-1]) for line in lines[2:8]] == [
         ("single", "1", "reference"),
         ("ddp", "2", "equal"),
         ("fsdp", "2", "equal"),
+        ("tp", "2", "equal"),
         ("deepspeed_stage_2", "2", "equal"),
         ("deepspeed_stage_3", "2", "equal"),
     ]
-    figures = [float(figure) for line in lines[3:7] for figure in re.findall(r"\d\.\de-\d\d", line)]
+    figures = [float(figure) for line in lines[3:8] for figure in re.findall(r"\d\.\de-\d\d", line)]
     assert figures
-    assert "–" not in "".join(lines[3:7])  # everything is compared, gradients in pieces too
+    assert "–" not in "".join(lines[3:8])  # everything is compared, gradients in pieces too
     assert max(figures) < 1e-5
     assert "callbacks are left out" in told
 

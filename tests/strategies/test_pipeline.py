@@ -45,8 +45,9 @@ class Staged(StagedTask):
         return (batch[1] > -1).sum()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Log the error."""
+        """Log the error, and count the rows."""
         self.log("val_loss", self.loss(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+        self.log("rows", float(len(batch[0])), reduce_fx="sum")
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Return the outputs."""
@@ -168,7 +169,9 @@ def test_a_rank_holds_its_own_stage_and_sees_all_data(rank: int, one: dict[str, 
 def test_evaluation_is_that_of_one_process(rank: int, one: dict[str, Any], two: Any) -> None:
     found = two[rank]["1f1b"]
     assert found["metrics"]["val_loss"] == pytest.approx(one["metrics"]["val_loss"], abs=1e-6)
-    torch.testing.assert_close(found["predictions"][0], one["predictions"][0])
+    assert found["metrics"]["rows"] == one["metrics"]["rows"] == 15  # both ranks see them, and they count once
+    assert len(one["predictions"]) == 5
+    torch.testing.assert_close(found["predictions"], one["predictions"])
 
 
 @pytest.mark.distributed

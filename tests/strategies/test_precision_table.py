@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
@@ -23,7 +26,15 @@ from trainwright.strategies import STRATEGIES, DDPStrategy
 from trainwright.strategies.shards import local_piece
 
 _HEAD = ["strategy", "precision", "stored", "used", "product", "norm", "loss", "crosses", "gradient", "state", "saved"]
-_PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "fsdp_cpu_offload": 2, "deepspeed_stage_1": 2, "deepspeed_stage_3": 2}
+_PROCESSES = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp": 2,
+    "fsdp_cpu_offload": 2,
+    "tp": 2,
+    "deepspeed_stage_1": 2,
+    "deepspeed_stage_3": 2,
+}
 _NOT_ON_THE_CPU = ("64-true", "16-true", "16-mixed")  # with DeepSpeed
 
 
@@ -62,6 +73,10 @@ class Probe(TaskModule):
     def shard_units(self) -> Any:
         """Gather the block by itself."""
         return [self.block]
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Split both layers, whose norm between them is whole."""
+        return {"block.0": "colwise_gathered", "head": RowwiseParallel(input_layouts=Replicate())}
 
     def configure_optimizers(self) -> Any:
         """Return an optimizer with a state."""
@@ -111,29 +126,30 @@ def only(dtypes: set[torch.dtype]) -> torch.dtype:
 
 
 def watch_exchanges(crossing: dict[str, set[torch.dtype]]) -> None:
-    """Note what sharded training sends; for the rest of this process."""
+    """Note what sharded training sends, and what split layers do; for the rest of this process."""
 
-    def watch(kind: str, name: str) -> None:
-        original = getattr(dist, name)
+    def watch(kind: str, name: str, where: Any = dist) -> None:
+        original = getattr(where, name)
 
         def noting(*args: Any, **kwargs: Any) -> Any:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
             crossing[kind] |= {value.dtype for value in tensors if value.numel() > 1}  # others are norms and counts
             return original(*args, **kwargs)
 
-        setattr(dist, name, noting)
+        setattr(where, name, noting)
 
     watch("gathered", "all_gather_single")
     watch("reduced", "reduce_scatter_single")
     watch("reduced", "all_reduce")
     watch("reduced", "reduce")
+    watch("reduced", "all_reduce", _functional_collectives)
 
 
 def measure(strategy: str, folder: Path) -> dict[str, dict[str, str]]:
     """Train and save with every precision of a strategy's rows; returns precision → column → dtype."""
     found = {}
     crossing: dict[str, set[torch.dtype]] = {"gathered": set(), "reduced": set()}
-    if strategy.startswith(("fsdp", "deepspeed")):
+    if strategy.startswith(("fsdp", "deepspeed", "tp")):
         watch_exchanges(crossing)
 
     def noting(state: Any, bucket: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -261,14 +262,16 @@ class _SaveAtEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def _continue(strategy: Any, dp_size: int, path: Path, save_to: Path | None = None) -> dict[str, torch.Tensor]:
-    """Go on from a checkpoint for an epoch."""
+def _continue(
+    strategy: Any, dp_size: int, path: Path, save_to: Path | None = None, *, epochs: int = 2
+) -> dict[str, torch.Tensor]:
+    """Go on from a checkpoint until the end of an epoch."""
     task = Gpt()
     loader = DataLoader(TensorDataset(rows(12)), batch_size=4 // dp_size, shuffle=True)
     trainer = quiet_trainer(
         devices="auto" if strategy != "single" else 1,
         strategy=strategy,
-        max_epochs=2,
+        max_epochs=epochs,
         accumulate_grad_batches=2,
         callbacks=[] if save_to is None else [_SaveAtEnd(save_to)],
     )
@@ -276,6 +279,7 @@ def _continue(strategy: Any, dp_size: int, path: Path, save_to: Path | None = No
     return weights_of(task)
 
 
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, tmp_path: Path) -> None:
@@ -287,14 +291,22 @@ def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, 
     trainer.fit(Gpt(), DataLoader(TensorDataset(rows(12)), batch_size=4, shuffle=True))
     trainer.save_checkpoint(tmp_path / "half")
     expected = _continue("single", 1, tmp_path / "half", tmp_path / "single")
-    found = run_distributed(
-        lambda: _continue(strategy(), dp_size, tmp_path / "half", tmp_path / "split"),
-        processes,
-        init=False,
-        timeout=240,
-    )
-    for weights in found:
+    last = _continue("single", 1, tmp_path / "single", epochs=3)
+
+    def run() -> Any:
+        second = _continue(strategy(), dp_size, tmp_path / "half", tmp_path / "split")
+        return second, _continue(strategy(), dp_size, tmp_path / "split", epochs=3)
+
+    for weights, third in run_distributed(run, processes, init=False, timeout=240):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(third, last, rtol=0, atol=1e-5)
+    found = _continue("single", 1, tmp_path / "split", epochs=3)
+    torch.testing.assert_close(found, last, rtol=0, atol=1e-5)
+    held = [
+        json.loads(path.read_text())["pieces"] for path in sorted((tmp_path / "split" / "model").glob("rank-*.json"))
+    ]
+    assert len(held) == processes
+    assert sum(entry["tensor"].endswith("qkv.weight") for entries in held for entry in entries) >= 3 * 2
     split, whole = read_checkpoint(tmp_path / "split"), read_checkpoint(tmp_path / "single")
     torch.testing.assert_close(split.model, whole.model, rtol=0, atol=1e-5)
     torch.testing.assert_close(split.optimizers[0]["state"], whole.optimizers[0]["state"], rtol=0, atol=1e-5)
