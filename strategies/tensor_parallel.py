@@ -32,7 +32,8 @@ class TensorParallelStrategy(FSDPStrategy):
         tensor_parallel_plan: which layers and how; what the task's `tensor_parallel_plan` returns unless told.
         auto_wrap_policy: which modules are compiled, or computed anew in backward; what the task's `shard_units`
             returns unless told.
-        activation_checkpointing: see `FSDPStrategy`.
+        activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: see
+            `FSDPStrategy`.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
 
     Raises:
@@ -45,7 +46,11 @@ class TensorParallelStrategy(FSDPStrategy):
         tp: int | None = None,
         tensor_parallel_plan: Plan | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
-        activation_checkpointing: bool | WrapPolicy = False,
+        activation_checkpointing: bool | int | WrapPolicy | None = False,
+        meta_init: bool = False,
+        cpu_ram_efficient_loading: bool = False,
+        weights_after_stage: str = "all",
+        state_dict_type: str = "sharded",
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
@@ -54,6 +59,10 @@ class TensorParallelStrategy(FSDPStrategy):
             tensor_parallel_plan=tensor_parallel_plan,
             auto_wrap_policy=auto_wrap_policy,
             activation_checkpointing=activation_checkpointing,
+            meta_init=meta_init,
+            cpu_ram_efficient_loading=cpu_ram_efficient_loading,
+            weights_after_stage=weights_after_stage,
+            state_dict_type=state_dict_type,
             timeout=timeout,
             hang_timeout=hang_timeout,
             process_group_backend=process_group_backend,
