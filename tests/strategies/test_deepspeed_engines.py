@@ -14,7 +14,7 @@ from tests.helpers.deepspeed_operations import needs_operation
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.sharded import Block, Blocks, batches
-from tests.strategies.test_deepspeed import train
+from tests.strategies.test_deepspeed import assert_trained_alike, train
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
@@ -143,6 +143,48 @@ class BuiltLate(Blocks):
             self.blocks = nn.ModuleList([Block() for _ in range(3)])
 
 
+class Experts(nn.Module):
+    """Two layers, of which a batch goes through one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Choose by the data, so that ranks differ."""
+        expert: torch.Tensor = self.layers[int(hidden[0, 0] > 0)](hidden)
+        return hidden + expert
+
+
+class Routed(Blocks):
+    """Sends each batch through one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            self.gate = nn.Linear(5, 5)
+            self.experts = Experts()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the experts first."""
+        return super().forward(self.experts(self.gate(inputs)))
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer to which an expert without a gradient is one with a gradient of zero."""
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+_KEPT_SMALL = {"stage3_param_persistence_threshold": 0}
+_THIRD_STAGES: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
+    "experts": (
+        Routed,
+        {"config": {"zero_optimization": {"stage": 3, **_KEPT_SMALL}}, "moe_leaf_modules": ("Experts",)},
+    ),
+    "hpz": (Blocks, {"config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **_KEPT_SMALL}}}),
+}
+
+
 def _other_ways(folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
@@ -151,6 +193,8 @@ def _other_ways(folder: Path) -> dict[str, Any]:
             found[precision, stage] = train(DeepSpeedStrategy(stage=stage), 2, precision=precision)
     autocast = {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
     found["autocast"] = train(DeepSpeedStrategy(autocast), 2, precision="bf16-mixed")
+    for name, (cls, options) in _THIRD_STAGES.items():
+        found[name] = train(DeepSpeedStrategy(**options), 2, cls())
     torch.manual_seed(8)
     task = BuiltLate()
     trainer = quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1, num_sanity_val_steps=0)
@@ -181,6 +225,13 @@ def test_bfloat16_comes_close_to_one_process_in_it(precision: str, stage: int, o
 def test_autocast_keeps_float32_parameters(others: list[dict[str, Any]]) -> None:
     alone = train("single", 1, precision="bf16-mixed")
     torch.testing.assert_close(others[0]["autocast"]["weights"], alone["weights"], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("name", _THIRD_STAGES)
+def test_experts_that_ranks_choose_apart_and_hierarchical_partitions_train_as_in_one_process(
+    name: str, others: list[dict[str, Any]]
+) -> None:
+    assert_trained_alike([found[name] for found in others], train("single", 1, _THIRD_STAGES[name][0]()))
 
 
 def test_a_model_is_cut_as_it_is_built_and_evaluated_without_an_optimizer(others: list[dict[str, Any]]) -> None:
