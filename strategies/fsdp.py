@@ -60,7 +60,7 @@ from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shard_build import MetaBuilding, materialize
 from trainwright.strategies.shard_clip import clip_pieces
 from trainwright.strategies.shard_ending import check_not_given_up, end_pieces
-from trainwright.strategies.shard_mesh import data_axes, forget_groups, make_mesh, mesh_shape
+from trainwright.strategies.shard_mesh import AXES, data_axes, forget_groups, make_mesh, mesh_shape
 from trainwright.strategies.shard_optimizers import check_optimizers, forget_one_by_one, step_one_by_one
 from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
 from trainwright.strategies.shard_scaler import ShardScaler
@@ -75,6 +75,7 @@ from trainwright.strategies.shard_units import (
 from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
+from trainwright.strategies.tp_check import check_plan
 from trainwright.strategies.tp_plan import Plan, SplitLayers
 from trainwright.strategies.tp_ready import find_plan
 from trainwright.strategies.tp_sizes import check_tp_size
@@ -247,6 +248,8 @@ class FSDPStrategy(DataParallel):
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         if self.compile_options is not None:
             check_compilable(units)
+        if self.tp > 1:
+            check_plan(task, self.tensor_parallel_plan, dict(zip(AXES, (*self._mesh_shape(), self.tp), strict=True)))
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
         if any(isinstance(parameter, DTensor) for parameter in task.parameters()):

@@ -11,6 +11,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from trainwright.core.errors import ConfigurationError
 
+AXES = ("dp_replicate", "dp_shard", "tp")
+"""The names of the axes that there are."""
+
 
 def mesh_shape(
     sharding_strategy: str, device_mesh: tuple[int, int] | None, *, tp: int = 1, num_nodes: int, devices_per_node: int
@@ -68,7 +71,7 @@ def make_mesh(device_type: str, replicas: int, pieces: int, tp: int = 1) -> Devi
 
     With one process, or where all are 1, it has `dp_shard` alone.
     """
-    lengths = {"dp_replicate": replicas, "dp_shard": pieces, "tp": tp}
+    lengths = dict(zip(AXES, (replicas, pieces, tp), strict=True))
     # What is replicated only is cut into one piece, as torch 2.13 wants it.
     names = [
         name for name, length in lengths.items() if length > 1 or (name == "dp_shard" and (replicas > 1 or tp == 1))

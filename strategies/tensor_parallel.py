@@ -95,7 +95,7 @@ class TensorParallelStrategy(FSDPStrategy):
 
     def _place(self, task: TaskModule) -> None:
         super()._place(task)
-        self._laid_out = [p for p in task.parameters() if isinstance(p, DTensor) and p.requires_grad]
+        self._laid_out = [(p, p.placements) for p in task.parameters() if isinstance(p, DTensor) and p.requires_grad]
 
     def _shard(self, module: nn.Module) -> None:
         """Leave a part as it is: there is one data-parallel rank."""
@@ -123,14 +123,14 @@ class TensorParallelStrategy(FSDPStrategy):
         of torch's split embedding is whole on every rank, where it would be counted several times.
         """
         by_dtype: dict[torch.dtype, list[Any]] = {}
-        for parameter in self._laid_out:
+        for parameter, placements in self._laid_out:
             grad: Any = parameter.grad
-            if grad is None or grad.placements == parameter.placements:
+            if grad is None or grad.placements == placements:
                 continue
-            if grad.placements[0].is_partial() and parameter.placements[0].is_replicate():
+            if grad.placements[0].is_partial() and placements[0].is_replicate():
                 by_dtype.setdefault(grad.dtype, []).append(parameter)
             else:
-                parameter.grad = grad.redistribute(placements=parameter.placements)
+                parameter.grad = grad.redistribute(placements=placements)
         for parameters in by_dtype.values():
             parts = [parameter.grad.to_local() for parameter in parameters]
             flat = torch.cat([part.reshape(-1) for part in parts])

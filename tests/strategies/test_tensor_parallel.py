@@ -24,6 +24,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp import FSDPStrategy
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.tp_check import check_plan
 from trainwright.strategies.tp_plan import SplitLayers
 from trainwright.strategies.tp_sizes import need_divisible
 from trainwright.strategies.tp_styles import LossParallel
@@ -450,6 +451,51 @@ def test_a_number_of_heads_that_cannot_be_divided_is_refused_with_ranks_that_cou
         ConfigurationError, match=r"heads=6 is not divisible by tp=4. Use tp=2 or 3 or 6, or a multiple"
     ):
         need_divisible(4, heads=6)
+
+
+class TwoHeads(Gpt):
+    """Says how many heads it has."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=2)
+        self.plan = None
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Say that heads must be divisible."""
+        need_divisible(mesh["tp"].size(), num_heads=2)
+        return _PLAN
+
+
+class _Broken(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return self.no_such_thing
+
+
+class _AsksForRanks(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "devices", "text"),
+    [
+        (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
+        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "it is a GELU"),
+        (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(
+    task: Any, strategy: Any, devices: int, text: str
+) -> None:
+    trainer = quiet_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=text):
+        trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+
+
+def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
+    check_plan(_AsksForRanks(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        check_plan(_Broken(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
 
 
 class _NoPlan(Gpt):
