@@ -13,6 +13,7 @@ SCRIPTS = (
     "import_time.py",
     "ddp.py",
     "memory.py",
+    "strategies.py",
     "bigmodel.py",
     "offload.py",
 )
