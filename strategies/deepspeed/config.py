@@ -104,6 +104,11 @@ class EngineConfig:
         place(self.content, path, value)
 
     def _check_offload(self) -> None:
+        if self._options.frozen_modules and self.stage not in (1, 2):
+            raise ConfigurationError(
+                f"frozen_modules={self._options.frozen_modules!r} at stage={self.stage}: they have an engine of their "
+                "own beside stage 1 or 2. Leave it out: stage 3 cuts what is frozen with the rest."
+            )
         for part, argument in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
             device = self.offload(part)
             if device == "nvme" and self.stage < 3:

@@ -44,6 +44,8 @@ class ZeroOptions:
             `deepspeed.checkpointing`.
         loss_scale, initial_scale_power, loss_scale_window, hysteresis, min_loss_scale: of float16; 0: found out.
         moe_leaf_modules: names of classes that are gathered as one at stage 3, as layers of experts must be.
+        frozen_modules: names of classes of frozen modules, such as a teacher, that are cut at stage 3 by an engine of
+            their own, while the rest is at stage 1 or 2.
     """
 
     zero_optimization: bool = True
@@ -85,6 +87,7 @@ class ZeroOptions:
     hysteresis: int = _at("fp16", "hysteresis", default=2)
     min_loss_scale: int = _at("fp16", "min_loss_scale", default=1)
     moe_leaf_modules: tuple[str, ...] = ()
+    frozen_modules: tuple[str, ...] = ()
 
 
 NAMES = tuple(each.name for each in fields(ZeroOptions))

@@ -185,7 +185,10 @@ class EngineState:
         return missing, left_over
 
     def _set_partition(self, parameter: Any, value: torch.Tensor) -> None:
-        """Put a whole value into this rank's partition of what modules compute with."""
+        """Put a whole value into this rank's partition of what modules compute with, or into what is whole."""
+        if not is_partitioned(parameter):
+            parameter.data.copy_(value)
+            return
         if parameter.ds_status.name == "AVAILABLE":
             parameter.partition()  # small ones stay gathered after a step, with what is about to be overwritten
         held = parameter.ds_tensor

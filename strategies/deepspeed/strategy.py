@@ -34,6 +34,7 @@ from trainwright.strategies.deepspeed.checks import check_optimizers, check_task
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
 from trainwright.strategies.deepspeed.disk import keep_unaligned_gradients
 from trainwright.strategies.deepspeed.facts import collect_facts
+from trainwright.strategies.deepspeed.frozen import FrozenEngines
 from trainwright.strategies.deepspeed.library import join, leave, load_library, quiet_imports
 from trainwright.strategies.deepspeed.options import read_options
 from trainwright.strategies.deepspeed.pieces import FlatPieces, ParameterPieces, Pieces
@@ -88,15 +89,16 @@ class DeepSpeedStrategy(DataParallel):
         self._source = (config, self.options, dict(options))
         self.config = EngineConfig(*self._source)
         self.stage = stage = self.config.stage
+        gathers = stage == 3 or bool(self.options.frozen_modules)
         self.capabilities = Capabilities(
             gradients="full" if stage == 0 else "hidden",
             manual_optimization=False,
-            lockstep_evaluation=stage == 3,
+            lockstep_evaluation=gathers,
             whole_weights=stage == 0,
             weight_averages=stage == 0,
             lone_steps=False,
             closures=False,
-            inference_mode=stage < 3,  # weights that are gathered in it could not be trained on
+            inference_mode=not gathers,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
         )
         self.engine: Any = None
@@ -105,6 +107,7 @@ class DeepSpeedStrategy(DataParallel):
         self._pieces: Pieces | None = None
         self._held: EngineState | None = None
         self._traces: Traces | None = None
+        self._frozen: FrozenEngines | None = None
         self._boundary = True
 
     @classmethod
@@ -201,7 +204,10 @@ class DeepSpeedStrategy(DataParallel):
             self._library.utils.set_z3_leaf_module(module, True)
         config = for_engine(self.resolved_config)
         is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
+        self._frozen = FrozenEngines(task, self.options.frozen_modules)
         with quiet_imports():
+            self._frozen.start(self._library, config)
+        with quiet_imports(), self._frozen.taken_out():
             self.engine, _, _, schedule = self._library.initialize(
                 model=root,
                 optimizer=optimizer if is_own else None,
@@ -427,6 +433,9 @@ class DeepSpeedStrategy(DataParallel):
 
     def _take_apart(self) -> None:
         """Let go of the engine, and take off the task what it has left there. Not collective."""
+        frozen, self._frozen = self._frozen, None
+        if frozen is not None:
+            frozen.destroy()
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.destroy()

@@ -109,6 +109,12 @@ def test_a_file_that_is_no_object_is_refused(tmp_path: Path) -> None:
             DeepSpeedStrategy(path)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_modules_with_an_engine_of_their_own_are_for_stages_1_and_2(stage: int) -> None:
+    with pytest.raises(ConfigurationError, match="beside stage 1 or 2"):
+        DeepSpeedStrategy(stage=stage, frozen_modules=("Teacher",))
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "complaint"),
     [

@@ -16,6 +16,7 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.sharded import Block, Blocks, batches
 from tests.strategies.test_deepspeed import assert_trained_alike, train
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
@@ -176,6 +177,68 @@ class Routed(Blocks):
 
 
 _KEPT_SMALL = {"stage3_param_persistence_threshold": 0}
+
+
+class Teacher(nn.Module):
+    """What a student imitates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(17)
+            self.net = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 5))
+        self.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map `(items, 5)` to the same shape."""
+        outputs: torch.Tensor = self.net(inputs)
+        return outputs
+
+
+class Student(Blocks):
+    """Learns what a frozen teacher says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Teacher()
+        self.held: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the distance to the teacher."""
+        self.held.append(sum(parameter.numel() for parameter in self.teacher.parameters()))
+        with torch.no_grad():
+            wanted = self.teacher(batch)
+        return (self(batch) - wanted).square().mean()
+
+
+def _distil(folder: Path) -> dict[str, Any]:
+    """Train, and continue from the middle."""
+    found: dict[str, Any] = {}
+    for stage in (1, 2):
+        task = Student()
+        options: dict[str, Any] = {
+            "config": {"zero_optimization": {"stage": stage, **_KEPT_SMALL}}, "frozen_modules": ("Teacher",),
+        }  # fmt: skip
+        found[f"distilled {stage}"] = train(DeepSpeedStrategy(**options), 2, task) | {"held": task.held}
+        settings = {
+            "devices": "auto",
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "num_sanity_val_steps": 0,
+        }
+        saver = ModelCheckpoint(folder / f"distilled-{stage}", every_n_train_steps=2, save_top_k=-1)
+        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=1, callbacks=[saver], **settings).fit(
+            Student(), batches()
+        )
+        continued = Student()
+        path = next(path for path in (folder / f"distilled-{stage}").iterdir() if "step=2" in path.name)
+        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=2, **settings).fit(
+            continued, batches(), ckpt_path=path
+        )
+        found[f"distilled {stage}"]["continued"] = weights_of(continued)
+    return found
+
+
 _THIRD_STAGES: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
     "experts": (
         Routed,
@@ -193,6 +256,7 @@ def _other_ways(folder: Path) -> dict[str, Any]:
             found[precision, stage] = train(DeepSpeedStrategy(stage=stage), 2, precision=precision)
     autocast = {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
     found["autocast"] = train(DeepSpeedStrategy(autocast), 2, precision="bf16-mixed")
+    found |= _distil(folder)
     for name, (cls, options) in _THIRD_STAGES.items():
         found[name] = train(DeepSpeedStrategy(**options), 2, cls())
     torch.manual_seed(8)
@@ -225,6 +289,19 @@ def test_bfloat16_comes_close_to_one_process_in_it(precision: str, stage: int, o
 def test_autocast_keeps_float32_parameters(others: list[dict[str, Any]]) -> None:
     alone = train("single", 1, precision="bf16-mixed")
     torch.testing.assert_close(others[0]["autocast"]["weights"], alone["weights"], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_process(
+    stage: int, others: list[dict[str, Any]]
+) -> None:
+    alone = train("single", 1, Student())
+    assert_trained_alike([found[f"distilled {stage}"] for found in others], alone)
+    total = sum(parameter.numel() for parameter in Teacher().parameters())
+    for found in others:
+        held = found[f"distilled {stage}"]["held"]
+        assert max(held) < total / 2  # what is not gathered has no elements
+        torch.testing.assert_close(found[f"distilled {stage}"]["continued"], alone["weights"], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", _THIRD_STAGES)
@@ -273,6 +350,7 @@ def _refuse() -> list[str]:
         (Blocks(), {"config": config(2)}),
         (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
         (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
+        (Blocks(), {"stage": 2, "frozen_modules": ("Block",)}),
     ):
         with pytest.raises(ConfigurationError) as raised:
             quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(task, batches())
@@ -285,7 +363,7 @@ def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
     for text, expected in zip(
         texts,
         ["returned 2 optimizers", "LBFGS evaluates", "not the task's own", "DeepSpeedCPUAdam", "has no 'optimizer'",
-         "has an 'optimizer'", "configure_model", "stage 3 only"],
+         "has an 'optimizer'", "configure_model", "stage 3 only", "is trained"],
         strict=True,
     ):  # fmt: skip
         assert expected in text
