@@ -21,6 +21,7 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp import FSDPStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
+from trainwright.strategies.tensor_parallel import TensorParallelStrategy
 
 # name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
 STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
@@ -34,20 +35,36 @@ STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {
     "offload": (lambda: OffloadStrategy("disk", "disk", min_num_params=1, stream=True), 1),
     "tp": ("tp", 2),
     "hsdp": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), 2),
+    "ddp_4": ("ddp", 4),
+    "fsdp_4": ("fsdp", 4),
     "hsdp_4": (lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)), 4),
-    "fsdp_tp": (lambda: FSDPStrategy(tp=2), 4),
+    "tp_4": (lambda: TensorParallelStrategy(tp=4), 4),
+    "fsdp_tp_4": (lambda: FSDPStrategy(tp=2), 4),
+    "zero1_4": ("deepspeed_stage_1", 4),
+    "zero2_4": ("deepspeed_stage_2", 4),
+    "zero3_4": ("deepspeed_stage_3", 4),
 }
-_DATA_RANKS = {"tp": 1, "fsdp_tp": 2}  # where several processes see the same data
-_SLOW = ("hsdp_4", "fsdp_tp")
+_DATA_RANKS = {"tp": 1, "tp_4": 1, "fsdp_tp_4": 2}  # where several processes see the same data
+
+NAMES = list(STRATEGIES)
+_FOUR = [name for name in NAMES if STRATEGIES[name][1] == 4]
+_UP_TO_TWO = [name for name in NAMES if name not in _FOUR]
+# Every strategy reads every other's checkpoint on as many processes, and on more or fewer its own and one in pieces.
+PAIRS = [
+    *itertools.permutations(_UP_TO_TWO, 2),
+    *itertools.permutations([*_FOUR, "single"], 2),
+    *((reader, f"{reader}_4") for reader in _UP_TO_TWO if f"{reader}_4" in _FOUR),
+    *((f"{writer}_4", writer) for writer in _UP_TO_TWO if f"{writer}_4" in _FOUR),
+    *((reader, "fsdp_tp_4") for reader in _UP_TO_TWO if reader != "single"),
+]
 
 
 def _marked(names: str | tuple[str, str]) -> Any:
-    """Return the parameters of a test, marked as slow if one of them is."""
+    """Return the parameters of a test, marked as slow if one of them takes four processes."""
     names = (names,) if isinstance(names, str) else names
-    return pytest.param(*names, marks=[pytest.mark.slow] if set(names) & set(_SLOW) else [])
+    return pytest.param(*names, marks=[pytest.mark.slow] if set(names) & set(_FOUR) else [])
 
 
-NAMES = list(STRATEGIES)
 ALL = [_marked(name) for name in NAMES]
 OTHERS = [_marked(name) for name in NAMES if name != "single"]
 
@@ -108,7 +125,7 @@ class SaveAtEnd(Callback):
 
 
 def train(
-    name: str, epochs: int, *, ckpt_path: Path | None = None, save_to: Path | None = None
+    name: str, epochs: int = _EPOCHS, *, ckpt_path: Path | None = None, save_to: Path | None = None
 ) -> tuple[StepRecorder, dict[str, torch.Tensor]]:
     """Train on this process's rank; the losses are this rank's shares."""
     strategy, processes = STRATEGIES[name]
@@ -130,18 +147,18 @@ def train(
 Result = tuple[list[float], list[float], dict[str, torch.Tensor]]
 
 
-def run(name: str, epochs: int, **options: Any) -> Result:
-    """Train under a strategy in as many processes as it takes; return the mean losses, the norms and the weights."""
-    return run_each(name, epochs, [options])[0]
+def run(name: str, *each: dict[str, Any]) -> list[Result]:
+    """Train under a strategy in as many processes as it takes, once with each of some options for `train`.
 
-
-def run_each(name: str, epochs: int, each: list[dict[str, Any]]) -> list[Result]:
-    """Train once with each of some options, one after the other in the same processes."""
+    All runs are in the same processes. Returns the mean losses, the norms and the weights of each.
+    """
     _, processes = STRATEGIES[name]
     if processes == 1:
-        alone = [train(name, epochs, **options) for options in each]
+        alone = [train(name, **options) for options in each]
         return [(recorder.losses, recorder.norms, weights) for recorder, weights in alone]
-    by_rank = run_distributed(lambda: [train(name, epochs, **options) for options in each], processes, timeout=280)
+    by_rank = run_distributed(
+        lambda: [train(name, **options) for options in each], processes, timeout=120 + 40 * len(each)
+    )
     return [_of_ranks(found, processes) for found in zip(*by_rank, strict=True)]
 
 
@@ -187,15 +204,9 @@ class WhenAsked(dict[Any, Any]):
 
 
 @pytest.fixture(scope="module")
-def halves(checkpoints: dict[str, Path]) -> dict[str, Any]:
-    """What each strategy's first half gave; its checkpoint is written then."""
-    return WhenAsked(lambda name: run(name, _HALF, save_to=checkpoints[name]))
-
-
-@pytest.fixture(scope="module")
-def wholes() -> dict[str, Any]:
-    """What each strategy's uninterrupted run gave."""
-    return WhenAsked(lambda name: run(name, _EPOCHS))
+def runs(checkpoints: dict[str, Path]) -> dict[str, list[Result]]:
+    """What each strategy's uninterrupted run gave, and the first half of it, after which its checkpoint is written."""
+    return WhenAsked(lambda name: run(name, {}, {"epochs": _HALF, "save_to": checkpoints[name]}))
 
 
 def by_hand() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
@@ -220,56 +231,55 @@ def by_hand() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ALL)
-def test_losses_norms_and_parameters_are_those_of_plain_pytorch(name: str, wholes: dict[str, Any]) -> None:
+def test_losses_norms_and_parameters_are_those_of_plain_pytorch(name: str, runs: dict[str, Any]) -> None:
     expected = by_hand()
     assert max(expected[1]) > 0.3  # something is clipped
-    assert_like(wholes[name], expected)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", ALL)
-def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
-    name: str, halves: dict[str, Any], wholes: dict[str, Any], checkpoints: dict[str, Path]
-) -> None:
-    first = halves[name]
-    losses, norms, weights = run(name, _EPOCHS, ckpt_path=checkpoints[name])
-    assert first[0] + losses == wholes[name][0]
-    assert first[1] + norms == wholes[name][1]
-    assert_equal_weights(weights, wholes[name][2])
+    assert_like(runs[name][0], expected)
 
 
 @pytest.fixture(scope="module")
-def continued(halves: dict[str, Any], checkpoints: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Result]]:
-    """What each reader makes of every writer's checkpoint, the slow ones apart; all in the same processes."""
+def continued(runs: dict[str, Any], checkpoints: dict[str, Path]) -> dict[tuple[str, bool], dict[str, Result]]:
+    """What each reader makes of its own and others' checkpoints: those of four processes, and those of up to two."""
 
     def read(key: tuple[str, bool]) -> dict[str, Result]:
-        reader, slow = key
-        apart = [name for name in NAMES if reader in _SLOW or (name in _SLOW) == slow]
-        writers = [name for name in apart if name != reader and halves[name]]
-        found = run_each(reader, _EPOCHS, [{"ckpt_path": checkpoints[name]} for name in writers])
-        return dict(zip(writers, found, strict=True))
+        reader, four = key
+        writers = [w for w in NAMES if (w in _FOUR) == four and (w == reader or (reader, w) in PAIRS) and runs[w]]
+        return dict(zip(writers, run(reader, *({"ckpt_path": checkpoints[w]} for w in writers)), strict=True))
 
     return WhenAsked(read)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("reader", "writer"), [_marked(pair) for pair in itertools.permutations(NAMES, 2)])
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+def test_saving_loading_and_continuing_equals_the_uninterrupted_run(
+    name: str, continued: dict[Any, Any], runs: dict[str, Any]
+) -> None:
+    whole, first = runs[name]
+    losses, norms, weights = continued[name, name in _FOUR][name]
+    assert first[0] + losses == whole[0]
+    assert first[1] + norms == whole[1]
+    assert_equal_weights(weights, whole[2])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("reader", "writer"), [_marked(pair) for pair in PAIRS])
 @pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
 def test_a_checkpoint_of_one_strategy_continues_under_another(
-    reader: str, writer: str, continued: dict[Any, Any], halves: dict[str, Any], wholes: dict[str, Any]
+    reader: str, writer: str, continued: dict[Any, Any], runs: dict[str, Any]
 ) -> None:
-    losses, norms, weights = continued[reader, bool({reader, writer} & set(_SLOW))][writer]
-    first = halves[writer]
-    assert_like((first[0] + losses, first[1] + norms, weights), wholes["single"])
+    losses, norms, weights = continued[reader, writer in _FOUR][writer]
+    first = runs[writer][1]
+    assert_like((first[0] + losses, first[1] + norms, weights), runs["single"][0])
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_strategy_writes_the_same_names_shapes_and_optimizer_state(
-    name: str, halves: dict[str, Any], checkpoints: dict[str, Path]
+    name: str, runs: dict[str, Any], checkpoints: dict[str, Path]
 ) -> None:
-    assert halves["single"]
-    assert halves[name]
+    assert runs["single"]
+    assert runs[name]
     single, other = (read_checkpoint(checkpoints[n]) for n in ("single", name))
     assert {k: (v.shape, v.dtype) for k, v in (single.model or {}).items()} == {
         k: (v.shape, v.dtype) for k, v in (other.model or {}).items()
@@ -288,8 +298,8 @@ def test_every_strategy_writes_the_same_names_shapes_and_optimizer_state(
 
 @pytest.mark.distributed
 def test_another_number_of_processes_says_that_generators_start_anew(
-    halves: dict[str, Any], checkpoints: dict[str, Path]
+    runs: dict[str, Any], checkpoints: dict[str, Path]
 ) -> None:
-    assert halves["ddp"]
+    assert runs["ddp"]
     with pytest.warns(TrainwrightWarning, match="written by 2 process"):
-        run("single", _EPOCHS, ckpt_path=checkpoints["ddp"])
+        run("single", {"ckpt_path": checkpoints["ddp"]})
