@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.strategies.bucket_order import BucketOrder
 from trainwright.strategies.comm_hooks import CommHook, DDPCommunicationHookType, DistributedDataParallelKwargs, Hook
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.replicas import Replicas
@@ -78,6 +79,7 @@ class DDPStrategy(Replicas):
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
         self._was_wrapped = False
+        self._bucket_order = BucketOrder()
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
@@ -120,9 +122,18 @@ class DDPStrategy(Replicas):
         self._replica = DistributedDataParallel(StepModule(self.task), **self.ddp_options)
         self.comm_hook.register(self._replica)
         self._learns_graph = self.ddp_options["static_graph"]
+        if self._reorders_buckets:
+            self._bucket_order.record(self._replica, self.task)
         self._step = self._replica if self.compile_options is None else self._compile(self._replica)
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
         # itself, so that ranks may evaluate different numbers of batches.
+
+    @property
+    def _reorders_buckets(self) -> bool:
+        """Whether the replica lays buckets out anew after the first step, and zeros sent through it leave no trace."""
+        options = self.ddp_options
+        plain = not options["static_graph"] and not options["find_unused_parameters"]
+        return plain and self.comm_hook.power_sgd is None and self.dp_size > 2
 
     def begin_evaluation(self) -> None:
         # In training, buffers are rank 0's when a forward begins, and each rank's own after it.
@@ -139,6 +150,12 @@ class DDPStrategy(Replicas):
                 stacklevel=2,
             )
         super().load_state_dict(state)
+        if self._replica is not None and self._reorders_buckets:
+            self._bucket_order.replay(self._replica, self.task, state.get("bucket_order", ()))
+
+    def state_dict(self) -> dict[str, Any]:
+        order = self._bucket_order.names
+        return {**super().state_dict(), **({"bucket_order": order} if order else {})}
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         replica = self._replica
@@ -191,6 +208,7 @@ class DDPStrategy(Replicas):
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""
         replica, self._replica = self._replica, None
+        self._bucket_order.stop()
         if replica is not None:
             # The replica is part of a reference cycle, which must not be the last to hold the process group: a cycle is
             # freed whenever the collector runs. In a loader's forked worker, freeing a gloo group waits for threads
