@@ -23,7 +23,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp import FSDPStrategy
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
 from trainwright.strategies.tp_check import check_plan
 from trainwright.strategies.tp_plan import SplitLayers
 from trainwright.strategies.tp_sizes import need_divisible
@@ -296,7 +296,7 @@ def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, 
 
     def run() -> Any:
         second = _continue(strategy(), dp_size, tmp_path / "half", tmp_path / "split")
-        return second, _continue(strategy(), dp_size, tmp_path / "split", epochs=3)
+        return second, _continue("tp", 1, tmp_path / "split", epochs=3)  # over all ranks
 
     for weights, third in run_distributed(run, processes, init=False, timeout=240):
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
@@ -405,6 +405,27 @@ def test_sizes_that_do_not_make_up_the_run_are_refused_with_those_that_would(
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
         configured(make(), processes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "num_nodes", "tp"),
+    [((2, 2), 4, 1, 2), (("auto", 2), 4, 1, 2), ((4, "auto"), 8, 1, 2), (("auto", "auto"), 4, 2, 4)],
+)
+def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
+    sizes: Any, processes: int, num_nodes: int, tp: int
+) -> None:
+    strategy = ModelParallelStrategy(*sizes)
+    configured(strategy, processes, num_nodes)
+    assert strategy.tp == tp
+
+
+def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"do not make up the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
+    ):
+        configured(ModelParallelStrategy(3, 2), 4)
+    with pytest.raises(ConfigurationError, match="data_parallel_size=0: write a number of ranks"):
+        ModelParallelStrategy(0)
 
 
 @pytest.mark.parametrize("tp", [0, -1, 1.5, True, "2"])
