@@ -23,6 +23,7 @@ from trainwright.checkpoint.host_buffers import BLOCK_BYTES
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.tensor_parallel import TensorParallelStrategy
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,6 +53,22 @@ class Large(RegressionTask):
     def loss(self, batch: Any) -> torch.Tensor:
         """Return the error, with a gradient for every tensor."""
         return super().loss(batch) + sum(tensor[0] for tensor in self.large) * 0
+
+
+class LargeLayers(RegressionTask):
+    """The same bytes in layers that can be split."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+        self.large = nn.ModuleList(nn.Linear(1, TENSOR_MB * 2**18, bias=False) for _ in range(NUM_TENSORS))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the error, with a gradient for every tensor."""
+        return super().loss(batch) + sum(layer(torch.zeros(1, 1)).sum() for layer in self.large)
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Split the large ones."""
+        return {"large.*": "colwise"}
 
 
 class MeasuredSave(Callback):
@@ -97,7 +114,11 @@ def measured() -> Iterator[list[float]]:
         thread.join()
 
 
-STRATEGIES: dict[str, Callable[..., Any]] = {"fsdp": FSDPStrategy, "zero3": partial(DeepSpeedStrategy, stage=3)}
+STRATEGIES: dict[str, Callable[..., Any]] = {
+    "fsdp": FSDPStrategy,
+    "tp": TensorParallelStrategy,
+    "zero3": partial(DeepSpeedStrategy, stage=3),
+}
 
 
 def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, float]:
@@ -106,7 +127,7 @@ def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, f
     callback = MeasuredSave(folder)
     strategy = STRATEGIES[name](state_dict_type=state_dict_type)
     quiet_trainer(devices="auto", strategy=strategy, max_steps=2, callbacks=[callback]).fit(
-        Large(), regression_loader(8, 2)
+        LargeLayers() if name == "tp" else Large(), regression_loader(8, 2)
     )
     return callback.at_once[0], callback.in_thread[0], callback.buffers_mb
 
