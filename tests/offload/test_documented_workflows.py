@@ -1,4 +1,4 @@
-"""The workflows that Accelerate's guides to large models show, step by step, with a small GPT in a large one's place."""
+"""The workflows that guides to Accelerate's large models show, step by step, with a small GPT in the place of one."""
 
 from __future__ import annotations
 
