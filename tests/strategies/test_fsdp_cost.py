@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -52,17 +53,20 @@ class Operators(TorchDispatchMode):
 
 
 class Calls:
-    """Counts calls of Python functions."""
+    """Counts calls of Python functions, without those that free what earlier runs have left."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def __enter__(self) -> Calls:
+        gc.collect()
+        gc.disable()
         sys.setprofile(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        gc.enable()
 
     def _note(self, frame: FrameType, event: str, arg: object) -> None:
         if event == "call":
@@ -176,4 +180,4 @@ def test_a_sharded_step_computes_what_a_hand_written_one_computes(kind: str, cou
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_sharded_step_calls_little_more_than_a_hand_written_one(kind: str, counted: dict[Any, Any]) -> None:
     ours, hand = (counted[kind, name][1] for name in ("ours", "hand"))
-    assert ours - hand <= 0.01 * hand
+    assert ours - hand <= 60 * _KINDS[kind][0]  # of some 7,700 and 14,000
