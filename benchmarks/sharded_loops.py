@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright import DeepSpeedStrategy, TaskModule, Trainer
+from trainwright import DeepSpeedStrategy, TaskModule, TensorParallelStrategy, Trainer
 
 WORLD_SIZE = 2
 WIDTH, NUM_LAYERS, NUM_HEADS, VOCABULARY, CONTEXT, BATCH_SIZE = 512, 6, 8, 2048, 64, 2  # 19,996,672 parameters
@@ -279,7 +279,8 @@ CONTENDERS: dict[str, dict[str, Loop]] = {
     },
     "tp": {
         HAND: tp_by_hand,
-        OURS: partial(with_trainwright, "tp"),
+        # As the others, leaving the weights split when the stage is over.
+        OURS: partial(with_trainwright, partial(TensorParallelStrategy, weights_after_stage="none")),
         "Lightning, ModelParallelStrategy": tp_with_lightning,
     },
     "deepspeed": {

@@ -1,6 +1,6 @@
 """What Trainwright adds to a step of a sharded model: two gloo processes, a GPT of 20 million parameters.
 
-    python benchmarks/strategies.py [--engine fsdp|tp|deepspeed] [--steps 4] [--rounds 5] [--clock cpu] [--no-memory]
+    python benchmarks/strategies.py [--engine fsdp|tp|deepspeed] [--steps 8] [--rounds 5] [--clock cpu] [--no-memory]
 
 All loops of an engine run in the same two processes, in rounds whose order turns, over the same batches: one written by
 hand over the engine, one through `Trainer.fit`, and those of the peers where they run on a CPU. A round's figure is the
@@ -12,6 +12,7 @@ of two runs.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import logging
@@ -79,6 +80,8 @@ def work(rank: int, port: int, engine: str, only: str | None, options: argparse.
 
     loops = {name: CONTENDERS[engine][name] for name in names_of(engine)}
     import_all(engine)
+    gc.collect()
+    gc.freeze()  # else each pass of the collector over what the peers' imports have left falls into somebody's round
     found: Any
     if only is None:
         found = interleave({name: partial(run, name, loop) for name, loop in loops.items()}, options.rounds)
@@ -140,7 +143,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="A step of a sharded model against a hand-written one.")
     parser.add_argument("--engine", choices=CONTENDERS, action="append", help="which; all unless told")
-    parser.add_argument("--steps", type=int, default=4, help="steps in one run")
+    parser.add_argument("--steps", type=int, default=8, help="steps in one run")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each loop")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: on a machine that others use")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure times only")
