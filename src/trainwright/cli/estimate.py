@@ -47,6 +47,10 @@ def estimate(argv: Sequence[str]) -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE", help=f"of {', '.join(DTYPES)}")
     parser.add_argument("--batch-size", type=int, metavar="N", help="also activations and KV cache of N sequences")
     parser.add_argument("--sequence-length", type=int, default=1024, metavar="N", help="tokens each (default: 1024)")
+    parser.add_argument(
+        "--devices", type=int, metavar="N", help="also what each of N ranks needs to train, by strategy"
+    )
+    parser.add_argument("--device-memory", metavar="SIZE", help='also how many devices of a size ("80GB") can train it')
     parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model's name")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     wanted = parser.parse_args(argv)
@@ -82,6 +86,25 @@ def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
     }
     if wanted.batch_size is not None:
         facts["activation_bytes_float32"] = _activation_bytes(model, wanted.batch_size, wanted.sequence_length)
+    if wanted.devices is not None or wanted.device_memory is not None:
+        facts.update(_peaks(model, wanted, facts.get("activation_bytes_float32", 0)))
+    return facts
+
+
+def _peaks(model: _Model, wanted: argparse.Namespace, activation_bytes: int) -> dict[str, Any]:
+    from trainwright.core.byte_sizes import convert_file_size_to_int
+    from trainwright.strategies.offload.rank_peaks import rank_peaks, ranks_that_fit, training_shape
+
+    if wanted.devices is not None and wanted.devices < 1:
+        raise ConfigurationError(f"--devices {wanted.devices}: write a number of at least 1.")
+    if model.module is None:
+        raise ConfigurationError("--devices and --device-memory need a model: stored weights do not say what trains.")
+    shape, facts = training_shape(model.module), dict[str, Any]()
+    if wanted.devices is not None:
+        facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, activation_bytes=activation_bytes)
+    if wanted.device_memory is not None:
+        size = convert_file_size_to_int(wanted.device_memory)
+        facts["devices_needed"] = ranks_that_fit(shape, size, activation_bytes=activation_bytes)
     return facts
 
 
@@ -120,6 +143,14 @@ def _show(name: str, facts: dict[str, Any]) -> None:
         print("| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |")
     if "activation_bytes_float32" in facts:
         print(f"\nactivations kept for the backward, float32: {format_bytes(facts['activation_bytes_float32'])}")
+    if "peaks_float32_adam" in facts:
+        print("\nmost that one rank's device holds in a step (float32, Adam), by strategy:")
+        for strategy, peak in facts["peaks_float32_adam"].items():
+            print(f"  {strategy:18} {format_bytes(peak)}")
+    if "devices_needed" in facts:
+        print("\ndevices that it takes to train:")
+        for strategy, number in facts["devices_needed"].items():
+            print(f"  {strategy:18} {'does not fit' if number is None else number}")
 
 
 def _find(name: str, *, trust_remote_code: bool) -> _Model:

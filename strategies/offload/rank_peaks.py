@@ -1,0 +1,107 @@
+"""How much memory a rank's device needs at most while a model trains in float32 with Adam, under each strategy.
+
+Two moments of a step are the largest: the begin of the backward, when all activations are there and the last layer's
+gradient is made, and the optimizer's step, when all gradients are there and what it computes with. Source of what is
+cut and gathered: the memory tables in docs/strategies.md, which tests hold against counted bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
+_BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
+_TEMPORARIES = 2  # tensors of a parameter's size that Adam computes its update with
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingShape:
+    """A model as strategies see it, in elements.
+
+    Attributes:
+        elements: all of them, a shared tensor counted once.
+        unit: of the largest numbered block, which strategies gather or move by itself.
+        outside: in no block: embeddings, heads, norms between.
+        tensor: of the largest tensor.
+        uses: names that the largest tensor has: each use makes a gradient, which waits for the others.
+    """
+
+    elements: int
+    unit: int
+    outside: int
+    tensor: int
+    uses: int = 1
+
+
+def training_shape(model: nn.Module) -> TrainingShape:
+    """Return the shape of a model on any device, the meta device included."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    shape = shape_of({own[0]: parameter.numel() for parameter, own in names.items()})
+    uses = max((len(own) for parameter, own in names.items() if parameter.numel() == shape.tensor), default=1)
+    return replace(shape, uses=uses)
+
+
+def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
+    """Return the shape of a model from its parameters' names and numbers of elements."""
+    blocks: dict[str, int] = {}
+    outside = 0
+    for name, elements in sizes.items():
+        block = _BLOCK.match(name)
+        if block is None:
+            outside += elements
+        else:
+            blocks[block[0]] = blocks.get(block[0], 0) + elements
+    return TrainingShape(sum(sizes.values()), max(blocks.values(), default=0), outside, max(sizes.values(), default=0))
+
+
+def rank_peaks(shape: TrainingShape, *, world_size: int, activation_bytes: int) -> dict[str, int]:
+    """Return the largest number of bytes that one rank's device holds in a step, by strategy.
+
+    Args:
+        shape: of the model.
+        world_size: ranks; each has the same activations.
+        activation_bytes: that autograd keeps of one rank's forward, see `count_activation_bytes`.
+    """
+    ranks, kept = world_size, activation_bytes
+    weights = gradients = _BYTES * shape.elements
+    states, largest = _STATES * shape.elements, _BYTES * shape.tensor
+    unit, outside = _BYTES * shape.unit, _BYTES * shape.outside
+    stepping = gradients + _TEMPORARIES * largest
+    peaks = {
+        "single": weights + states + max(stepping, kept + largest),
+        # Gradients live in buckets that are there all the time.
+        "ddp": weights + states + gradients + max(_TEMPORARIES * largest, kept + largest),
+        # A unit and the next one are gathered; its gradients are whole and laid out once more to be sent in pieces,
+        # while those of the one before are sent. What is in no unit is whole for all of the step. Pieces of gradients
+        # come as activations go.
+        "fsdp": (weights + states) // ranks
+        + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
+        "offload": outside + 2 * unit + max(kept + outside + unit, 0),
+    }
+    for stage in (1, 2, 3):
+        whole = weights if stage < 3 else weights // ranks
+        held = whole + (weights + states) // ranks
+        made = gradients if stage == 1 else gradients // ranks
+        gathered = 0 if stage < 3 else 2 * unit + outside
+        peaks[f"deepspeed_stage_{stage}"] = held + max(stepping // ranks, kept + made + gathered)
+    return {name: math.ceil(peak) for name, peak in peaks.items()}
+
+
+def ranks_that_fit(shape: TrainingShape, device_bytes: int, *, activation_bytes: int) -> dict[str, int | None]:
+    """Return on how many devices of a size each strategy can train a model, the fewest up to 4,096; None: on none."""
+    found: dict[str, int | None] = {}
+    for name in rank_peaks(shape, world_size=1, activation_bytes=activation_bytes):
+        counts = (1,) if name in ("single", "ddp", "offload") else tuple(2**power for power in range(13))
+        found[name] = next(
+            (n for n in counts
+             if rank_peaks(shape, world_size=n, activation_bytes=activation_bytes)[name] <= device_bytes),
+            None,
+        )  # fmt: skip
+    return found
