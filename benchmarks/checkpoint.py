@@ -5,7 +5,9 @@
 All contenders save and load the same live model and optimizer, in this process and on the same disk, in interleaved
 rounds; a figure is the median over rounds. Before each measurement the disk has been synced, so that nobody pays for
 what another left to be written. The host memory of asynchronous saves is reused, as it is from a run's second save on;
-the first one, which allocates it, is shown by itself.
+the first one, which allocates it, is shown by itself. The stall of an asynchronous save is all that the training waits:
+in the save, and before the next optimizer's step for what is copied beside the forward and backward between them,
+whose time is shown with and without that copy.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from torch import nn
 from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 
 WIDTH = 1024
+_STALL = "Trainwright, stall of an async save"
+_COMPUTE = "forward and backward"
 Timed = Callable[[], float]  # () -> seconds
 
 
@@ -53,6 +57,7 @@ class State:
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.inputs = torch.ones(16, WIDTH)
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.tensors = {f"model.{name}": tensor for name, tensor in self.net.state_dict().items()}
         for parameter, state in self.optimizer.state.items():
@@ -70,7 +75,16 @@ class State:
             model=self.net.state_dict(),
             optimizers=[named_optimizer_state(self.optimizer, self.names)],
             rng=[{"torch": torch.get_rng_state()}],
+            overlaps=True,
         )
+
+    def compute(self) -> float:
+        """Return seconds of a forward and a backward."""
+        started = time.perf_counter()
+        self.net(self.inputs).sum().backward()
+        seconds = time.perf_counter() - started
+        self.net.zero_grad()
+        return seconds
 
 
 class Disk:
@@ -132,11 +146,25 @@ def savers(state: State, disk: Disk, writer: AsyncWriter) -> dict[str, Timed]:
         save_file(state.tensors, path)
         fsync(path)
 
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # waits as any optimizer does, and changes nothing
+    computing: list[float] = []
+
+    def stall() -> float:
+        path, seconds = disk.path("async"), []
+        with disk.timed(seconds):
+            writer.submit(path, state.snapshot())
+        computing.append(state.compute())
+        started = time.perf_counter()
+        other.step()
+        seconds.append(time.perf_counter() - started)
+        writer.wait()
+        return sum(seconds)
+
     return {
         "memcpy of the state": measure(copy, "none"),
-        "Trainwright, stall of an async save": measure(
-            lambda path: writer.submit(path, state.snapshot()), "async", writer.wait
-        ),
+        _STALL: stall,
+        f"{_COMPUTE} beside its copy": lambda: computing[-1],
+        _COMPUTE: state.compute,
         "Trainwright, sync save": measure(lambda path: write_checkpoint(path, state.snapshot()), "sync"),
         "safetensors save_file + fsync": measure(save_safetensors, "plain.safetensors"),
         "torch.save": measure(lambda path: torch.save(plain, path), "plain.pt"),
@@ -272,8 +300,9 @@ def _print(state: State, rounds: int, saved: dict[str, list[float]], loaded: dic
     print(f"\n{describe_machine(('torch', 'safetensors', 'lightning', 'accelerate'))}")
     print(f"{size / 1e9:.2f} GB in {len(state.tensors)} tensors, {rounds} interleaved rounds, one thread in torch\n")
     rows = [
-        [name, f"{statistics.median(found):.3f}", f"{min(found):.3f}", f"{size / statistics.median(found) / 1e9:.2f}"]
+        [name, f"{middle:.3f}", f"{min(found):.3f}", "–" if _COMPUTE in name else f"{size / middle / 1e9:.2f}"]
         for name, found in {**saved, **loaded}.items()
+        for middle in [statistics.median(found)]
     ]
     print_table(["", "median s", "least s", "GB/s"], rows)
 
@@ -282,7 +311,7 @@ def _bars(saved: dict[str, list[float]], loaded: dict[str, list[float]], memory:
     def ratio(found: dict[str, list[float]], name: str, base: str) -> float:
         return statistics.median(a / b for a, b in zip(found[name], found[base], strict=True))
 
-    stall, sync, base = "Trainwright, stall of an async save", "Trainwright, sync save", "safetensors load_file + copy"
+    stall, sync, base = _STALL, "Trainwright, sync save", "safetensors load_file + copy"
     bars = Bars()
     bars.add("stall over a memcpy", ratio(saved, stall, "memcpy of the state"), 1.5, "×")
     bars.add("stall over torch.save", ratio(saved, stall, "torch.save"), 0.1, "×")

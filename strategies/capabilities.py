@@ -22,6 +22,8 @@ class Capabilities:
         inference_mode: evaluations may run in torch's inference mode; otherwise gradients are only switched off, as a
             tensor that is made in that mode, such as a gathered weight, cannot be trained on.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
+        state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
+            may copy it while the next step computes.
     """
 
     gradients: str = "full"
@@ -33,6 +35,7 @@ class Capabilities:
     closures: bool = True
     inference_mode: bool = True
     owns_optimizer_step: bool = False
+    state_rests: bool = True
 
 
 REFUSALS = {

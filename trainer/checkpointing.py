@@ -109,6 +109,7 @@ def _collect(
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
         in_pieces=strategy.saves_pieces,
+        overlaps=strategy.capabilities.state_rests,
     )
 
 

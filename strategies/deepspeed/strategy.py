@@ -100,6 +100,7 @@ class DeepSpeedStrategy(DataParallel):
             closures=False,
             inference_mode=not gathers,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
+            state_rests=False,
         )
         self.engine: Any = None
         self.resolved_config: dict[str, Any] = {}

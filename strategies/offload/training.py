@@ -52,7 +52,7 @@ class OffloadStrategy(Strategy):
         ConfigurationError: a place that there is not.
     """
 
-    capabilities = Capabilities(manual_optimization=False)
+    capabilities = Capabilities(manual_optimization=False, state_rests=False)
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from trainwright.checkpoint.host_buffers import HostBuffers
+from trainwright.checkpoint.host_copies import LaterCopy
 from trainwright.checkpoint.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.writer import (
     Contents,
@@ -51,6 +56,8 @@ class AsyncWriter:
         self.buffers = HostBuffers()
         self._max_shard_bytes = max_shard_bytes
         self._contents: Contents | None = None  # what is in the buffers
+        self._later: LaterCopy | None = None  # what is not in them yet
+        self._guard: Any = None  # keeps optimizers from a step before it is
         self._lock = threading.Lock()  # over the three below
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
@@ -66,7 +73,9 @@ class AsyncWriter:
         """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
-        snapshot and everything it refers to may change as soon as this returns.
+        snapshot and everything it refers to may change as soon as this returns. If it `overlaps`, the optimizers'
+        tensors are left out of that: the thread copies them, and any `step` of a `torch.optim.Optimizer` waits for it
+        (and helps). One that is changed in another way before is an error of the save, see `wait`.
 
         Args:
             path: the checkpoint's folder. Its earlier content, and other checkpoints, stay as they are until it is
@@ -92,7 +101,8 @@ class AsyncWriter:
     def stage(self, contents: Contents) -> None:
         """Copy the tensors of `contents`, which then holds the copies; for a save of several ranks.
 
-        Blocks until everything that was submitted is done and the tensors are copied. `start` writes what is staged.
+        Blocks until everything that was submitted is done and the tensors are copied, see `submit`. `start` writes what
+        is staged.
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written (its path is named); nothing is copied.
@@ -114,9 +124,11 @@ class AsyncWriter:
         self._start(_Job(path, write, then))
 
     def _stage(self, contents: Contents) -> None:
-        self._contents = None  # an error half way would leave a mixture of the two
-        self.buffers.stage(contents.files)
+        self._contents = self._later = None  # an error half way would leave a mixture of the two
+        self._later = self.buffers.stage(contents.files)
         self._contents = contents
+        if self._later is not None and self._guard is None:
+            self._guard = register_optimizer_step_pre_hook(_Guard(self))
 
     def _write(self, path: Path, then: Then | None, **changes: Any) -> None:
         assert self._contents is not None  # staged before
@@ -168,8 +180,11 @@ class AsyncWriter:
             self.wait()
         finally:
             if not self.is_writing:  # a second Ctrl-C may have ended the wait
-                self._contents = None
+                self._contents = self._later = None
                 self.buffers.release()
+                if self._guard is not None:
+                    self._guard.remove()
+                    self._guard = None
 
     def _start(self, job: _Job) -> None:
         with self._lock:
@@ -186,11 +201,19 @@ class AsyncWriter:
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
             try:
+                self._finish_copy()
                 job.write()
                 if job.then is not None:
                     job.then(job.path)
             except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
                 self._fail(job, error)
+
+    def _finish_copy(self) -> None:
+        if self._later is not None and not self._later.finish():
+            raise CheckpointError(
+                "an optimizer's state was changed between two of its steps, while it was being copied. Change it in "
+                "the step, or write with Trainer(async_save=False)"
+            )
 
     def _next_job(self) -> _Job | None:
         """Return the next job, or None after having declared the thread ended."""
@@ -209,3 +232,15 @@ class AsyncWriter:
                 f"Earlier checkpoints are as they were.{others}"
             )
             self._error.__cause__ = error
+
+
+class _Guard:
+    """Called before any optimizer's step: has what it may change be copied first. Does not keep the writer alive."""
+
+    def __init__(self, writer: AsyncWriter) -> None:
+        self._writer = weakref.ref(writer)
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        writer = self._writer()
+        if writer is not None and writer._later is not None:
+            writer._later.finish()

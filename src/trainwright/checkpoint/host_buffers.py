@@ -1,19 +1,19 @@
 """Host memory that is kept between saves, and the copy of a checkpoint's tensors into it.
 
-That copy is all that a training step waits for. The memory is a row of blocks which the files' bytes fill one after
+That copy is all that the training waits for, and not even for all of it where some of the tensors are known to rest
+for a while. The memory is a row of blocks which the files' bytes fill one after
 the other, so that a state that grows only adds a block, and each file is a few long pieces when it is written.
 """
 
 from __future__ import annotations
 
 import bisect
-import ctypes
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from trainwright.checkpoint.host_copies import Copy, LaterCopy, copy_now
 from trainwright.checkpoint.planned_file import PlannedFile, flat_bytes, host_bytes
 
 # Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
@@ -22,8 +22,7 @@ _SMALLEST_BLOCK_BYTES = 2**20
 _CHUNK_BYTES = 8 * 2**20  # copied by one thread in one go; the last ones keep only one of them busy
 _ALIGNMENT = 64  # of each file's first tensor byte, so that a slot can be seen as any dtype
 _PINNABLE = ("cuda", "xpu")  # devices whose copies run beside the host only into pinned memory
-
-_Copy = tuple[int, int, int]  # to, from: addresses; and how many bytes
+_WORTH_WAITING = 2**16  # bytes; below that lie counters and learning rates, which others than an optimizer change too
 
 
 class HostBuffers:
@@ -57,11 +56,15 @@ class HostBuffers:
         self._blocks.clear()
         self._starts.clear()
 
-    def stage(self, files: Sequence[PlannedFile]) -> None:
+    def stage(self, files: Sequence[PlannedFile]) -> LaterCopy | None:
         """Copy the tensors of `files` into the buffers; the files then hold the copies and forget the tensors.
 
-        What was staged before is overwritten. Blocks until the copies are done, those from devices too; the state may
-        change as soon as it returns. Tensors on several devices are copied at the same time.
+        What was staged before is overwritten. Blocks until the copies are done, those from devices too; what they are
+        of may change as soon as it returns. Tensors on several devices are copied at the same time.
+
+        Returns:
+            What is left to be copied: large tensors in plain host memory of files that are `at_rest`. Whoever reads
+            those files, or is about to change the tensors, calls its `finish` first. None: nothing is left.
         """
         starts: list[int] = []
         end = 0
@@ -70,21 +73,33 @@ class HostBuffers:
             end = starts[-1] + file.num_tensor_bytes
         devices = {tensor.device for file in files for tensor in file.tensors if tensor.device.type in _PINNABLE}
         self._reserve(end, pinned=bool(devices))
-        on_host: list[_Copy] = []
-        for file, position in zip(files, starts, strict=True):
-            for tensor in file.tensors:
-                size = tensor.numel() * tensor.element_size()
-                if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg():
-                    self._cut(tensor.data_ptr(), position, size, on_host)
-                else:
-                    self._gather(tensor, position, size)
-                position += size
-        _copy_on_host(on_host, self._num_threads)  # devices copy meanwhile
+        now: list[Copy] = []
+        later: list[Copy] = []
+        resting: list[torch.Tensor] = []
+        for file, start in zip(files, starts, strict=True):
+            resting += self._place(file, start, now, later)
+        copy_now(now, self._num_threads)  # devices copy meanwhile
         for device in devices:
             torch.accelerator.synchronize(device)
         for file, start in zip(files, starts, strict=True):
             staged = [memoryview(host_bytes(piece)) for piece in self._pieces(start, file.num_tensor_bytes)]
             file.tensors, file.staged = [], staged
+        return LaterCopy(later, resting) if later else None
+
+    def _place(self, file: PlannedFile, position: int, now: list[Copy], later: list[Copy]) -> list[torch.Tensor]:
+        """Add what is to be copied of a file, or copy it where memory alone will not do; return whose copy is later."""
+        resting: list[torch.Tensor] = []
+        for tensor in file.tensors:
+            size = tensor.numel() * tensor.element_size()
+            if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_neg():
+                self._gather(tensor, position, size)
+            elif file.at_rest and size >= _WORTH_WAITING and not tensor.is_inference():  # those have no version
+                self._cut(tensor.data_ptr(), position, size, later)
+                resting.append(tensor)
+            else:
+                self._cut(tensor.data_ptr(), position, size, now)
+            position += size
+        return resting
 
     def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
         if pinned and not self._pinned:
@@ -112,7 +127,7 @@ class HostBuffers:
         """Return the bytes from `start` on, one piece for each block that they lie in."""
         return [block[offset : offset + length] for block, offset, length in self._spans(start, count)]
 
-    def _cut(self, source: int, position: int, size: int, copies: list[_Copy]) -> None:
+    def _cut(self, source: int, position: int, size: int, copies: list[Copy]) -> None:
         """Add what is to be copied of memory at the address `source`. Training waits: no object is made of it."""
         for block, offset, length in self._spans(position, size):
             target = block.data_ptr() + offset
@@ -131,23 +146,3 @@ class HostBuffers:
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
-
-
-def _copy_on_host(copies: list[_Copy], num_threads: int) -> None:
-    # The C library's copy lets go of the interpreter. torch's own copy divides each tensor among all its threads and
-    # waits for the slowest, which takes twice as long where another process needs a core.
-    left = iter(copies)  # shared: whoever is free takes the next one
-    if num_threads == 1 or sum(size for _, _, size in copies) < BLOCK_BYTES:  # a small state is not worth a thread
-        _copy_all(left)
-        return
-    with ThreadPoolExecutor(num_threads - 1, thread_name_prefix="trainwright-copy") as pool:
-        running = [pool.submit(_copy_all, left) for _ in range(num_threads - 1)]
-        _copy_all(left)
-    for done in running:
-        done.result()
-
-
-def _copy_all(copies: Iterator[_Copy]) -> None:
-    move = ctypes.memmove
-    for target, source, size in copies:
-        move(target, source, size)

@@ -26,12 +26,14 @@ class PlannedFile:
         head: how it begins: all of a JSON file; length and header of a safetensors file.
         tensors: what follows without gaps, in this order, on any device: the live ones, not copies.
         staged: the same bytes in pieces of host memory, once they have been copied; then `tensors` is empty.
+        at_rest: the tensors change in nothing but the next step of an optimizer.
     """
 
     path: str
     head: bytes
     tensors: list[torch.Tensor] = field(default_factory=list)
     staged: list[memoryview] = field(default_factory=list)
+    at_rest: bool = False
 
     @property
     def num_tensor_bytes(self) -> int:

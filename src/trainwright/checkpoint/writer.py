@@ -59,6 +59,8 @@ class Snapshot:
         missing: after reading: the parts that were asked for, absent, and allowed to be.
         in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
             write it together (see `plan_share`).
+        overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
+            `AsyncWriter` may copy them until the next one begins.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Snapshot:
     kind: Kind = "full"
     missing: tuple[str, ...] = ()
     in_pieces: bool = False
+    overlaps: bool = False
 
 
 @dataclass(slots=True)
@@ -152,6 +155,8 @@ def _plan_small(snapshot: Snapshot) -> dict[str, list[PlannedFile]]:
 
 
 def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Contents:
+    for file in parts.get("optimizer", ()):
+        file.at_rest = snapshot.overlaps
     return Contents(
         parts=parts,
         step=int(snapshot.state.get("step", 0)),

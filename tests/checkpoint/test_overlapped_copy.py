@@ -1,0 +1,240 @@
+"""An optimizer's state is copied while the next step computes, and never while it changes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.checkpoint import (
+    AsyncWriter,
+    Snapshot,
+    named_optimizer_state,
+    read_checkpoint,
+    write_checkpoint,
+)
+from trainwright.checkpoint.host_copies import LaterCopy
+from trainwright.core.errors import CheckpointError
+from trainwright.core.run import SaveRequest
+
+WIDTH = 256  # a weight is more than what is copied at once
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Hold the writer's thread back from copying until the event is set; other threads copy as they like."""
+    opened, finish = threading.Event(), LaterCopy.finish
+
+    def finish_later(copy: LaterCopy) -> bool:
+        if threading.current_thread().name == "trainwright-checkpoint":
+            assert opened.wait(30)
+        return finish(copy)
+
+    monkeypatch.setattr(LaterCopy, "finish", finish_later)
+    yield opened
+    opened.set()
+
+
+@pytest.fixture
+def writer() -> Iterator[AsyncWriter]:
+    writer = AsyncWriter()
+    yield writer
+    writer.close()
+
+
+def trained(kind: type[torch.optim.Optimizer] = torch.optim.Adam) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and its optimizer after a step."""
+    net = nn.Linear(WIDTH, WIDTH)
+    optimizer = kind(net.parameters(), lr=0.1)  # type: ignore[call-arg]
+    step(net, optimizer)
+    return net, optimizer
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Take a step."""
+    net(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def snapshot_of(net: nn.Module, optimizer: torch.optim.Optimizer, *, overlaps: bool = True) -> Snapshot:
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    return Snapshot(
+        state={"step": 1, "epoch": 0},
+        model=net.state_dict(),
+        optimizers=[named_optimizer_state(optimizer, names)],
+        rng=[{}],
+        overlaps=overlaps,
+    )
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a checkpoint's first optimizer."""
+    tree = read_checkpoint(path).optimizers[0]["state"]
+    return {f"{name}.{key}": value for name, state in tree.items() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+def test_a_step_waits_for_the_copy_and_the_checkpoint_is_that_of_the_submit(
+    kind: type[torch.optim.Optimizer], tmp_path: Path, writer: AsyncWriter, held: threading.Event
+) -> None:
+    net, optimizer = trained(kind)
+    write_checkpoint(tmp_path / "at_once", snapshot_of(net, optimizer))
+    writer.submit(tmp_path / "later", snapshot_of(net, optimizer))
+    step(net, optimizer)  # the thread has copied nothing: the step does so itself
+    after = named_optimizer_state(optimizer, {p: n for n, p in net.named_parameters()})["state"]["weight"]
+    held.set()
+    writer.wait()
+    expected, found = state_of(tmp_path / "at_once"), state_of(tmp_path / "later")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert any(not torch.equal(found[f"weight.{key}"], value) for key, value in after.items())
+    weights = [dict(read_checkpoint(tmp_path / name).model or {})["weight"] for name in ("at_once", "later")]
+    assert torch.equal(*weights)
+
+
+def test_the_submit_copies_weights_and_small_tensors_and_leaves_the_large_state(
+    tmp_path: Path, writer: AsyncWriter, held: threading.Event
+) -> None:
+    net, optimizer = trained()
+    expected = {name: value.clone() for name, value in net.state_dict().items()}
+    writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+            optimizer.state[parameter]["step"].zero_()
+    held.set()
+    writer.wait()
+    read = read_checkpoint(tmp_path / "a")
+    assert all(torch.equal(dict(read.model or {})[name], value) for name, value in expected.items())
+    assert state_of(tmp_path / "a")["weight.step"] == 1
+
+
+def test_state_that_is_changed_by_hand_meanwhile_is_an_error_and_no_checkpoint(
+    tmp_path: Path, writer: AsyncWriter, held: threading.Event
+) -> None:
+    net, optimizer = trained()
+    path = writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
+    optimizer.state[net.weight]["exp_avg"].zero_()
+    held.set()
+    with pytest.raises(CheckpointError, match=r"changed between two of its steps(.|\n)*async_save=False"):
+        writer.wait()
+    assert not path.exists()
+
+
+def test_state_that_is_replaced_meanwhile_is_saved_as_it_was(
+    tmp_path: Path, writer: AsyncWriter, held: threading.Event
+) -> None:
+    net, optimizer = trained()
+    before = optimizer.state[net.weight]["exp_avg"].clone()
+    writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
+    optimizer.state[net.weight]["exp_avg"].data = torch.zeros(WIDTH, WIDTH)
+    optimizer.load_state_dict(trained()[1].state_dict())
+    optimizer.state.clear()
+    gc.collect()
+    held.set()
+    writer.wait()
+    assert torch.equal(state_of(tmp_path / "a")["weight.exp_avg"], before)
+
+
+def test_without_the_promise_everything_is_copied_at_once(
+    tmp_path: Path, writer: AsyncWriter, held: threading.Event
+) -> None:
+    net, optimizer = trained()
+    before = optimizer.state[net.weight]["exp_avg"].clone()
+    writer.submit(tmp_path / "a", snapshot_of(net, optimizer, overlaps=False))
+    optimizer.state[net.weight]["exp_avg"].zero_()
+    writer.wait()
+    assert torch.equal(state_of(tmp_path / "a")["weight.exp_avg"], before)
+
+
+def test_optimizers_are_guarded_only_while_a_writer_may_copy(tmp_path: Path) -> None:
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    before = len(hooks)
+    writer = AsyncWriter()
+    net, optimizer = trained()
+    for number in range(2):
+        writer.submit(tmp_path / str(number), snapshot_of(net, optimizer))
+    assert len(hooks) == before + 1
+    writer.close()
+    assert len(hooks) == before
+
+
+def test_a_guard_keeps_no_writer_alive(tmp_path: Path) -> None:
+    hooks = dict(torch_optimizer._global_optimizer_pre_hooks)
+    writer = AsyncWriter()
+    net, optimizer = trained()
+    writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
+    writer.wait()
+    gone = weakref.ref(writer)
+    del writer
+    assert gone() is None
+    step(net, optimizer)
+    for key in torch_optimizer._global_optimizer_pre_hooks.keys() - hooks.keys():
+        del torch_optimizer._global_optimizer_pre_hooks[key]
+
+
+def test_many_threads_may_finish_one_copy() -> None:
+    source = torch.arange(2.0**16)
+    target = torch.empty_like(source)
+    size = 64
+    chunks = [(target.data_ptr() + at, source.data_ptr() + at, size) for at in range(0, source.nbytes, size)]
+    copy = LaterCopy(chunks, [source])
+    found: list[tuple[bool, bool]] = []
+
+    def finish() -> None:
+        found.append((copy.finish(), torch.equal(target, source)))
+
+    threads = [threading.Thread(target=finish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [(True, True)] * 8
+    source.zero_()
+    assert copy.finish()  # what happens after it is no concern of it
+
+
+class SavesOften(Callback):
+    """Asks for a checkpoint after every step."""
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        trainer.request_save(SaveRequest(name=f"step-{trainer.state.step}"))
+
+
+class Wide(RegressionTask):
+    """A task with a weight that is copied later."""
+
+    def __init__(self) -> None:
+        super().__init__(momentum=0.9)
+        self.wide = nn.Linear(1, 2**16, bias=False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the error, with a gradient for every tensor."""
+        return super().loss(batch) + self.wide(batch[1][:1]).square().mean()
+
+
+def test_every_checkpoint_of_a_run_that_never_waits_is_that_of_one_that_does(tmp_path: Path) -> None:
+    def fit(folder: Path, *, async_save: bool) -> dict[str, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        trainer = quiet_trainer(max_epochs=2, default_root_dir=folder, callbacks=[SavesOften()], async_save=async_save)
+        trainer.fit(Wide(), regression_loader(16, 4))
+        return {path.name: state_of(path) for path in trainer.checkpoint_dir.glob("step-*")}
+
+    waiting, running = fit(tmp_path / "sync", async_save=False), fit(tmp_path / "async", async_save=True)
+    assert len(waiting) == 8
+    assert waiting.keys() == running.keys()
+    for name, expected in waiting.items():
+        assert expected.keys() == running[name].keys()
+        assert all(torch.equal(expected[key], running[name][key]) for key in expected)
