@@ -33,6 +33,7 @@ COLUMNS, ROWS = ("q", "k", "v", "mlp.0"), ("out", "mlp.2")  # of a block, as ten
 DEEPSPEED = {
     "train_micro_batch_size_per_gpu": BATCH_SIZE,
     "zero_optimization": {"stage": 2},
+    "gradient_clipping": 0.0,  # else a bare engine of DeepSpeed clips at a norm of 1
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
 }

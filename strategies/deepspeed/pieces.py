@@ -212,6 +212,11 @@ class FlatPieces(Pieces):
         in_parameter, in_flat = mapping.lp_fragment_address, mapping.hp_fragment_address
         return Piece(in_flat.start, in_flat.numel, in_parameter.start)
 
+    def forget_states(self, parameter: torch.Tensor) -> None:
+        super().forget_states(parameter)
+        if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+            mapping.optim_fragment = {}  # views of them
+
     def gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         zero = self.zero
         for number, parameters in enumerate(zero.params_in_partition):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -309,27 +309,30 @@ class EngineState:
 
     # The end
 
-    def release(self, optimizers: Iterable[Optimizer]) -> dict[int, nn.Parameter]:
+    def release(self, optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
         """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective.
 
         Returns:
             For each parameter's id one that is not the engine's, on the host.
         """
-        known = {id(p): p for p in self._parameters.values()}
+        # The states come first: once they are whole, their pieces go, and make room for the weights.
+        whole = [
+            {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
+            for _ in optimizers
+        ]
+        if self._pieces is not None:
+            for parameter in self._parameters.values():
+                if id(parameter) in self._trained:
+                    self._pieces.forget_states(parameter)
         new = {}
-        for number, parameter in known.items():
+        for number, parameter in {id(p): p for p in self._parameters.values()}.items():
             value = self._weight(parameter).to("cpu", copy=True)
             if not (self._keeps_float32 and number in self._trained):
                 value = value.to(self._dtypes[number])
             new[number] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for optimizer in optimizers:
-            states = {
-                new[id(self._parameters[name])]: self._states_of(self._parameters[name])
-                for _, names in self._groups
-                for name in names
-            }
+        for optimizer, states in zip(optimizers, whole, strict=True):
             optimizer.state.clear()
-            optimizer.state.update({parameter: state for parameter, state in states.items() if state})
+            optimizer.state.update({new[id(self._parameters[name])]: state for name, state in states.items() if state})
             optimizer.param_groups[:] = [group for group, _ in self._groups]
             for group, names in self._groups:
                 group["params"] = [new[id(self._parameters[name])] for name in names]
