@@ -15,7 +15,6 @@ SCRIPTS = (
     "memory.py",
     "strategies.py",
     "bigmodel.py",
-    "offload.py",
 )
 
 
