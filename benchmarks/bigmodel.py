@@ -9,6 +9,8 @@ checkpoint in the system's cache unless it says cold: then the cache has been to
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import logging
 import os
@@ -79,9 +81,10 @@ def load_theirs(model: nn.Module, folder: Path, place: str, offload: Path) -> nn
 
     names = [name for name, _ in model.named_children()]
     places = dict.fromkeys(names[:-1], place) | {names[-1]: "cpu"}
-    found: nn.Module = accelerate.load_checkpoint_and_dispatch(
-        model, str(folder), device_map=places, offload_folder=str(offload)
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        found: nn.Module = accelerate.load_checkpoint_and_dispatch(
+            model, str(folder), device_map=places, offload_folder=str(offload)
+        )
     return found
 
 
@@ -155,11 +158,12 @@ def measure_forward(folder: Path, num_layers: int, rounds: int, tokens: int, bar
         for model in models.values():
             assert torch.equal(model(inputs), expected)
     found = interleave({name: partial(forward_seconds, model, inputs) for name, model in models.items()}, rounds)
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    rows = [[name, f"{1e3 * value:.1f}", f"{value / medians['in memory']:.2f}"] for name, value in medians.items()]
+    base = found["in memory"]
+    ratios = {name: statistics.median(a / b for a, b in zip(v, base, strict=True)) for name, v in found.items()}
+    rows = [[name, f"{1e3 * statistics.median(v):.1f}", f"{ratios[name]:.2f}"] for name, v in found.items()]
     print()
     print_table([f"forward, {tokens} tokens", "median ms", "of in memory"], rows)
-    bars.add("forward from the disk", medians["from the disk"] / medians["in memory"], 1.15, "of the one in memory")
+    bars.add("forward from the disk", ratios["from the disk"], 1.15, "of the one in memory")
 
 
 def forget(folder: Path) -> None:
@@ -224,7 +228,6 @@ def main() -> None:
     parser.add_argument("--folder", default=".", help="on the disk to be measured; cleaned up afterwards")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    os.environ["TQDM_DISABLE"] = "1"  # of the peer
     warnings.simplefilter("ignore")  # the peer says which devices this machine lacks
     print(describe_machine(("torch", "safetensors", "accelerate")))
     bars = Bars()

@@ -22,6 +22,7 @@ from trainwright.core.errors import CheckpointError
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_READ = 22  # Linux 5.14: read pages in and map them; an error where the file has become too short
 _PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
+_PROBE_BYTES = 2**20  # between two bytes that are asked for, to see whether all of a part is in memory
 
 
 class Span(NamedTuple):
@@ -51,6 +52,7 @@ class MappedFile:
         weakref.finalize(self, os.close, self._descriptor)
         self.num_bytes = os.fstat(self._descriptor).st_size
         self._bytes = _map(self._descriptor, self.num_bytes, path)
+        self._mapped: set[tuple[int, int]] = set()  # parts whose pages are in this process's tables, if in memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
         return self  # nobody can change it
@@ -113,6 +115,8 @@ class MappedFile:
             CheckpointError: the file has become shorter.
         """
         self.check()
+        if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):
+            return
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
         begin = start - start % mmap.PAGESIZE
@@ -123,6 +127,18 @@ class MappedFile:
                 self.check()
                 self._bytes[begin : begin + piece : mmap.PAGESIZE].sum()  # touches each page
             begin += piece
+        self._mapped.add((start, num_bytes))
+
+    def _is_in_memory(self, start: int, num_bytes: int) -> bool:
+        """Say whether a part seems to be in the page cache. What is not is read when it is touched, only later."""
+        flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
+        if flag is None or not num_bytes:
+            return False
+        last = start + num_bytes - 1
+        try:
+            return all(os.preadv(self._descriptor, byte, at, flag) for at in (*range(start, last, _PROBE_BYTES), last))
+        except OSError:  # it would have to be read, or the file system cannot say
+            return False
 
 
 def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.gradients import GradientClip
-from trainwright.strategies.offload.homes import PLACES, Home
+from trainwright.strategies.offload.homes import PLACES, Home, read_ahead
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shard_units import WrapPolicy, find_units
@@ -202,12 +203,17 @@ class OffloadStrategy(Strategy):
         return norm
 
     def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: Any) -> None:
-        """Step one unit after the other, with its state alone in memory: an optimizer skips what has no gradient."""
+        """Step one unit after the other, with its state alone in memory: an optimizer skips what has no gradient.
+
+        Meanwhile the next one's is read from the disk.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         gradients = {parameter: parameter.grad for parameter in parameters}
         for parameter in parameters:
             parameter.grad = None
-        for portion in self._portions(parameters):
+        portions = self._portions(parameters)
+        for portion, following in zip(portions, [*portions[1:], []], strict=True):
+            read_ahead(_touched(optimizer, following, gradients))
             for parameter in portion:
                 parameter.grad = gradients[parameter]
             optimizer.step()
@@ -266,6 +272,14 @@ def _buffers(task: nn.Module) -> Any:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 yield (module, name), buffer
+
+
+def _touched(optimizer: Optimizer, parameters: list[nn.Parameter], gradients: Any) -> Iterator[torch.Tensor]:
+    """Yield what a step of the parameters reads: them, their gradients and their state."""
+    for parameter in parameters:
+        yield parameter.data
+        yield gradients[parameter]
+        yield from (value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
 
 
 def _is_listened_to(optimizer: Optimizer) -> bool:
