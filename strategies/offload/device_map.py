@@ -218,22 +218,21 @@ def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequ
     return int(1.25 * max(mean, max(blocks, default=0)))
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.device]) -> None:
+def check_device_map(
+    model: nn.Module, device_map: Mapping[str, Device | torch.device], *, strict: bool = False
+) -> None:
     """Check that a device map covers every parameter and every buffer that is saved, and names devices.
 
     Args:
         model: on any device.
         device_map: name of a module, parameter or buffer (`""` for all) → device.
+        strict: raise for names that the model does not have. Otherwise a warning names them.
 
     Raises:
-        ConfigurationError: parameters or buffers are not covered, all of which the message names; or a device that is
-            none.
+        ConfigurationError: parameters or buffers are not covered, all of which the message names; a device that is
+            none; with `strict`, a name of nothing.
     """
-    for name, device in device_map.items():
-        try:
-            parse_device(device)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"device_map[{name!r}]: {error}") from error
+    check_devices(device_map)
     known: set[str] = {""}
     missing = list[str]()
     for name in _saved_names(model):
@@ -251,7 +250,20 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device | torch.d
             "The device_map provided does not give any device for the following parameters: "
             f"{', '.join(missing)}. Add them, or a module that they are in, or '' for all the rest."
         )
-    _warn_of_unknown_names(model, device_map, known)
+    _report_unknown_names(model, device_map, known, strict)
+
+
+def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
+    """Check that a device map names devices; whether this machine has them is not asked.
+
+    Raises:
+        ConfigurationError: one is none; the message says under which name.
+    """
+    for name, device in device_map.items():
+        try:
+            parse_device(device)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"device_map[{name!r}]: {error}") from error
 
 
 def _saved_names(model: nn.Module) -> list[str]:
@@ -265,7 +277,9 @@ def _saved_names(model: nn.Module) -> list[str]:
     return names
 
 
-def _warn_of_unknown_names(model: nn.Module, device_map: Mapping[str, Device | torch.device], known: set[str]) -> None:
+def _report_unknown_names(
+    model: nn.Module, device_map: Mapping[str, Device | torch.device], known: set[str], strict: bool
+) -> None:
     unknown = [name for name in device_map if name not in known]
     if not unknown:
         return
@@ -273,12 +287,13 @@ def _warn_of_unknown_names(model: nn.Module, device_map: Mapping[str, Device | t
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     unknown = [name for name in unknown if name not in modules and name not in buffers]
     if unknown:
-        warnings.warn(
+        message = (
             f"The following device_map keys do not match any submodules in the model: {unknown}."
-            f"{nearest(unknown[0], modules)}",
-            TrainwrightWarning,
-            stacklevel=3,
+            f"{nearest(unknown[0], modules)}"
         )
+        if strict:
+            raise ConfigurationError(message)
+        warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
 
 def clean_device_map(

@@ -17,10 +17,11 @@ from trainwright.strategies.offload.attach import (
     attach_align_device_hook_on_blocks,
     innermost,
 )
-from trainwright.strategies.offload.device_map import check_device_map
+from trainwright.strategies.offload.device_map import check_device_map, resolve_device_map
 from trainwright.strategies.offload.hooks import CpuOffload, Refusal, UserCpuOffloadHook, add_hook_to_module
-from trainwright.strategies.offload.moving import Device, default_device, to_device
+from trainwright.strategies.offload.moving import Device, check_present, default_device, present_device, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
+from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.stored_weights import StoredWeights
 from trainwright.strategies.offload.weights_map import (
     OffloadedWeightsLoader,
@@ -43,7 +44,7 @@ def leave_on_disk(model: nn.Module, weights: StoredWeights) -> None:
 
 def dispatch_model(
     model: nn.Module,
-    device_map: Mapping[str, Device],
+    device_map: str | Mapping[str, Device] | None = None,
     main_device: Device | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     offload_dir: PathLike | None = None,
@@ -53,13 +54,16 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
     *,
+    strict: bool = False,
     prefetch_bytes: int | None = None,
 ) -> nn.Module:
     """Place each part of a model where a map says, and make the model run across these places.
 
     Args:
         model: is changed. Parts on the meta device must be on the disk by the map and found there.
-        device_map: module name → device, `"cpu"` or `"disk"`; covers the model. `{"": "disk"}` is fine.
+        device_map: module name → device, `"cpu"` or `"disk"`; covers the model. `{"": "disk"}` is fine. Or
+            `"auto"` (which None means too), `"balanced"`, `"balanced_low_0"`, `"sequential"`: a map by what is free
+            now, with the classes in the model's `_no_split_modules` kept whole.
         main_device: where parts on the CPU or the disk run, and where outputs go that no input says a place for; the
             first accelerator of the map unless told, else the CPU.
         state_dict: the values of what is offloaded; the model's own unless given.
@@ -70,41 +74,79 @@ def dispatch_model(
         skip_keys: names of arguments that are not moved between devices, such as a cache's.
         preload_module_classes: see `attach_align_device_hook`.
         force_hooks: put hooks on even where the whole model is on one device.
+        strict: raise where the map has a name that the model has not. Otherwise a warning names it.
         prefetch_bytes: how much may be read ahead of its use, 0 for nothing; see `Prefetcher`.
 
     Returns:
         The model, with `hf_device_map`. A failed call leaves weights and files as they were.
 
     Raises:
-        ConfigurationError: the map does not cover the model, or a folder is needed and not given.
+        ConfigurationError: the map does not cover the model, a device is none or not here, or a folder is needed and
+            not given.
         CheckpointError: offloaded weights are not found or cannot be written.
     """
-    check_device_map(model, device_map)
-    devices = set(device_map.values())
-    if len(devices) == 1 and "disk" not in devices and not force_hooks:
-        return _on_one_device(model, device_map)
-    main = _main_device(list(device_map.values()), main_device)
-    away = {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+    places = _places(model, device_map, offload_buffers, strict)
+    devices = set(places.values())
+    with restored_on_failure(model):
+        if len(devices) == 1 and "disk" not in devices and not force_hooks:
+            return _on_one_device(model, places)
+        main = _main_device(list(places.values()), main_device)
+        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers)
+        runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
+        runs_on.setdefault("", main)
+        _separate_tied(model, places, runs_on)
+        away = _away(main)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=runs_on,
+            offload={name: device in away for name, device in places.items()},
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            prefetcher=Prefetcher(prefetch_bytes),
+        )
+        return _dispatched(model, places)
+
+
+def _places(
+    model: nn.Module, device_map: str | Mapping[str, Device] | None, offload_buffers: bool, strict: bool
+) -> dict[str, Device]:
+    """Return a map that covers the model and whose devices are here."""
+    if device_map is None or isinstance(device_map, str):
+        kept_whole: Any = getattr(model, "_no_split_modules", None)
+        return resolve_device_map(
+            model,
+            "auto" if device_map is None else device_map,
+            no_split_module_classes=list(kept_whole or ()),
+            offload_buffers=offload_buffers,
+        )
+    check_device_map(model, device_map, strict=strict)
+    check_present(device_map)
+    return dict(device_map)
+
+
+def _away(main: torch.device) -> set[str]:
+    """Return the places from which weights have to be brought where they are needed."""
+    return {"disk"} if main.type in ("cpu", "mps") else {"cpu", "disk"}
+
+
+def _weights_away(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main: torch.device,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    folder: PathLike | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+    with_buffers: bool,
+) -> StoredWeights:
+    """Return the weights that are not where they are needed, after writing those that belong to the disk."""
     weights = StoredWeights()
     values: Mapping[str, torch.Tensor] = model.state_dict() if state_dict is None else state_dict
-    for name, tensor in _in_places(values, device_map, away - {"disk"}).items():
+    for name, tensor in _in_places(values, device_map, _away(main) - {"disk"}).items():
         weights.add(name, _on_host(name, tensor))
-    _add_from_disk(weights, model, device_map, values, offload_dir, offload_index, offload_buffers)
-    runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in device_map.items()}
-    runs_on.setdefault("", main)
-    _separate_tied(model, device_map, runs_on)
-    offloads = {name: device in away for name, device in device_map.items()}
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device=runs_on,
-        offload=offloads,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        prefetcher=Prefetcher(prefetch_bytes),
-    )
-    return _dispatched(model, device_map)
+    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers)
+    return weights
 
 
 def _on_one_device(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
@@ -132,7 +174,7 @@ def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module
 
 def _main_device(devices: list[Device], asked: Device | None) -> torch.device:
     if asked is not None:
-        return to_device(asked)
+        return present_device(asked)
     first = next((device for device in devices if device not in ("cpu", "disk")), None)
     if first is not None:
         return to_device(first)
@@ -249,7 +291,7 @@ def _in_places(
 
 def _execution_device(model: nn.Module, asked: Device | None) -> torch.device:
     if asked is not None:
-        return to_device(asked)
+        return present_device(asked)
     first = next(model.parameters(), None)
     return default_device() if first is None or first.device.type in ("cpu", "meta") else first.device
 
@@ -277,13 +319,15 @@ def cpu_offload(
         The model.
 
     Raises:
-        CheckpointError: a weight has no values.
+        CheckpointError: a weight has no values, or `state_dict` lacks it. The model is as before.
+        ConfigurationError: the device is not here.
     """
+    device = _execution_device(model, execution_device)
     values = model.state_dict() if state_dict is None else state_dict
     weights = StoredWeights()
     for name, tensor in values.items():
         weights.add(name, _on_host(name, tensor))
-    return _offloaded(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch_bytes)
+    return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 
 def disk_offload(
@@ -309,32 +353,35 @@ def disk_offload(
         The model.
 
     Raises:
-        CheckpointError: a weight is neither in the model nor in the folder, or it cannot be written.
+        CheckpointError: a weight is neither in the model nor in the folder, or it cannot be written. The model and
+            the files are as before.
+        ConfigurationError: the device is not here.
     """
+    device = _execution_device(model, execution_device)
     weights = StoredWeights()
     _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
-    return _offloaded(model, weights, execution_device, offload_buffers, preload_module_classes, prefetch_bytes)
+    return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 
 def _offloaded(
     model: nn.Module,
     weights: StoredWeights,
-    execution_device: Device | None,
+    device: torch.device,
     offload_buffers: bool,
     preload: list[str] | None,
     prefetch_bytes: int | None,
 ) -> nn.Module:
-    device = _execution_device(model, execution_device)
-    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
-    attach_align_device_hook(
-        model,
-        execution_device=device,
-        offload=True,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        preload_module_classes=preload,
-        prefetcher=Prefetcher(prefetch_bytes),
-    )
+    with restored_on_failure(model):
+        add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
+        attach_align_device_hook(
+            model,
+            execution_device=device,
+            offload=True,
+            weights_map=weights,
+            offload_buffers=offload_buffers,
+            preload_module_classes=preload,
+            prefetcher=Prefetcher(prefetch_bytes),
+        )
     return model
 
 
@@ -355,7 +402,10 @@ def cpu_offload_with_hook(
 
     Returns:
         The model, and the hook whose `offload()` sends it to the CPU and whose `remove()` ends all this.
+
+    Raises:
+        ConfigurationError: the device is not here.
     """
-    hook = CpuOffload(execution_device, prev_module_hook)
+    hook = CpuOffload(None if execution_device is None else present_device(execution_device), prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)

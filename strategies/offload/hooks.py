@@ -184,6 +184,16 @@ def _unregister(module: nn.Module) -> None:
         del module.__dict__[name]
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Say whether a module has a hook."""
+    return _HOOK in module.__dict__
+
+
+def drop_hook(module: nn.Module) -> None:
+    """Take a module's hook off without its `detach_hook`: whoever calls this puts the module's tensors back."""
+    _unregister(module)
+
+
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
     """Take a module's hook off, with its `detach_hook`; a module without one is left alone.
 

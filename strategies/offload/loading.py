@@ -16,9 +16,10 @@ from torch import nn
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.align import like, put
 from trainwright.strategies.offload.attach import innermost
-from trainwright.strategies.offload.device_map import resolve_device_map
+from trainwright.strategies.offload.device_map import check_devices, resolve_device_map
 from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk
-from trainwright.strategies.offload.moving import Device, to_device
+from trainwright.strategies.offload.moving import Device, check_present, to_device
+from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
 from trainwright.strategies.offload.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 
@@ -53,6 +54,8 @@ class _Options:
     dtype: torch.dtype | None
     offload_buffers: bool
     keep_in_fp32: tuple[str, ...]
+    strict: bool = False
+    will_run: bool = False  # the model is dispatched next: every weight needs values
 
 
 def load_checkpoint_in_model(
@@ -99,8 +102,9 @@ def load_checkpoint_in_model(
     """
     if not full_state_dict or broadcast_from_rank0:
         return _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
-    options = _Options(device_map, offload_folder, _dtype(dtype), offload_buffers, tuple(keep_in_fp32_modules or ()))
-    return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options, strict)
+    keep = tuple(keep_in_fp32_modules or ())
+    options = _Options(device_map, offload_folder, _dtype(dtype), offload_buffers, keep, strict)
+    return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
 
 
 def load_stored_weights(
@@ -115,13 +119,17 @@ def load_stored_weights(
 ) -> LoadedKeys:
     """Load weights that are at hand by name, as `load_checkpoint_in_model` does; `origin` names them in messages."""
     options = _Options(device_map, offload_folder, dtype, False, tuple(keep_in_fp32_modules or ()))
-    return _load(model, stored, origin, options, strict=False)
+    return _load(model, stored, origin, options)
 
 
-def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: _Options, strict: bool) -> LoadedKeys:
+def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: _Options) -> LoadedKeys:
     targets = _targets(model)
+    if options.device_map is not None:
+        _check_map(targets, options.device_map)
     keys = _match(targets, stored)
-    _report(keys, checkpoint, strict)
+    if options.will_run:
+        _check_that_all_have_values(targets, checkpoint)
+    _report(keys, checkpoint, options.strict)
     found = [target for target in targets if target.source is not None]
     for target in found:
         _decide(target, options)
@@ -179,6 +187,25 @@ def _targets(model: nn.Module) -> list[_Target]:
     return list(found.values())
 
 
+def _check_map(targets: list[_Target], device_map: Mapping[str, Device]) -> None:
+    check_devices(device_map)
+    lost = [name for target in targets for name in target.names if innermost(name, device_map) is None]
+    if lost:
+        raise ConfigurationError(
+            f"the device map does not say where these go: {_list(lost)}. Add their modules, or '' for all the rest."
+        )
+    check_present(device_map)
+
+
+def _check_that_all_have_values(targets: list[_Target], checkpoint: PathLike) -> None:
+    empty = [target.names[0] for target in targets if target.source is None and target.tensor.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{checkpoint} does not hold {_list(empty)}, and the model has no values for them either: they are on the "
+            "meta device. Name a checkpoint of this model, or give them values first."
+        )
+
+
 def _match(targets: list[_Target], stored: StoredWeights) -> LoadedKeys:
     missing: list[str] = []
     known: set[str] = set()
@@ -221,7 +248,7 @@ def _decide(target: _Target, options: _Options) -> None:
     if options.device_map is None:
         target.device = torch.device("cpu") if target.tensor.is_meta else target.tensor.device
         return
-    devices = [_mapped_device(name, options.device_map) for name in target.names]
+    devices = [options.device_map[innermost(name, options.device_map) or ""] for name in target.names]
     # A tensor of several modules is where the first of them is that is not on the disk.
     device = next((device for device in devices if device != "disk"), "disk")
     if device == "disk":
@@ -232,13 +259,6 @@ def _decide(target: _Target, options: _Options) -> None:
 
 def _within(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == module or f".{module}." in f".{name}" for module in modules)
-
-
-def _mapped_device(name: str, device_map: Mapping[str, Device]) -> Device:
-    entry = innermost(name, device_map)
-    if entry is None:
-        raise ConfigurationError(f"the device map does not say where {name!r} goes. Add its module, or '' for all.")
-    return device_map[entry]
 
 
 def _compare(targets: list[_Target], stored: StoredWeights, checkpoint: PathLike) -> None:
@@ -377,8 +397,9 @@ def load_checkpoint_and_dispatch(
         The model, with `hf_device_map` where it was dispatched.
 
     Raises:
-        CheckpointError: see `load_checkpoint_in_model`.
-        ConfigurationError: the map is not known or does not cover the model.
+        CheckpointError: see `load_checkpoint_in_model`; or weights of an empty model are not in the checkpoint.
+        ConfigurationError: the map is not known, does not cover the model or names a device that is not here. The
+            model and the files are as before.
     """
     places: Mapping[str, Device] | None
     if device_map is not None:
@@ -392,30 +413,27 @@ def load_checkpoint_and_dispatch(
         )
     else:
         places = None
-    load_checkpoint_in_model(
-        model,
-        checkpoint,
-        device_map=places,
-        offload_folder=offload_folder,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-        keep_in_fp32_modules=keep_in_fp32_modules,
-        strict=strict,
-        full_state_dict=full_state_dict,
-        broadcast_from_rank0=broadcast_from_rank0,
+    keep = tuple(keep_in_fp32_modules or ())
+    options = _Options(
+        places, offload_folder, _dtype(dtype), offload_buffers, keep, strict, will_run=places is not None
     )
-    if places is None:
-        return model
-    return dispatch_model(
-        model,
-        places,
-        offload_dir=offload_folder,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
-        prefetch_bytes=prefetch_bytes,
-    )
+    with restored_on_failure(model):
+        if not full_state_dict or broadcast_from_rank0:
+            _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+        else:
+            _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
+        if places is None:
+            return model
+        return dispatch_model(
+            model,
+            places,
+            offload_dir=offload_folder,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            force_hooks=force_hooks,
+            prefetch_bytes=prefetch_bytes,
+        )
 
 
 def load_offloaded_weights(

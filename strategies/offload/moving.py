@@ -17,20 +17,54 @@ _PLAIN = (int, float, str, type(None))
 
 
 def to_device(device: Device) -> torch.device:
-    """Return a device as torch knows it; an int counts the present accelerators, and one without number gets its own.
+    """Return a device as torch knows it; a number counts the present accelerators, and one without gets its own.
 
     Raises:
         ConfigurationError: there is no such kind of device. Whether this machine has it is not asked.
     """
     try:
-        found = torch.device(device)
+        found = torch.device(int(device) if isinstance(device, str) and device.isdecimal() else device)
     except RuntimeError as error:
-        raise ConfigurationError(f"device {device!r} is not known: {error}") from error
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"device {device!r} is not known: {reason}") from error
     index: int | None = found.index  # torch has annotated it as never None
     if index is None and found.type not in ("cpu", "meta", "mps"):
         number = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
         return torch.device(found.type, number)
     return found
+
+
+def present_device(device: Device) -> torch.device:
+    """Return a device as torch knows it, after asking whether this machine has it (which initialises it).
+
+    Raises:
+        ConfigurationError: there is no such kind of device, or it is not here.
+    """
+    found = to_device(device)
+    try:
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:  # as each backend has it
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        here = "no accelerator" if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}"
+        reason = str(error).splitlines()[0]
+        raise ConfigurationError(f"device {device!r} is not on this machine, which has {here}: {reason}") from error
+    return found
+
+
+def check_present(device_map: Mapping[str, Device]) -> None:
+    """Check that this machine has the devices of a map.
+
+    Raises:
+        ConfigurationError: it has not; the message says under which name.
+    """
+    asked: set[Device] = {"disk"}
+    for name, device in device_map.items():
+        if device not in asked:
+            asked.add(device)
+            try:
+                present_device(device)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"device_map[{name!r}]: {error}") from error
 
 
 def default_device() -> torch.device:

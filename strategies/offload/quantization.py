@@ -18,7 +18,7 @@ from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import resolve_device_map
 from trainwright.strategies.offload.dispatch import dispatch_model
 from trainwright.strategies.offload.loading import PathLike, load_stored_weights
-from trainwright.strategies.offload.moving import Device, default_device, to_device
+from trainwright.strategies.offload.moving import Device, check_present, default_device, to_device
 from trainwright.strategies.offload.quantized_layers import (
     TORCHAO_TYPES,
     Bnb4Bit,
@@ -26,7 +26,10 @@ from trainwright.strategies.offload.quantized_layers import (
     QuantizedLayers,
     Torchao,
     flatten_quantized,
+    is_quantized,
+    plain_linear,
 )
+from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.sizes import DType, find_tied_parameters
 from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
 
@@ -154,7 +157,8 @@ def load_and_quantize_model(
     stay as they are in `torch_dtype` (4 bits, torchao).
 
     Args:
-        model: is changed. On the meta device if `weights_location` is given; else its own weights are quantized.
+        model: is changed. On the meta device if `weights_location` is given, or quantized by an earlier call; else its
+            own weights are quantized.
         bnb_quantization_config: which layers and how; `TorchaoQuantizationConfig` is taken too.
         weights_location: see `load_checkpoint_in_model`; also what `save_quantized_model` wrote with this
             configuration, whose layers are taken as they are.
@@ -175,8 +179,9 @@ def load_and_quantize_model(
     config = bnb_quantization_config
     layers = config.layers()
     stored = _stored_weights(model, weights_location)
-    linears = _linears_to_quantize(model, config)
+    linears = _linears_to_quantize(model, config, may_be_quantized=weights_location is not None)
     places = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
+    check_present(places)
     runs_on = _main_device(places)
     layers.check(runs_on)
     new: dict[str, nn.Module] = {}
@@ -193,8 +198,9 @@ def load_and_quantize_model(
             raise CheckpointError(f"{name}.weight: {error}") from error
         if made is not None:
             new[name] = made
-    _load_rest(model, config, stored, new, places, weights_location, offload_folder)
-    return dispatch_model(model, places, offload_dir=offload_folder)
+    with restored_on_failure(model):
+        _load_rest(model, config, stored, new, places, weights_location, offload_folder)
+        return dispatch_model(model, places, offload_dir=offload_folder)
 
 
 def _stored_weights(model: nn.Module, weights_location: PathLike | None) -> StoredWeights:
@@ -212,15 +218,23 @@ def _stored_weights(model: nn.Module, weights_location: PathLike | None) -> Stor
     return stored
 
 
-def _linears_to_quantize(model: nn.Module, config: QuantizationConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers that the configuration does not leave out, by name."""
+def _linears_to_quantize(
+    model: nn.Module, config: QuantizationConfig, *, may_be_quantized: bool
+) -> dict[str, nn.Linear]:
+    """Return the linear layers that the configuration does not leave out, by name.
+
+    Layers that an earlier call has quantized count too where their weights come from elsewhere, as empty plain ones.
+    """
     skip = default_skip_modules(model) if config.skip_modules is None else config.skip_modules
     left_out = [*skip, *(config.keep_in_fp32_modules or ())]
-    found = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and not any(f".{each}." in f".{name}." for each in left_out)
-    }
+    found: dict[str, nn.Linear] = {}
+    for name, module in model.named_modules():
+        if any(f".{each}." in f".{name}." for each in left_out):
+            continue
+        if type(module) is nn.Linear:
+            found[name] = module
+        elif may_be_quantized and is_quantized(module):
+            found[name] = plain_linear(module)
     if not found:
         raise ConfigurationError(
             f"nothing is left to quantize: the model has no nn.Linear outside of {left_out}. Name fewer skip_modules."
@@ -291,26 +305,21 @@ def _load_rest(
     weights_location: PathLike | None,
     offload_folder: PathLike | None,
 ) -> None:
-    """Load what is not quantized, then put the quantized layers in: an error before leaves the model as it was."""
+    """Load what is not quantized, then put the quantized layers in."""
     rest = StoredWeights()
     for name, tensor in stored.items():
         if not any(name.startswith(f"{module}.") for module in new):
             rest.add(name, tensor, stored.locate(name))
     former = {name: _swap(model, name, nn.Identity()) for name in new}
-    try:
-        load_stored_weights(
-            model,
-            rest,
-            str(weights_location or "the model itself"),
-            device_map=places,
-            offload_folder=offload_folder,
-            dtype=config.torch_dtype,
-            keep_in_fp32_modules=config.keep_in_fp32_modules,
-        )
-    except BaseException:
-        for name, module in former.items():
-            _swap(model, name, module)
-        raise
+    load_stored_weights(
+        model,
+        rest,
+        str(weights_location or "the model itself"),
+        device_map=places,
+        offload_folder=offload_folder,
+        dtype=config.torch_dtype,
+        keep_in_fp32_modules=config.keep_in_fp32_modules,
+    )
     for name, module in new.items():
         _swap(model, name, module.train(former[name].training))
 

@@ -121,6 +121,16 @@ class Int8Linear(nn.Module):
         return result if self.bias is None else result + self.bias.to(inputs.dtype)
 
 
+def is_quantized(module: nn.Module) -> bool:
+    """Say whether a module is what stands here for a linear layer in 8 or 4 bits, torchao's plain ones left out."""
+    return isinstance(module, Int8Linear) or type(module).__module__.startswith("bitsandbytes.")
+
+
+def plain_linear(module: Any) -> nn.Linear:
+    """Return an empty layer of the sizes that a quantized one has."""
+    return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+
+
 class Bnb4Bit:
     """bitsandbytes' 4-bit layers."""
 

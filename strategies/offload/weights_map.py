@@ -47,24 +47,36 @@ def offload_weight(
     Raises:
         CheckpointError: it cannot be written; the folder is as before.
     """
+    partial, target = _write_beside(weight, weight_name, Path(offload_folder))
+    os.replace(partial, target)  # whoever has the former file mapped keeps it
+    index = {} if index is None else index
+    index[weight_name] = _entry(weight)
+    return index
+
+
+def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a tensor under a passing name; return that and the final one."""
     if weight.is_meta:
-        raise CheckpointError(f"{weight_name!r} is on the meta device: it has no values that could be written.")
-    folder = Path(offload_folder)
-    target = folder / (check_relative(weight_name, "the model") + _SUFFIX)
+        raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
+    target = folder / (check_relative(name, "the model") + _SUFFIX)
     partial = target.with_name(target.name + ".partial")
     try:
         with open(partial, "wb") as file:
             file.write(memoryview(host_bytes(weight)) if weight.numel() else b"")
-        os.replace(partial, target)  # whoever has the former file mapped keeps it
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise CheckpointError(
-            f"{weight_name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
+            f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
             f"{_free_bytes(folder)} bytes are free there."
         ) from error
-    index = {} if index is None else index
-    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
-    return index
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return partial, target
+
+
+def _entry(weight: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
 
 
 def _free_bytes(folder: Path) -> int:
@@ -99,10 +111,19 @@ def save_offload_index(index: Index, offload_folder: PathLike) -> None:
     """Write `index.json` into a folder, replacing one that is there; nothing is written for an empty index."""
     if not index:
         return
-    target = Path(offload_folder) / INDEX
-    partial = target.with_name(INDEX + ".partial")
-    partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    partial, target = _write_index_beside(index, Path(offload_folder))
     os.replace(partial, target)
+
+
+def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
+    """Write an index under a passing name; return that and the final one."""
+    partial = folder / (INDEX + ".partial")
+    try:
+        partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return partial, folder / INDEX
 
 
 def offload_state_dict(
@@ -110,40 +131,51 @@ def offload_state_dict(
 ) -> None:
     """Write tensors into a folder, one file each, and the index that names them beside those that it named before.
 
+    Former files of these names are replaced when all new ones are complete, so that both need room for a moment.
+
     Args:
         save_dir: made where it is missing.
         state_dict: on any device but meta. Tensors that share memory are written each.
         origin: where they come from, kept in the index.
 
     Raises:
-        CheckpointError: they do not fit on the disk (asked beforehand), or cannot be written. New files are removed
-            again; a former index stays.
+        CheckpointError: they do not fit on the disk (asked beforehand), or cannot be written. Files and folders are
+            as before.
     """
-    folder = Path(save_dir)
-    missing = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    folder = Path(save_dir).absolute()
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    there = new_folders[-1].parent if new_folders else folder
+    if not there.is_dir():
+        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Name a folder.")
     need = sum(tensor.nbytes for tensor in state_dict.values())
-    if need > _free_bytes(missing):
+    if need > _free_bytes(there):
         raise CheckpointError(
-            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(missing)} free. Free some, name "
+            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free some, name "
             "another folder, or leave more of the model on the devices and the CPU."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    before = {path.name for path in folder.iterdir()}
-    index: Index = {}
+    index = read_offload_index(folder)
+    written: list[tuple[Path, Path]] = []
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         for name, tensor in state_dict.items():
-            offload_weight(tensor, name, folder, index)
-            if origin is not None:
-                index[name]["origin"] = origin
-        save_offload_index(read_offload_index(folder) | index, folder)
-    except (OSError, CheckpointError) as error:
-        for name in index:
-            if name + _SUFFIX not in before:
-                with contextlib.suppress(OSError):  # what matters is the first error
-                    (folder / (name + _SUFFIX)).unlink()
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"the index of {folder} could not be written: {error.strerror}.") from error
+            written.append(_write_beside(tensor, name, folder))
+            index[name] = _entry(tensor) if origin is None else _entry(tensor) | {"origin": origin}
+        written.append(_write_index_beside(index, folder))
+        for partial, target in written:  # the index, which names the others, last
+            os.replace(partial, target)
+    except BaseException as error:
+        _remove([partial for partial, _ in written], new_folders)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"weights cannot be offloaded to {folder}: {error.strerror}.") from error
+        raise
+
+
+def _remove(files: list[Path], folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # what matters is the first error
+        for file in files:
+            file.unlink(missing_ok=True)
+        for folder in folders:
+            folder.rmdir()
 
 
 def read_offload_index(folder: PathLike) -> Index:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.byte_sizes import format_bytes
-from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
 from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from trainwright.strategies.offload.estimates import WeightCount
 
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8", "int4")
+LIBRARIES = ("transformers", "timm")
+_TOKENS = 1024
 _PURPOSE = "trainwright estimate for this model"
+_TIMM = "timm/"  # how the hub begins the names of timm's models
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,19 @@ class _Model:
 
 def estimate(argv: Sequence[str]) -> int:
     """Print the memory of a model per dtype; with a batch size also activations and KV cache."""
+    wanted = _parser().parse_args(argv)
+    model = _find(wanted.model, wanted.library_name, trust_remote_code=wanted.trust_remote_code)
+    if wanted.sequence_length is None:
+        wanted.sequence_length = min(_TOKENS, _num_positions(model.config) or _TOKENS)
+    facts = _facts(model, wanted)
+    if wanted.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        _show(wanted.model, facts)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright estimate",
         description="Say how much memory a model takes. Nothing is downloaded but a configuration, nothing allocated.",
@@ -42,25 +58,23 @@ def estimate(argv: Sequence[str]) -> int:
     parser.add_argument(
         "model",
         help="a transformers config.json, its folder or its name; a folder of safetensors or one such file; "
-        "or a task's class as package.module:Class, made without arguments",
+        "a model of timm as timm/NAME; or a task's class as package.module:Class, made without arguments",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE", help=f"of {', '.join(DTYPES)}")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="also activations and KV cache of N sequences")
-    parser.add_argument("--sequence-length", type=int, default=1024, metavar="N", help="tokens each (default: 1024)")
-    parser.add_argument(
-        "--devices", type=int, metavar="N", help="also what each of N ranks needs to train, by strategy"
-    )
-    parser.add_argument("--device-memory", metavar="SIZE", help='also how many devices of a size ("80GB") can train it')
-    parser.add_argument("--trust_remote_code", action="store_true", help="run code that comes with the model's name")
+    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    _option(parser, "library-name", choices=LIBRARIES, help="where a name is looked up, if not plain from its form")
+    _option(parser, "batch-size", **number, help="also activations and KV cache of N sequences")
+    _option(parser, "sequence-length", **number, help=f"tokens each (default: {_TOKENS}, or all that the model takes)")
+    _option(parser, "devices", **number, help="also what each of N ranks needs to train, by strategy")
+    _option(parser, "device-memory", metavar="SIZE", help='also how many devices of a size ("80GB") can train it')
+    _option(parser, "trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
-    wanted = parser.parse_args(argv)
-    model = _find(wanted.model, trust_remote_code=wanted.trust_remote_code)
-    facts = _facts(model, wanted)
-    if wanted.json:
-        print(json.dumps(facts, indent=2))
-    else:
-        _show(wanted.model, facts)
-    return 0
+    return parser
+
+
+def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    """Add an option under its name with dashes, and with underscores as Accelerate writes them."""
+    parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
 def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
@@ -129,7 +143,24 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int) -> i
             # An empty one: without it, models look for several sequences in one row, in values that are not there.
             caches = require_package("transformers", purpose=_PURPOSE)
             inputs["past_key_values"] = caches.DynamicCache(config=module.config)
-        return count_activation_bytes(lambda: module(**inputs), module)
+        try:
+            return count_activation_bytes(lambda: module(**inputs), module)
+        except (RuntimeError, IndexError, ValueError) as error:
+            positions = _num_positions(model.config)
+            hint = (
+                ""
+                if positions is None
+                else f" It has {positions} positions: pass --sequence-length {positions} or less."
+            )
+            raise ConfigurationError(
+                f"this model does not take {batch_size} sequences of {sequence_length} tokens: {error}.{hint}"
+            ) from error
+
+
+def _num_positions(config: dict[str, Any] | None) -> int | None:
+    """Return how many tokens a model of transformers was made for, where its configuration says so."""
+    found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
+    return found if isinstance(found, int) else None
 
 
 def _show(name: str, facts: dict[str, Any]) -> None:
@@ -153,18 +184,22 @@ def _show(name: str, facts: dict[str, Any]) -> None:
             print(f"  {strategy:18} {'does not fit' if number is None else number}")
 
 
-def _find(name: str, *, trust_remote_code: bool) -> _Model:
-    """Return what `name` is: weights on disk, a configuration, a class, or a name that transformers knows."""
+def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _Model:
+    """Return what `name` is: weights on disk, a configuration, a class, or a name that a library knows."""
     from trainwright.strategies.offload.estimates import count_stored_weights, count_weights, read_config
 
     path = Path(name)
+    if library == "timm" or (library is None and name.startswith(_TIMM) and not path.exists()):
+        module = _from_timm(name.removeprefix(_TIMM))
+        return _Model(count_weights(module), module)
     if path.suffix == ".json" or (path / "config.json").is_file():
         file = path if path.suffix == ".json" else path / "config.json"
-        module, config = _from_config(str(file.parent if file.name == "config.json" else file), read_config(file))
+        source = str(file.parent if file.name == "config.json" else file)
+        module, config = _from_config(source, read_config(file), trust_remote_code=trust_remote_code)
         return _Model(count_weights(module), module, config)
     if path.exists():
         return _Model(count_stored_weights(path))
-    if ":" in name:
+    if ":" in name and library is None:
         return _Model(count_weights(_make_task(name)))
     module, config = _from_config(name, None, trust_remote_code=trust_remote_code)
     return _Model(count_weights(module), module, config)
@@ -180,15 +215,50 @@ def _from_config(
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{source!r} is no model that can be found: {error}") from error
-    names = list((raw or config.to_dict()).get("architectures") or ())
-    kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"{source!r} is no model that can be found: {reason} Where the hub cannot be reached, name a folder that "
+            "holds the model's config.json. A model of timm is timm/NAME."
+        ) from error
+    facts = raw or config.to_dict()
+    kind = next(
+        (getattr(transformers, name) for name in facts.get("architectures") or () if hasattr(transformers, name)), None
+    )
+    # Code that comes with a model says under which of transformers' families it is found.
+    family = next((name for name in facts.get("auto_map") or () if name.startswith("AutoModelFor")), "AutoModel")
     with init_empty_weights():
-        if kind is not None:
+        if kind is not None and "auto_map" not in facts:
             model: nn.Module = kind(config)
         else:
-            model = transformers.AutoModel.from_config(config, trust_remote_code=trust_remote_code)
+            model = getattr(transformers, family).from_config(config, trust_remote_code=trust_remote_code)
     return model, config.to_dict()
+
+
+def _from_timm(name: str) -> nn.Module:
+    """Build a model of timm, without memory for its weights."""
+    import torch
+
+    from trainwright.strategies.offload.empty import init_empty_weights
+
+    try:
+        timm: Any = require_package("timm", purpose="trainwright estimate for a model of timm")
+    except MissingPackageError:
+        raise
+    except (ImportError, RuntimeError, AttributeError, OSError) as error:
+        raise ConfigurationError(
+            f"timm is installed and cannot be imported: {type(error).__name__}: {str(error).strip()}. Most often its "
+            f"torchvision was built for another torch than {torch.__version__}. Run: pip install --upgrade torchvision "
+            "timm. Or name a folder of the model's safetensors, which needs no timm."
+        ) from error
+    try:
+        with init_empty_weights():
+            model: nn.Module = timm.create_model(name, pretrained=False)
+    except RuntimeError as error:
+        known = timm.list_models()
+        raise ConfigurationError(
+            f"timm makes no model {name!r}: {error}.{nearest(name.partition('.')[0], known)}"
+        ) from error
+    return model
 
 
 def _make_task(name: str) -> nn.Module:

@@ -46,6 +46,7 @@ COMMANDS: dict[str, Command] = {
     "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on a task of yours"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
     "estimate": Command("trainwright.cli.estimate:estimate", "say how much memory a model takes"),
+    "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by the name that Accelerate has for it"),
     "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
 }
 

@@ -1,0 +1,44 @@
+"""Put a model back as it was when a call that changes it in many places fails in one of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from trainwright.strategies.offload.hooks import drop_hook, is_hooked
+
+
+@contextlib.contextmanager
+def restored_on_failure(model: nn.Module) -> Iterator[None]:
+    """Undo what the block did to a model if it raises: modules, parameters, buffers, devices, and hooks on modules
+    that had none. Values that were written over in place stay.
+
+    Args:
+        model: its present tensors are kept until the block ends.
+    """
+    tables = [
+        (module, is_hooked(module), dict(module._parameters), dict(module._buffers), dict(module._modules))
+        for module in model.modules()
+    ]
+    devices = [(parameter, parameter.device) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, was_hooked, parameters, buffers, modules in tables:
+            if not was_hooked:
+                drop_hook(module)
+            _refill(module._parameters, parameters)
+            _refill(module._buffers, buffers)
+            _refill(module._modules, modules)
+        for parameter, device in devices:
+            if parameter.device != device:  # moved in place, so that whoever else holds it follows
+                parameter.data = parameter.data.to(device)
+        raise
+
+
+def _refill(table: dict[str, Any], former: dict[str, Any]) -> None:
+    table.clear()
+    table.update(former)
