@@ -1,4 +1,4 @@
-"""The workflows that guides to Accelerate's large models show, step by step, with a small GPT in the place of one."""
+"""The guide to loading big models, block by block, with a small GPT in the place of a large one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.offload.min_gpt import GPT, HERE, TOKENS, Tokenizer, empty_gpt, make_gpt, save_shards
 from trainwright import (
-    BnbQuantizationConfig,
     ConfigurationError,
     check_device_map,
     cpu_offload,
@@ -19,84 +19,29 @@ from trainwright import (
     disk_offload,
     infer_auto_device_map,
     init_empty_weights,
-    load_and_quantize_model,
     load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
 )
-from trainwright.strategies.offload.quantization import save_quantized_model
-
-
-class Block(nn.Module):
-    """A block with a residual connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        changed: torch.Tensor = self.mlp(self.ln_1(hidden))
-        return hidden + changed
-
-
-class GPT(nn.Module):
-    """The layout of minGPT, without attention."""
-
-    def __init__(self, vocabulary: int = 23, width: int = 64, depth: int = 4) -> None:
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(vocabulary, width),
-                "wpe": nn.Embedding(32, width),
-                "drop": nn.Dropout(0.1),
-                "h": nn.ModuleList(Block(width) for _ in range(depth)),
-                "ln_f": nn.LayerNorm(width),
-            }
-        )
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        parts: Any = self.transformer
-        hidden = parts["drop"](parts["wte"](tokens) + parts["wpe"](torch.arange(tokens.shape[1], device=tokens.device)))
-        for block in parts["h"]:
-            hidden = block(hidden)
-        scores: torch.Tensor = self.lm_head(parts["ln_f"](hidden))
-        return scores
-
-    @torch.no_grad()
-    def generate(self, tokens: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
-        """Append the most probable token, again and again."""
-        for _ in range(max_new_tokens):
-            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
-        return tokens
-
-
-TOKENS = torch.arange(10).view(2, 5)
 
 
 @pytest.fixture
-def model() -> GPT:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return GPT().eval()
+def weights_location(tmp_path: Path) -> Path:
+    return save_shards(tmp_path / "checkpoint")
 
 
-@pytest.fixture
-def weights_location(model: GPT, tmp_path: Path) -> Path:
-    """Shards of `torch.save` and a plain index, as the guide lays them out."""
-    folder, state = tmp_path / "checkpoint", model.state_dict()
-    folder.mkdir()
-    index: dict[str, str] = {}
-    names = list(state)
-    for file, part in (("first_state_dict.bin", names[:9]), ("second_state_dict.bin", names[9:])):
-        torch.save({name: state[name] for name in part}, folder / file)
-        index.update(dict.fromkeys(part, file))
-    (folder / "index.json").write_text(json.dumps(index))
-    return folder
+# How the process works
 
 
-def empty() -> GPT:
+def test_the_usual_way_of_loading_gives_what_the_new_way_gives(tmp_path: Path) -> None:
+    checkpoint_file = tmp_path / "model.bin"
+    torch.save(make_gpt().state_dict(), checkpoint_file)
+    my_model = GPT().eval()
+    state_dict = torch.load(checkpoint_file, weights_only=True)
+    my_model.load_state_dict(state_dict)
     with init_empty_weights():
-        return GPT().eval()
+        empty = GPT().eval()
+    assert load_checkpoint_in_model(empty, checkpoint_file) == ([], [])
+    assert torch.equal(empty(TOKENS), my_model(TOKENS))
 
 
 def test_a_model_of_a_hundred_billion_parameters_is_built_without_memory() -> None:
@@ -105,37 +50,101 @@ def test_a_model_of_a_hundred_billion_parameters_is_built_without_memory() -> No
     assert sum(parameter.numel() for parameter in large.parameters()) == 1000 * (10**8 + 10**4)
 
 
-def test_shards_are_loaded_and_dispatched_and_text_is_generated(model: GPT, weights_location: Path) -> None:
-    loaded: Any = load_checkpoint_and_dispatch(
-        empty(), checkpoint=weights_location, device_map="auto", no_split_module_classes=["Block"]
+def test_shards_are_found_by_an_index_of_names_and_files(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"linear1": nn.Linear(3, 4), "linear2": nn.Linear(4, 2)})
+    for layer, file in (("linear1", "first_state_dict.bin"), ("linear2", "second_state_dict.bin")):
+        torch.save({f"{layer}.{name}": t for name, t in model[layer].state_dict().items()}, tmp_path / file)
+    index = {
+        "linear1.weight": "first_state_dict.bin",
+        "linear1.bias": "first_state_dict.bin",
+        "linear2.weight": "second_state_dict.bin",
+        "linear2.bias": "second_state_dict.bin",
+    }
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with init_empty_weights():
+        empty = nn.ModuleDict({"linear1": nn.Linear(3, 4), "linear2": nn.Linear(4, 2)})
+    load_checkpoint_in_model(empty, tmp_path, strict=True)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in empty.state_dict().items())
+
+
+def test_shards_are_loaded_and_dispatched_and_text_is_generated(weights_location: Path) -> None:
+    model: Any = load_checkpoint_and_dispatch(
+        empty_gpt(), checkpoint=weights_location, device_map="auto", no_split_module_classes=["Block"]
     )
-    assert loaded.hf_device_map
-    assert torch.equal(loaded.generate(TOKENS, 6), model.generate(TOKENS, 6))
+    assert model.hf_device_map
+    tokenizer = Tokenizer()
+    x1 = tokenizer("Hello, my name is").to(HERE)
+    outputs = model.generate(x1, max_new_tokens=10, do_sample=False)[0]
+    expected = make_gpt().generate(x1.cpu(), 10)[0]
+    assert tokenizer.decode(outputs.cpu().squeeze()) == tokenizer.decode(expected)
 
 
-def test_a_map_of_ones_own_puts_parts_on_the_disk(model: GPT, weights_location: Path, tmp_path: Path) -> None:
+def test_the_map_that_was_picked_names_the_layers(weights_location: Path, tmp_path: Path) -> None:
+    model: Any = load_checkpoint_and_dispatch(
+        empty_gpt(), checkpoint=weights_location, device_map="auto", no_split_module_classes=["Block"],
+        max_memory={"cpu": "300KB"}, offload_folder=tmp_path / "offload",
+    )  # fmt: skip
+    assert list(model.hf_device_map)[:4] == [
+        "transformer.wte",
+        "transformer.wpe",
+        "transformer.drop",
+        "transformer.h.0",
+    ]
+    assert list(model.hf_device_map.values()) == sorted(model.hf_device_map.values())  # "cpu", then "disk"
+    assert torch.equal(model(TOKENS), make_gpt()(TOKENS))
+
+
+def test_a_map_of_ones_own_puts_parts_on_the_disk(weights_location: Path, tmp_path: Path) -> None:
     device_map: dict[str, Any] = {
         "transformer.wte": "cpu",
-        "transformer.wpe": "cpu",
+        "transformer.wpe": HERE,
         "transformer.drop": "cpu",
         "transformer.h": "disk",
         "transformer.ln_f": "disk",
         "lm_head": "cpu",
     }
-    loaded: Any = load_checkpoint_and_dispatch(
-        empty(), checkpoint=weights_location, device_map=device_map, offload_folder=tmp_path / "offload"
+    model: Any = load_checkpoint_and_dispatch(
+        empty_gpt(), checkpoint=weights_location, device_map=device_map, offload_folder=tmp_path / "offload"
     )
-    assert loaded.hf_device_map == device_map
-    assert torch.equal(loaded(TOKENS), model(TOKENS))
+    assert model.hf_device_map == device_map
+    torch.testing.assert_close(model(TOKENS), make_gpt()(TOKENS))
+
+
+def test_the_guide_s_map_ends_early_and_is_refused_with_what_it_leaves_out(weights_location: Path) -> None:
+    device_map = {
+        "transformer.wte": "cpu",
+        "transformer.wpe": 0,
+        "transformer.drop": "cpu",
+        "transformer.h.0": "disk",
+    }
+    model = empty_gpt()
+    with pytest.raises(ConfigurationError, match=r"transformer\.h\.1\.ln_1\.weight.*lm_head\.weight"):
+        load_checkpoint_and_dispatch(model, checkpoint=weights_location, device_map=device_map)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+# Designing a device map
 
 
 def test_a_map_is_designed_for_devices_that_are_not_here() -> None:
     with init_empty_weights():
-        large = GPT(vocabulary=50_000, width=1024, depth=40)
-    device_map = infer_auto_device_map(large, max_memory={0: "1GiB", 1: "1GiB", "cpu": "30GiB"})
+        my_model = GPT(vocabulary=50_000, width=2048, depth=48)
+    device_map = infer_auto_device_map(my_model, max_memory={0: "10GiB", 1: "10GiB", "cpu": "30GiB"})
+    assert set(device_map.values()) == {0}
+    device_map = infer_auto_device_map(my_model, max_memory={0: "5GiB", 1: "5GiB", "cpu": "30GiB"})
     assert set(device_map.values()) == {0, 1}
-    sizes = {0: "300MIB", 1: "600MIB", 2: "600MIB", 3: "600MIB"}  # units in capitals, too
-    assert set(infer_auto_device_map(large, max_memory=sizes).values()) == {0, 1, 2, 3}
+
+
+def test_the_first_device_may_be_given_less() -> None:
+    with init_empty_weights():
+        my_model = GPT(vocabulary=250_880, width=14_336, depth=70)
+    max_memory = {0: "30GIB", 1: "46GIB", 2: "46GIB", 3: "46GIB", 4: "46GIB", 5: "46GIB", 6: "46GIB", 7: "46GIB"}
+    device_map = infer_auto_device_map(
+        my_model, max_memory=max_memory, no_split_module_classes=["Block"], dtype=torch.bfloat16
+    )
+    blocks = [[name for name, device in device_map.items() if device == index] for index in range(8)]
+    assert len(blocks[0]) < len(blocks[1]) == len(blocks[2])
+    assert "disk" not in device_map.values()
 
 
 def test_a_map_must_cover_the_whole_model() -> None:
@@ -150,41 +159,46 @@ def test_a_map_must_cover_the_whole_model() -> None:
         check_device_map(two, {"block1": 0, "block2.linear1": 1, "block2.linear2": 1})
 
 
-def test_a_whole_model_is_offloaded_to_the_host_or_to_disk(model: GPT, tmp_path: Path) -> None:
-    wanted = model(TOKENS)
-    assert torch.equal(cpu_offload(model, torch.device("cpu"))(TOKENS), wanted)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        again = GPT().eval()
-    assert torch.equal(disk_offload(again, tmp_path / "weights", torch.device("cpu"))(TOKENS), wanted)
+# CPU offload only, disk offload only
+
+
+def test_a_whole_model_is_offloaded_to_the_host_or_to_disk(tmp_path: Path) -> None:
+    wanted = make_gpt()(TOKENS)
+    execution_device = torch.device(HERE)
+    model, again, offload_dir = make_gpt(), make_gpt(), tmp_path / "weights"
+    cpu_offload(model, execution_device)
+    torch.testing.assert_close(model(TOKENS), wanted)
+    disk_offload(again, offload_dir, execution_device)
+    torch.testing.assert_close(again(TOKENS), wanted)
 
 
 def test_models_that_follow_each_other_make_room_for_the_next() -> None:
     models = [nn.Linear(4, 4) for _ in range(3)]
-    model_1, hook_1 = cpu_offload_with_hook(models[0], torch.device("cpu"))
-    model_2, hook_2 = cpu_offload_with_hook(models[1], torch.device("cpu"), prev_module_hook=hook_1)
-    model_3, hook_3 = cpu_offload_with_hook(models[2], torch.device("cpu"), prev_module_hook=hook_2)
-    hidden = model_1(torch.ones(1, 4))
+    execution_device = torch.device(HERE)
+    model_1, hook_1 = cpu_offload_with_hook(models[0], execution_device)
+    model_2, hook_2 = cpu_offload_with_hook(models[1], execution_device, prev_module_hook=hook_1)
+    model_3, hook_3 = cpu_offload_with_hook(models[2], execution_device, prev_module_hook=hook_2)
+    hid_1 = model_1(torch.ones(1, 4))
     for _ in range(50):
-        hidden = model_2(hidden)
-    hidden = model_3(hidden)
+        hid_2 = model_2(hid_1)
+    hid_3 = model_3(hid_2)
     hook_3.offload()
-    wanted = models[0](torch.ones(1, 4))
-    for _ in range(50):
-        wanted = models[1](wanted)
-    assert torch.equal(hidden, models[2](wanted))
+    assert {tensor.device.type for model in models for tensor in model.parameters()} == {"cpu"}
+    torch.testing.assert_close(hid_3.cpu(), _chain(models))
 
 
-@pytest.mark.requires("bitsandbytes", reason="layers in 8 bits")
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_is_quantized_saved_and_loaded_again(model: GPT, weights_location: Path, tmp_path: Path) -> None:
-    config = BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=6, torch_dtype=torch.float32)
-    quantized = load_and_quantize_model(
-        empty(), weights_location=weights_location, bnb_quantization_config=config, device_map="auto"
-    )
-    assert float((quantized(TOKENS) - model(TOKENS)).abs().max()) < 0.1
-    location = save_quantized_model(quantized, tmp_path / "saved")
-    again = load_and_quantize_model(
-        empty(), weights_location=location, bnb_quantization_config=config, device_map="auto"
-    )
-    assert torch.equal(again(TOKENS), quantized(TOKENS))
+def _chain(models: list[nn.Linear]) -> torch.Tensor:
+    hidden = torch.ones(1, 4)
+    for model in models:
+        hidden = nn.functional.linear(hidden, model.weight, model.bias)
+    return hidden
+
+
+# Saving and loading a model, in the guide to adding four lines to a script
+
+
+def test_a_sharded_checkpoint_is_loaded_onto_a_device(weights_location: Path) -> None:
+    unwrapped_model, device = GPT().eval(), torch.device(HERE)
+    load_checkpoint_in_model(unwrapped_model, weights_location, device_map={"": device})
+    assert {parameter.device.type for parameter in unwrapped_model.parameters()} == {device.type}
+    torch.testing.assert_close(unwrapped_model(TOKENS.to(device)).cpu(), make_gpt()(TOKENS))
