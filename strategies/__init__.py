@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
     from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from trainwright.strategies.engine_settings import EngineSettings
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.local_sgd import LocalSGDStrategy
     from trainwright.strategies.offload.training import OffloadStrategy
@@ -70,6 +71,7 @@ _PUBLIC = {
     "DeepSpeedStrategy": "trainwright.strategies.deepspeed.strategy",
     "DummyOptim": "trainwright.strategies.deepspeed.placeholders",
     "DummyScheduler": "trainwright.strategies.deepspeed.placeholders",
+    "EngineSettings": "trainwright.strategies.engine_settings",
     "FSDPStrategy": "trainwright.strategies.fsdp",
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
     "ModelParallelStrategy": "trainwright.strategies.tensor_parallel",
@@ -91,6 +93,7 @@ __all__ = [
     "DistributedDataParallelKwargs",
     "DummyOptim",
     "DummyScheduler",
+    "EngineSettings",
     "FSDPStrategy",
     "LocalSGDStrategy",
     "ModelParallelStrategy",

@@ -19,7 +19,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.bucket_order import BucketOrder
 from trainwright.strategies.comm_hooks import CommHook, DDPCommunicationHookType, DistributedDataParallelKwargs, Hook
-from trainwright.strategies.precision import Precision
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.replicas import Replicas
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -90,17 +90,9 @@ class DDPStrategy(Replicas):
         """
         return cls(**kwargs.to_arguments(), **arguments)
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
-        if self.sync_batchnorm and device_type == "cpu":
+    def configure(self, settings: EngineSettings) -> None:
+        super().configure(settings)
+        if self.sync_batchnorm and settings.device_type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Leave it out, or use "
                 "GroupNorm or LayerNorm."

@@ -42,6 +42,7 @@ from trainwright.core.tree import map_tensors
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.data_ranks import metrics_over
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp_options import (
     AFTER_STAGE,
     RESHARDING,
@@ -55,7 +56,6 @@ from trainwright.strategies.fsdp_options import (
     sharding_strategy_name,
 )
 from trainwright.strategies.gradients import GradientClip
-from trainwright.strategies.precision import Precision
 from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shard_build import MetaBuilding, materialize
 from trainwright.strategies.shard_clip import clip_pieces
@@ -203,16 +203,8 @@ class FSDPStrategy(DataParallel):
         """
         return cls(**read_fsdp_config(config), **arguments)
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
+    def configure(self, settings: EngineSettings) -> None:
+        super().configure(settings)
         self._mesh_shape()
 
     def _mesh_shape(self) -> tuple[int, int]:

@@ -14,8 +14,8 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip, stack_counts
-from trainwright.strategies.precision import Precision
 from trainwright.strategies.replicas import Replicas
 from trainwright.strategies.strategy import MakeOptimizers
 
@@ -55,20 +55,12 @@ class LocalSGDStrategy(Replicas):
         self.local_sgd_steps = local_sgd_steps
         self._apart = self._states_apart = False
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
-        if precision.scaled:
+    def configure(self, settings: EngineSettings) -> None:
+        super().configure(settings)
+        if self.precision.scaled:
             raise ConfigurationError(
-                f"precision={precision.name!r} leaves out steps whose gradients overflow, which are others on each "
-                "rank under LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
+                f"precision={self.precision.name!r} leaves out steps whose gradients overflow, which are others on "
+                "each rank under LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
             )
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[torch.optim.Optimizer]:

@@ -9,6 +9,7 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology, detect
 from trainwright.strategies import STRATEGIES
 from trainwright.strategies.devices import device_indices, device_type
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
 
@@ -79,13 +80,8 @@ def select(
                 "strategy='ddp', or leave it out."
             )
         chosen.sync_batchnorm = True
-    chosen.configure(
-        device_type=kind,
-        device_indices=indices,
-        num_nodes=topology.num_nodes if launched else num_nodes,
-        precision=precision,
-        compile_options=compile_options(compile),
-    )
+    nodes = topology.num_nodes if launched else num_nodes
+    chosen.configure(EngineSettings(kind, indices, nodes, precision, compile_options(compile)))
     if launched and topology.world_size > 1 and not chosen.is_distributed:
         raise ConfigurationError(
             f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "

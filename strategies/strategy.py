@@ -28,6 +28,7 @@ from trainwright.strategies.binding import ScaledOptimizer, StepWatch, bind_step
 from trainwright.strategies.by_hand import StepByHand
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import (
     GradientClip,
     clip_gradients,
@@ -100,24 +101,22 @@ class Strategy(DataRanks, StepByHand, FiniteCheck, Inspectable, Rehearses, Saves
         """Whether this process writes files and prints."""
         return self.processes.rank == 0
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
+    def configure(self, settings: EngineSettings) -> None:
         """Take the Trainer's settings. Touches no device and no process.
 
         Raises:
             ConfigurationError: settings that this strategy cannot serve.
         """
-        precision.check_device(device_type)
-        self.device_type = device_type
-        self.device_indices = device_indices
-        self.num_nodes = num_nodes
-        self.precision = precision
-        self.compile_options = compile_options
-        if len(device_indices) * num_nodes > 1 and not self.is_distributed:
+        settings.precision.check_device(settings.device_type)
+        self.device_type = settings.device_type
+        self.device_indices = settings.device_indices
+        self.num_nodes = settings.num_nodes
+        self.precision = settings.precision
+        self.compile_options = settings.compile_options
+        if settings.num_processes > 1 and not self.is_distributed:
             raise ConfigurationError(
-                f"devices={len(device_indices)}, num_nodes={num_nodes} with {type(self).__name__}, which runs one "
-                "process. Use strategy='ddp', or devices=1."
+                f"devices={len(self.device_indices)}, num_nodes={self.num_nodes} with {type(self).__name__}, which "
+                "runs one process. Use strategy='ddp', or devices=1."
             )
 
     def check_run(self, *, accumulate_grad_batches: int, clip: GradientClip | None) -> None:

@@ -15,8 +15,8 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.precision import Precision
 from trainwright.strategies.shard_units import WrapPolicy
 from trainwright.strategies.tp_plan import Plan
 from trainwright.strategies.tp_sizes import check_tp_size
@@ -69,10 +69,8 @@ class TensorParallelStrategy(FSDPStrategy):
         )
         self._wanted = None if tp is None else check_tp_size(tp)
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        self.tp = world = len(device_indices) * num_nodes
+    def configure(self, settings: EngineSettings) -> None:
+        self.tp = world = settings.num_processes
         if self._wanted not in (None, world):
             wanted = self._wanted
             raise ConfigurationError(
@@ -85,13 +83,7 @@ class TensorParallelStrategy(FSDPStrategy):
                 )
                 + "."
             )
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
+        super().configure(settings)
 
     def _place(self, task: TaskModule) -> None:
         super()._place(task)
@@ -168,12 +160,10 @@ class ModelParallelStrategy(FSDPStrategy):
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        world, data, split = len(device_indices) * num_nodes, self.data_parallel_size, self.tensor_parallel_size
+    def configure(self, settings: EngineSettings) -> None:
+        world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size
         if data == "auto":
-            data = num_nodes if split == "auto" else world // split
+            data = settings.num_nodes if split == "auto" else world // split
         self.tp = max(1, world // data) if split == "auto" else split
         if data * self.tp != world:
             fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
@@ -181,10 +171,4 @@ class ModelParallelStrategy(FSDPStrategy):
                 f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
                 f"do not make up the run's {world} process(es). Use {fitting}."
             )
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
+        super().configure(settings)

@@ -41,6 +41,7 @@ from trainwright.strategies.deepspeed.pieces import FlatPieces, ParameterPieces,
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 from trainwright.strategies.deepspeed.state import EngineState, as_torch
 from trainwright.strategies.deepspeed.traces import Traces
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip, clip_gradients, parameters_of
 from trainwright.strategies.non_finite import NonFinite
 from trainwright.strategies.precision import Precision
@@ -122,24 +123,16 @@ class DeepSpeedStrategy(DataParallel):
 
     # Before a run
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
-        super().configure(
-            device_type=device_type,
-            device_indices=device_indices,
-            num_nodes=num_nodes,
-            precision=precision,
-            compile_options=compile_options,
-        )
-        if compile_options is not None:
+    def configure(self, settings: EngineSettings) -> None:
+        super().configure(settings)
+        if settings.compile_options is not None:
             raise ConfigurationError(
                 "compile= with DeepSpeed, whose engine gathers parameters within a step. Call compile() on modules in "
                 "configure_model instead, or use strategy='fsdp'."
             )
         self.config = EngineConfig(*self._source)  # a strategy may be given to one Trainer after the other
-        self.config.check_hardware(device_type, len(device_indices) * num_nodes)
-        self.config.set_precision(precision, device_type)
+        self.config.check_hardware(settings.device_type, settings.num_processes)
+        self.config.set_precision(settings.precision, settings.device_type)
 
     def check_run(self, *, accumulate_grad_batches: int, clip: GradientClip | None) -> None:
         self.config.check_run(accumulate_grad_batches, clip)

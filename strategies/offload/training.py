@@ -18,10 +18,10 @@ from trainwright.core.run import Run
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.offload.homes import PLACES, Home, read_ahead
 from trainwright.strategies.offload.streaming import WeightStream
-from trainwright.strategies.precision import Precision
 from trainwright.strategies.shard_units import WrapPolicy, find_units
 from trainwright.strategies.strategy import MakeOptimizers, Strategy
 
@@ -81,28 +81,23 @@ class OffloadStrategy(Strategy):
         self.prefetch, self.stream = prefetch, stream
         self.weight_stream: WeightStream | None = None
 
-    def configure(
-        self, *, device_type: str, device_indices: list[int], num_nodes: int, precision: Precision, compile_options: Any
-    ) -> None:
+    def configure(self, settings: EngineSettings) -> None:
         """Take the Trainer's settings.
 
         Raises:
             ConfigurationError: `compile=`, a loss scale, or several processes.
         """
-        if compile_options is not None:
+        if settings.compile_options is not None:
             raise ConfigurationError(
                 "compile= and OffloadStrategy exclude each other: weights come and go between the parts of what would "
                 "be one graph. Leave compile= out."
             )
-        if precision.scaled:
+        if settings.precision.scaled:
             raise ConfigurationError(
-                f"precision={precision.name!r} scales the loss, which OffloadStrategy cannot: its gradients are not on "
-                "the device. Use 'bf16-mixed'."
+                f"precision={settings.precision.name!r} scales the loss, which OffloadStrategy cannot: its gradients "
+                "are not on the device. Use 'bf16-mixed'."
             )
-        super().configure(
-            device_type=device_type, device_indices=device_indices, num_nodes=num_nodes, precision=precision,
-            compile_options=None,
-        )  # fmt: skip
+        super().configure(settings)
 
     # Model and optimizers
 

@@ -18,6 +18,7 @@ from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.process import detect
 from trainwright.core.state import Group
 from trainwright.strategies import Precision
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip
 
 _STEPS = 4
@@ -53,10 +54,7 @@ class Driven:
         run: Any = FakeRun([], Path())
         run.task, run.lr_scheduler_configs = task, []
         object.__setattr__(task, "_run", run)
-        self.strategy.configure(
-            device_type="cpu", device_indices=[0, 1], num_nodes=1, precision=Precision.parse("32-true"),
-            compile_options=None,
-        )  # fmt: skip
+        self.strategy.configure(EngineSettings("cpu", [0, 1], 1, Precision.parse("32-true")))
         self.strategy.setup(detect())
         self.strategy.prepare(task, lambda: [task.configure_optimizers()])  # type: ignore[list-item]
         self.strategy.attach(run, HookTable((), task), SimpleNamespace(batch=None))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.single import SingleDeviceStrategy
 
@@ -92,10 +93,10 @@ def test_full_precision_needs_no_context() -> None:
 
 
 def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
-    settings: dict[str, Any] = {"device_indices": [0], "num_nodes": 1, "compile_options": None}
+    strategy = SingleDeviceStrategy()
     with pytest.raises(
         ConfigurationError, match=r"precision='64-true'.*'mps' has no float64\. Use precision='32-true'"
     ):
-        SingleDeviceStrategy().configure(device_type="mps", precision=Precision.parse("64-true"), **settings)
+        strategy.configure(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
     for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
-        SingleDeviceStrategy().configure(device_type="mps", precision=Precision.parse(name), **settings)
+        strategy.configure(EngineSettings("mps", [0], 1, Precision.parse(name)))

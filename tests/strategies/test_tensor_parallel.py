@@ -21,6 +21,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp import FSDPStrategy
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
@@ -377,10 +378,7 @@ def test_other_precisions_come_close_to_one_process_in_them() -> None:
 
 def configured(strategy: Any, processes: int, num_nodes: int = 1) -> None:
     """Hand a strategy the Trainer's settings."""
-    strategy.configure(
-        device_type="cpu", device_indices=list(range(processes)), num_nodes=num_nodes,
-        precision=Precision.parse("32-true"), compile_options=None,
-    )  # fmt: skip
+    strategy.configure(EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true")))
 
 
 @pytest.mark.parametrize(
