@@ -11,8 +11,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
+
+from trainwright.strategies.offload.zero_peaks import ZeroBuckets, flat_peak, sharded_peak
 
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
@@ -24,18 +27,26 @@ class TrainingShape:
     """A model as strategies see it, in elements.
 
     Attributes:
-        elements: all of them, a shared tensor counted once.
+        sizes: of the parameters in the order of the model, a shared one once.
         unit: of the largest numbered block, which strategies gather or move by itself.
         outside: in no block: embeddings, heads, norms between.
-        tensor: of the largest tensor.
         uses: names that the largest tensor has: each use makes a gradient, which waits for the others.
     """
 
-    elements: int
+    sizes: tuple[int, ...]
     unit: int
     outside: int
-    tensor: int
     uses: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of all parameters."""
+        return sum(self.sizes)
+
+    @property
+    def tensor(self) -> int:
+        """Of the largest parameter."""
+        return max(self.sizes, default=0)
 
 
 def training_shape(model: nn.Module) -> TrainingShape:
@@ -58,16 +69,19 @@ def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
             outside += elements
         else:
             blocks[block[0]] = blocks.get(block[0], 0) + elements
-    return TrainingShape(sum(sizes.values()), max(blocks.values(), default=0), outside, max(sizes.values(), default=0))
+    return TrainingShape(tuple(sizes.values()), max(blocks.values(), default=0), outside)
 
 
-def rank_peaks(shape: TrainingShape, *, world_size: int, activation_bytes: int) -> dict[str, int]:
+def rank_peaks(
+    shape: TrainingShape, *, world_size: int, activation_bytes: int, buckets: ZeroBuckets | None = None
+) -> dict[str, int]:
     """Return the largest number of bytes that one rank's device holds in a step, by strategy.
 
     Args:
         shape: of the model.
         world_size: ranks; each has the same activations.
         activation_bytes: that autograd keeps of one rank's forward, see `count_activation_bytes`.
+        buckets: sizes of DeepSpeed's buffers; those of `DeepSpeedStrategy` unless given.
     """
     ranks, kept = world_size, activation_bytes
     weights = gradients = _BYTES * shape.elements
@@ -85,23 +99,25 @@ def rank_peaks(shape: TrainingShape, *, world_size: int, activation_bytes: int) 
         + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
         "offload": outside + 2 * unit + max(kept + outside + unit, 0),
     }
-    for stage in (1, 2, 3):
-        whole = weights if stage < 3 else weights // ranks
-        held = whole + (weights + states) // ranks
-        made = gradients if stage == 1 else gradients // ranks
-        gathered = 0 if stage < 3 else 2 * unit + outside
-        peaks[f"deepspeed_stage_{stage}"] = held + max(stepping // ranks, kept + made + gathered)
+    zero: dict[str, Any] = {
+        "world_size": ranks, "activation_bytes": kept, "uses": shape.uses, "buckets": buckets or ZeroBuckets()
+    }  # fmt: skip
+    for stage in (1, 2):
+        peaks[f"deepspeed_stage_{stage}"] = flat_peak(shape.sizes, stage=stage, **zero)
+    peaks["deepspeed_stage_3"] = sharded_peak(shape.sizes, **zero)
     return {name: math.ceil(peak) for name, peak in peaks.items()}
 
 
-def ranks_that_fit(shape: TrainingShape, device_bytes: int, *, activation_bytes: int) -> dict[str, int | None]:
+def ranks_that_fit(
+    shape: TrainingShape, device_bytes: int, *, activation_bytes: int, buckets: ZeroBuckets | None = None
+) -> dict[str, int | None]:
     """Return on how many devices of a size each strategy can train a model, the fewest up to 4,096; None: on none."""
+    by_count = {
+        ranks: rank_peaks(shape, world_size=ranks, activation_bytes=activation_bytes, buckets=buckets)
+        for ranks in (2**power for power in range(13))
+    }
     found: dict[str, int | None] = {}
-    for name in rank_peaks(shape, world_size=1, activation_bytes=activation_bytes):
-        counts = (1,) if name in ("single", "ddp", "offload") else tuple(2**power for power in range(13))
-        found[name] = next(
-            (n for n in counts
-             if rank_peaks(shape, world_size=n, activation_bytes=activation_bytes)[name] <= device_bytes),
-            None,
-        )  # fmt: skip
+    for name in by_count[1]:
+        counts = [1] if name in ("single", "ddp", "offload") else list(by_count)
+        found[name] = next((ranks for ranks in counts if by_count[ranks][name] <= device_bytes), None)
     return found

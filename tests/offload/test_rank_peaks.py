@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import weakref
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.runs import quiet_trainer
 from trainwright import TaskModule
 from trainwright.callbacks.callback import Callback
@@ -24,36 +24,10 @@ from trainwright.strategies.offload.rank_peaks import (
     shape_of,
     training_shape,
 )
+from trainwright.strategies.offload.zero_peaks import ZeroBuckets
 
+_NAMES = ["llama", "gpt2", "t5"]
 _SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types here
-    """Adds up the storages that are alive; `peak` is the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self.live = self.peak = 0
-        self._known: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, (list, tuple)) else [result]:
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor: torch.Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            weakref.finalize(storage, self._forget, key)
-        self.live += size - self._known.get(key, 0)  # sharding frees and fills the same storage
-        self._known[key] = size
-        self.peak = max(self.peak, self.live)
-
-    def _forget(self, key: int) -> None:
-        self.live -= self._known.pop(key)
 
 
 def _model(name: str) -> Any:
@@ -108,6 +82,8 @@ class Measure(Callback):
 
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if trainer.global_step == 1:
+            if trainer.world_size > 1:  # this process is a rank that has nothing else
+                self.bytes.see_all()
             for state in trainer.optimizers[0].state.values():
                 for value in state.values():
                     self.bytes.see(value)
@@ -130,18 +106,19 @@ def _measured(name: str, strategy: Any, shape: tuple[int, int]) -> int:
     return measure.bytes.peak
 
 
-def _estimated(name: str, strategy: str, shape: tuple[int, int], world_size: int) -> int:
+def _estimated(
+    name: str, strategy: str, shape: tuple[int, int], world_size: int, buckets: ZeroBuckets | None = None
+) -> int:
     model, tokens = _model(name), _tokens(shape)
     kept = count_activation_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model)
-    peaks = rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept)
-    return peaks[strategy]
+    return rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept, buckets=buckets)[strategy]
 
 
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shape", [_SMALL, _LARGE])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", _NAMES)
 def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
     assert _estimated(name, "single", shape, 1) == pytest.approx(_measured(name, "single", shape), rel=0.1)
 
@@ -156,19 +133,82 @@ def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
-    names = ["llama", "gpt2", "t5"]
-    found = run_distributed(_measured_on_ranks, 2, strategy, names, init=False, timeout=240)[0]
-    wanted = [_estimated(name, strategy, shape, 2) for name in names for shape in (_SMALL, _LARGE)]
+    found = run_distributed(_measured_on_ranks, 2, strategy, _NAMES, init=False, timeout=240)[0]
+    wanted = [_estimated(name, strategy, shape, 2) for name in _NAMES for shape in (_SMALL, _LARGE)]
     assert wanted == pytest.approx(found, rel=0.1)
+
+
+_BUCKETS = ZeroBuckets(reduce=150_000, persistent=1_000, prefetch=50_000, reuse=300_000, live=300_000)
+_STAGES = (1, 2, 3)
+
+
+def _zero(stage: int) -> Any:
+    """Return a strategy with buckets that are filled several times in a step, and where stage 3 drops what it has."""
+    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(
+        {
+            "zero_optimization": {
+                "stage": stage, "overlap_comm": True,
+                "reduce_bucket_size": _BUCKETS.reduce, "stage3_prefetch_bucket_size": _BUCKETS.prefetch,
+                "stage3_param_persistence_threshold": _BUCKETS.persistent,
+                "stage3_max_reuse_distance": _BUCKETS.reuse, "stage3_max_live_parameters": _BUCKETS.live,
+            },
+            "zero_allow_untested_optimizer": True,
+        }
+    )  # fmt: skip
+
+
+def _measured_under_zero() -> dict[tuple[Any, ...], int]:
+    """Return what this rank has reached by (stage, model, batch), and by stage with the buckets of the names."""
+    warnings.simplefilter("ignore")
+    found: dict[tuple[Any, ...], int] = {
+        (stage, name, shape): _measured(name, _zero(stage), shape)
+        for stage in _STAGES for name in _NAMES for shape in (_SMALL, _LARGE)
+    }  # fmt: skip
+    return found | {(stage,): _measured("llama", f"deepspeed_stage_{stage}", _SMALL) for stage in _STAGES}
+
+
+@pytest.fixture(scope="module")
+def under_zero() -> dict[tuple[Any, ...], int]:
+    """What the fuller one of two ranks has reached."""
+    one, other = run_distributed(_measured_under_zero, 2, init=False, timeout=400)
+    return {key: max(one[key], other[key]) for key in one}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("stage", _STAGES)
+def test_each_stage_of_zero_needs_what_was_estimated(
+    stage: int, name: str, shape: tuple[int, int], under_zero: dict[tuple[Any, ...], int]
+) -> None:
+    wanted = _estimated(name, f"deepspeed_stage_{stage}", shape, 2, _BUCKETS)
+    assert wanted == pytest.approx(under_zero[stage, name, shape], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", _STAGES)
+def test_the_buckets_of_a_strategys_name_are_estimated(stage: int, under_zero: dict[tuple[Any, ...], int]) -> None:
+    wanted = _estimated("llama", f"deepspeed_stage_{stage}", _SMALL, 2)
+    assert wanted > 8 * 10**8
+    assert wanted == pytest.approx(under_zero[stage,], rel=0.01)
 
 
 def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
     sizes = {"embed.weight": 100, "layers.0.a.weight": 30, "layers.0.b": 5, "layers.1.a.weight": 40, "norm": 2}
-    assert shape_of(sizes) == TrainingShape(elements=177, unit=40, outside=102, tensor=100)
+    assert shape_of(sizes) == TrainingShape(sizes=(100, 30, 5, 40, 2), unit=40, outside=102)
 
 
 def test_more_ranks_need_less_each_and_fit_sooner() -> None:
-    shape = TrainingShape(elements=7_000_000_000, unit=200_000_000, outside=260_000_000, tensor=131_000_000)
+    sizes = (131_000_000, *[50_000_000] * 134, 131_000_000)
+    shape = TrainingShape(sizes=sizes, unit=200_000_000, outside=262_000_000)
     peaks = [rank_peaks(shape, world_size=ranks, activation_bytes=10**9)["fsdp"] for ranks in (1, 2, 8, 64)]
     assert peaks == sorted(peaks, reverse=True)
     needed = ranks_that_fit(shape, 80 * 10**9, activation_bytes=10**9)

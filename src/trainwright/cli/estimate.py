@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _option(parser, "sequence-length", **number, help=f"tokens each (default: {_TOKENS}, or all that the model takes)")
     _option(parser, "devices", **number, help="also what each of N ranks needs to train, by strategy")
     _option(parser, "device-memory", metavar="SIZE", help='also how many devices of a size ("80GB") can train it')
+    _option(parser, "reduce-bucket-size", **number, help="elements of DeepSpeed's bucket (default: 200,000,000)")
     _option(parser, "trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
     return parser
@@ -108,17 +109,22 @@ def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
 def _peaks(model: _Model, wanted: argparse.Namespace, activation_bytes: int) -> dict[str, Any]:
     from trainwright.core.byte_sizes import convert_file_size_to_int
     from trainwright.strategies.offload.rank_peaks import rank_peaks, ranks_that_fit, training_shape
+    from trainwright.strategies.offload.zero_peaks import ZeroBuckets
 
     if wanted.devices is not None and wanted.devices < 1:
         raise ConfigurationError(f"--devices {wanted.devices}: write a number of at least 1.")
+    if wanted.reduce_bucket_size is not None and wanted.reduce_bucket_size < 1:
+        raise ConfigurationError(f"--reduce-bucket-size {wanted.reduce_bucket_size}: write a number of at least 1.")
     if model.module is None:
         raise ConfigurationError("--devices and --device-memory need a model: stored weights do not say what trains.")
     shape, facts = training_shape(model.module), dict[str, Any]()
+    buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
+    load: dict[str, Any] = {"activation_bytes": activation_bytes, "buckets": buckets}
     if wanted.devices is not None:
-        facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, activation_bytes=activation_bytes)
+        facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
     if wanted.device_memory is not None:
         size = convert_file_size_to_int(wanted.device_memory)
-        facts["devices_needed"] = ranks_that_fit(shape, size, activation_bytes=activation_bytes)
+        facts["devices_needed"] = ranks_that_fit(shape, size, **load)
     return facts
 
 
