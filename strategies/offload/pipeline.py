@@ -30,7 +30,8 @@ def prepare_pippy(
 ) -> nn.Module:
     """Make a model run as a pipeline for inference: one stage on each process, batches cut into chunks.
 
-    The model is traced (`torch.distributed.pipelining.pipeline`), so that its path may not depend on values. Every
+    The model is traced (`torch.distributed.pipelining.pipeline`), so that its path may not depend on values; a model
+    of transformers is traced without its cache of keys and values, as with `use_cache=False`. Every
     process calls this with the same model, whose weights are on the CPU, and keeps its stage on its device.
 
     Afterwards `model(*args)` takes batches of any size: the first process's arguments count, the others may leave them
@@ -177,7 +178,7 @@ class _Pipeline:
 
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), _device()
         self.chunk_size, self.gather_output, self.names = chunk_size, gather_output, list(kwargs)
-        with torch.no_grad(), _recorded_structure(model) as structure:
+        with torch.no_grad(), _without_cache(model), _recorded_structure(model) as structure:
             traced = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
         self.structure = structure[-1]
         self.stage = _Stage(traced.split_gm, self.rank, self.device)
@@ -313,6 +314,20 @@ def _needed_after(nodes: list[torch.fx.Node], last: int) -> list[torch.fx.Node]:
     """Return those of the first nodes, up to index `last`, that a later one uses, in order."""
     later = set(nodes[last + 1 :])
     return [node for node in nodes[: last + 1] if later & set(node.users)]
+
+
+@contextlib.contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Have a model of transformers keep no keys and values: what a forward returns crosses processes as tensors."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
 @contextlib.contextmanager
