@@ -94,6 +94,7 @@ if TYPE_CHECKING:
         load_checkpoint_in_model,
         load_offloaded_weight,
         load_offloaded_weights,
+        load_state_dict,
         offload_state_dict,
         offload_weight,
         prepare_pippy,
@@ -103,6 +104,7 @@ if TYPE_CHECKING:
         retie_parameters,
         save_offload_index,
         save_quantized_model,
+        set_module_tensor_to_device,
     )
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
@@ -168,6 +170,7 @@ _HOMES = {
     "load_checkpoint_in_model": "trainwright.strategies.offload",
     "load_offloaded_weight": "trainwright.strategies.offload",
     "load_offloaded_weights": "trainwright.strategies.offload",
+    "load_state_dict": "trainwright.strategies.offload",
     "LoadedKeys": "trainwright.strategies.offload",
     "LocalSGDStrategy": "trainwright.strategies",
     "Logger": "trainwright.loggers",
@@ -189,6 +192,7 @@ _HOMES = {
     "save_offload_index": "trainwright.strategies.offload",
     "save_quantized_model": "trainwright.strategies.offload",
     "seed_everything": "trainwright.core.rng",
+    "set_module_tensor_to_device": "trainwright.strategies.offload",
     "SequentialHook": "trainwright.strategies.offload",
     "ShardedIterable": "trainwright.data",
     "SingleDeviceStrategy": "trainwright.strategies",
@@ -299,6 +303,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
+    "load_state_dict",
     "loggers",
     "offload_state_dict",
     "offload_weight",
@@ -311,6 +316,7 @@ __all__ = [
     "save_offload_index",
     "save_quantized_model",
     "seed_everything",
+    "set_module_tensor_to_device",
     "strategies",
     "templates",
     "trainer",

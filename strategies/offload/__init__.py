@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         quantized_state_dict,
         save_quantized_model,
     )
+    from trainwright.strategies.offload.single_tensors import load_state_dict, set_module_tensor_to_device
     from trainwright.strategies.offload.sizes import (
         CustomDtype,
         calculate_maximum_sizes,
@@ -110,6 +111,7 @@ _PUBLIC = {
     "load_checkpoint_in_model": f"{_HERE}.loading",
     "load_offloaded_weight": f"{_HERE}.weights_map",
     "load_offloaded_weights": f"{_HERE}.loading",
+    "load_state_dict": f"{_HERE}.single_tensors",
     "offload_state_dict": f"{_HERE}.weights_map",
     "offload_weight": f"{_HERE}.weights_map",
     "prepare_pippy": f"{_HERE}.pipeline",
@@ -118,6 +120,7 @@ _PUBLIC = {
     "remove_hook_from_submodules": f"{_HERE}.hooks",
     "save_offload_index": f"{_HERE}.weights_map",
     "save_quantized_model": f"{_HERE}.quantization",
+    "set_module_tensor_to_device": f"{_HERE}.single_tensors",
     "CustomDtype": f"{_HERE}.sizes",
     "DeviceMapReport": f"{_HERE}.explain",
     "calculate_maximum_sizes": f"{_HERE}.sizes",
@@ -183,6 +186,7 @@ __all__ = [
     "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
+    "load_state_dict",
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
@@ -194,6 +198,7 @@ __all__ = [
     "retie_parameters",
     "save_offload_index",
     "save_quantized_model",
+    "set_module_tensor_to_device",
 ]
 
 

@@ -103,7 +103,7 @@ def load_checkpoint_in_model(
     if not full_state_dict or broadcast_from_rank0:
         return _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
     keep = tuple(keep_in_fp32_modules or ())
-    options = _Options(device_map, offload_folder, _dtype(dtype), offload_buffers, keep, strict)
+    options = _Options(device_map, offload_folder, to_dtype(dtype), offload_buffers, keep, strict)
     return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
 
 
@@ -149,7 +149,12 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
     return keys
 
 
-def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Return a dtype of torch by its name.
+
+    Raises:
+        ConfigurationError: torch has none of that name.
+    """
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
@@ -415,7 +420,7 @@ def load_checkpoint_and_dispatch(
         places = None
     keep = tuple(keep_in_fp32_modules or ())
     options = _Options(
-        places, offload_folder, _dtype(dtype), offload_buffers, keep, strict, will_run=places is not None
+        places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, will_run=places is not None
     )
     with restored_on_failure(model):
         if not full_state_dict or broadcast_from_rank0:

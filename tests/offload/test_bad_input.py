@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,18 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.offload.nets import ALL_DISK, MIXED, TOKENS, Net, empty_net, make_net, plain_state, save_sharded, tree_of
+from tests.offload.nets import (
+    ALL_DISK,
+    MIXED,
+    TOKENS,
+    Net,
+    empty_net,
+    files_end_at,
+    make_net,
+    plain_state,
+    save_sharded,
+    tree_of,
+)
 from trainwright import (
     CheckpointError,
     ConfigurationError,
@@ -254,17 +264,6 @@ def test_a_state_dict_that_lacks_a_weight_leaves_the_model_as_it_was(tmp_path: P
 
 
 # Disks
-
-
-@contextmanager
-def files_end_at(num_bytes: int) -> Iterator[None]:
-    """Have each write beyond a length fail in its middle, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 WRITES: dict[str, Callable[[nn.Module, Path], Any]] = {

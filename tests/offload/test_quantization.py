@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.offload.nets import files_end_at
 from trainwright import (
     BnbQuantizationConfig,
     CheckpointError,
@@ -210,6 +211,18 @@ def test_a_failed_call_leaves_the_model_as_it_was(tmp_path: Path) -> None:
         load_and_quantize_model(model, bnb(load_in_8bit=True), weights_location=tmp_path)
     assert model.first is first
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_disk_that_fills_up_leaves_an_empty_model(weights: Path, tmp_path: Path) -> None:
+    net = empty_net()
+    before = dict(net.state_dict(keep_vars=True))
+    kinds = [type(module) for module in net.modules()]
+    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype=torch.float32)
+    with files_end_at(5000), pytest.raises(CheckpointError, match="could not be written"):
+        load_and_quantize_model(net, config, weights, {"": "cpu", "block": "disk"}, offload_folder=tmp_path / "o")
+    assert [type(module) for module in net.modules()] == kinds
+    assert all(tensor is before[name] for name, tensor in net.state_dict(keep_vars=True).items())
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_missing_or_differing_weight_is_named(tmp_path: Path) -> None:

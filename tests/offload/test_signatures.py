@@ -50,6 +50,9 @@ DOCUMENTED: dict[str, str] = {
     "load_offloaded_weight": "weight_file, weight_info",
     "save_offload_index": "index, offload_folder",
     "load_offloaded_weights": "model, index, offload_folder",
+    "load_state_dict": "checkpoint_file, device_map=None",
+    "set_module_tensor_to_device": "module, tensor_name, device, value=None, dtype=None, fp16_statistics=None, "
+    "tied_params_map=None, non_blocking=False, clear_cache=True",
     "has_offloaded_params": "module",
     "align_module_device": "module, execution_device=None",
     "attach_layerwise_casting_hooks": "module, storage_dtype, compute_dtype, skip_modules_pattern=None, "
