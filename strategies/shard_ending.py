@@ -30,6 +30,14 @@ def end_pieces(
             shapes on the device `meta`.
         is_main: whether this rank is the main one.
     """
+
+    def of_state(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
+
+    # States first, and one after the other: when the weights are put together, their pieces are gone.
+    states = [
+        {p: map_tensors(of_state, optimizer.state.pop(p)) for p in list(optimizer.state)} for optimizer in optimizers
+    ]
     old = list(task.parameters())  # or another object might get the id of one that is freed
     if weights == "none":
         give_up(task)
@@ -39,16 +47,8 @@ def end_pieces(
         replace_parameters(task, new)
     parameters: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
     task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers too
-
-    def of_state(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
-
-    for optimizer in optimizers:
-        states: dict[torch.Tensor, Any] = {
-            parameters[p]: map_tensors(of_state, state) for p, state in optimizer.state.items()
-        }
-        optimizer.state.clear()
-        optimizer.state.update(states)
+    for optimizer, found in zip(optimizers, states, strict=True):
+        optimizer.state.update({parameters[p]: state for p, state in found.items()})
         for group in optimizer.param_groups:
             group["params"] = [parameters[p] for p in group["params"]]
 
