@@ -128,7 +128,7 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
         _check_map(targets, options.device_map)
     keys = _match(targets, stored)
     if options.will_run:
-        _check_that_all_have_values(targets, checkpoint)
+        _check_that_it_can_run(targets, checkpoint, options)
     _report(keys, checkpoint, options.strict)
     found = [target for target in targets if target.source is not None]
     for target in found:
@@ -202,12 +202,22 @@ def _check_map(targets: list[_Target], device_map: Mapping[str, Device]) -> None
     check_present(device_map)
 
 
-def _check_that_all_have_values(targets: list[_Target], checkpoint: PathLike) -> None:
-    empty = [target.names[0] for target in targets if target.source is None and target.tensor.is_meta]
+def _check_that_it_can_run(targets: list[_Target], checkpoint: PathLike, options: _Options) -> None:
+    """Refuse what dispatching would refuse after weights have been written over."""
+    left = [target for target in targets if target.source is None]
+    empty = [target.names[0] for target in left if target.tensor.is_meta]
     if empty:
         raise CheckpointError(
             f"{checkpoint} does not hold {_list(empty)}, and the model has no values for them either: they are on the "
             "meta device. Name a checkpoint of this model, or give them values first."
+        )
+    for target in left:
+        _decide(target, options)
+    to_write = [target.names[0] for target in left if target.device is None]
+    if to_write and options.folder is None:
+        raise ConfigurationError(
+            f"the map puts {_list(to_write)} on the disk, and {checkpoint} does not hold them: pass offload_folder, a "
+            "folder to write the model's own values to."
         )
 
 

@@ -202,6 +202,15 @@ def test_a_checkpoint_that_cannot_fill_an_empty_model_is_refused(
         load_checkpoint_and_dispatch(net, safetensors, places)
 
 
+def test_values_of_the_model_s_own_that_would_have_to_be_written_ask_for_a_folder(safetensors: Path) -> None:
+    _no_tensor(safetensors)
+    net = make_net()
+    with torch.no_grad():
+        net.blocks[0][0].bias += 1  # what the checkpoint would write over
+    with refused(net, safetensors.parent, ConfigurationError, r"'blocks\.1\.0\.weight'.*pass offload_folder"):
+        load_checkpoint_and_dispatch(net, safetensors, {"": "cpu", "blocks": "disk"})
+
+
 @pytest.mark.parametrize("damage", list(DAMAGES)[1:])
 def test_a_checkpoint_that_does_not_fit_leaves_values_alone(damage: str, safetensors: Path) -> None:
     spoil, complaint = DAMAGES[damage]
