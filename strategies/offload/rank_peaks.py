@@ -31,12 +31,15 @@ class TrainingShape:
         unit: of the largest numbered block, which strategies gather or move by itself.
         outside: in no block: embeddings, heads, norms between.
         uses: names that the largest tensor has: each use makes a gradient, which waits for the others.
+        together: of all blocks that take one tensor, as a decoder's do of its encoder: none of them is done in the
+            backward before all are.
     """
 
     sizes: tuple[int, ...]
     unit: int
     outside: int
     uses: int = 1
+    together: int = 0
 
     @property
     def elements(self) -> int:
@@ -56,7 +59,12 @@ def training_shape(model: nn.Module) -> TrainingShape:
         names.setdefault(parameter, []).append(name)
     shape = shape_of({own[0]: parameter.numel() for parameter, own in names.items()})
     uses = max((len(own) for parameter, own in names.items() if parameter.numel() == shape.tensor), default=1)
-    return replace(shape, uses=uses)
+    together = 0
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        blocks = (name for name in (own[0] for own in names.values()) if _BLOCK.match(name))
+        sizes = {own[0]: parameter.numel() for parameter, own in names.items()}
+        together = sum(sizes[name] for name in blocks if "decoder" in name.split("."))
+    return replace(shape, uses=uses, together=together)
 
 
 def shape_of(sizes: Mapping[str, int]) -> TrainingShape:
@@ -97,7 +105,7 @@ def rank_peaks(
         # come as activations go.
         "fsdp": (weights + states) // ranks
         + max(stepping // ranks, max(kept, gradients // ranks) + 3 * outside + shape.uses * largest + 5 * unit),
-        "offload": outside + 2 * unit + max(kept + outside + unit, 0),
+        "offload": outside + max(kept + largest, _streaming(shape, kept)),
     }
     zero: dict[str, Any] = {
         "world_size": ranks, "activation_bytes": kept, "uses": shape.uses, "buckets": buckets or ZeroBuckets()
@@ -106,6 +114,21 @@ def rank_peaks(
         peaks[f"deepspeed_stage_{stage}"] = flat_peak(shape.sizes, stage=stage, **zero)
     peaks["deepspeed_stage_3"] = sharded_peak(shape.sizes, **zero)
     return {name: math.ceil(peak) for name, peak in peaks.items()}
+
+
+def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
+    """Return the most that visits the device under `offload` while the backward goes from one unit to the next.
+
+    Then the one before is still there, and the next one is copied ahead. Its activations are gone.
+    """
+    inside = shape.elements - shape.outside
+    largest = _BYTES * shape.tensor
+    if shape.together:
+        left, waiting = inside - shape.together, 3 * largest  # two gradients of a tied weight, and their sum
+    else:
+        left, waiting = inside - shape.unit, largest * (shape.uses > 1)
+    visiting = _BYTES * (shape.together + shape.unit if shape.together else min(3 * shape.unit, inside))
+    return visiting + waiting + activation_bytes * left // max(inside, 1)
 
 
 def ranks_that_fit(

@@ -24,6 +24,7 @@ from trainwright.strategies.offload.rank_peaks import (
     shape_of,
     training_shape,
 )
+from trainwright.strategies.offload.training import OffloadStrategy
 from trainwright.strategies.offload.zero_peaks import ZeroBuckets
 
 _NAMES = ["llama", "gpt2", "t5"]
@@ -121,6 +122,38 @@ def _estimated(
 @pytest.mark.parametrize("name", _NAMES)
 def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
     assert _estimated(name, "single", shape, 1) == pytest.approx(_measured(name, "single", shape), rel=0.1)
+
+
+class MeasureOnDevice(Callback):
+    """Counts what a step brings to the device, which is the host here: without what is at home."""
+
+    def __init__(self) -> None:
+        self.bytes = LiveBytes()
+
+    def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
+        if trainer.global_step == 0:  # gradients have no home yet
+            return
+        units = trainer.strategy.weight_stream.all_units
+        homes = [home for unit in units for home in (*unit._homes, *unit._gradients) if home is not None]
+        self.bytes.left_out |= {home.untyped_storage()._cdata for home in homes}
+        self.bytes.watched = [there.untyped_storage() for unit in units for _, there in unit.flats]
+        self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        if trainer.global_step > 0:
+            self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, shape: tuple[int, int]) -> None:
+    measure = MeasureOnDevice()
+    trainer = quiet_trainer(strategy=OffloadStrategy(stream=True), max_steps=3, callbacks=[measure])
+    trainer.fit(Task(name), [_tokens(shape)] * 8)
+    assert _estimated(name, "offload", shape, 1) == pytest.approx(measure.bytes.peak, rel=0.1)
 
 
 def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
