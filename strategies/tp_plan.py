@@ -86,6 +86,26 @@ class SplitLayers:
             _own_memory(module)
         self._tie_again()
 
+    def narrow(self) -> None:
+        """Make layers as narrow as they are on one rank, without values and ranks: to count what a rank will need."""
+        narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
+        for module in self._task.modules():
+            for style in self._styles.pop(id(module), ()):
+                if isinstance(style, DivideAttributes):
+                    vars(module).update({name: getattr(module, name) // self._mesh.size() for name in style.names})
+                dims = _cut_dims(module, style)
+                if dims is None:
+                    continue
+                weight = module.get_parameter("weight")
+                if weight not in narrowed:
+                    narrowed[weight] = _narrower(weight, dims[0], self._mesh.size())
+                module.weight = narrowed[weight]
+                bias = getattr(module, "bias", None)
+                if bias is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
+                    module.bias = _narrower(bias, 0, self._mesh.size())
+                if is_conv1d(module):
+                    vars(module)["nf"] = narrowed[weight].shape[1]
+
     def undo(self) -> None:
         """Take hooks and attributes off; parameters stay as they are. Not collective."""
         for module, plain, hooks in reversed(self._left):
@@ -112,6 +132,11 @@ class SplitLayers:
                 )
             for module, key, _ in places:
                 module._parameters[key] = found[0]
+
+
+def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    shape = [size // ranks if i == dim else size for i, size in enumerate(parameter.shape)]
+    return nn.Parameter(torch.empty_like(parameter, memory_format=torch.contiguous_format).new_empty(shape))
 
 
 def _leaves_split(style: ParallelStyle) -> bool:

@@ -116,6 +116,21 @@ def rank_peaks(
     return {name: math.ceil(peak) for name, peak in peaks.items()}
 
 
+def split_peak(share: TrainingShape, *, world_size: int, activation_bytes: int, logits_bytes: int) -> int:
+    """Return the largest number of bytes that one rank's device holds in a step under `tp`.
+
+    Args:
+        share: of the layers as they are on one rank, see `one_ranks_share`.
+        world_size: ranks over which layers are split.
+        activation_bytes: that autograd keeps of one rank's forward.
+        logits_bytes: of the whole logits. The loss' backward makes two gradients of their size, when the rank's own
+            part and what was gathered of all may still be held by the communication.
+    """
+    alone = rank_peaks(share, world_size=1, activation_bytes=activation_bytes)["single"]
+    loss = activation_bytes + 3 * logits_bytes + logits_bytes // world_size
+    return max(alone, (_BYTES + _STATES) * share.elements + loss)
+
+
 def _streaming(shape: TrainingShape, activation_bytes: int) -> int:
     """Return the most that visits the device under `offload` while the backward goes from one unit to the next.
 

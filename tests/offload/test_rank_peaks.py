@@ -24,6 +24,7 @@ from trainwright.strategies.offload.rank_peaks import (
     shape_of,
     training_shape,
 )
+from trainwright.strategies.offload.split_model import one_ranks_share
 from trainwright.strategies.offload.training import OffloadStrategy
 from trainwright.strategies.offload.zero_peaks import ZeroBuckets
 
@@ -171,6 +172,46 @@ def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
     assert wanted == pytest.approx(found, rel=0.1)
 
 
+_SPLIT = ["llama", "gpt2"]  # those with a ready plan
+
+
+def _measured_when_split() -> dict[tuple[Any, ...], int]:
+    warnings.simplefilter("ignore")
+    return {(name, shape): _measured(name, "tp", shape) for name in _SPLIT for shape in (_SMALL, _LARGE)}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+def test_each_rank_of_a_split_model_needs_what_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = run_distributed(_measured_when_split, 2, init=False, timeout=240)
+    wanted = {}
+    for name, (batch, tokens) in one:
+        model = _model(name)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path / name)
+        arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
+        capsys.readouterr()
+        assert main(["estimate", str(tmp_path / name), *arguments]) == 0
+        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"]["tp"]
+    assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
+    assert one_ranks_share(_model("t5"), 2) is None
+    llama = _model("llama")
+    assert one_ranks_share(llama, 3) is None  # it has four heads
+    half = one_ranks_share(llama, 2)
+    assert half is not None
+    norms = sum(p.numel() for name, p in llama.named_parameters() if "norm" in name)
+    assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2
+
+
 _BUCKETS = ZeroBuckets(reduce=150_000, persistent=1_000, prefetch=50_000, reuse=300_000, live=300_000)
 _STAGES = (1, 2, 3)
 
@@ -258,7 +299,7 @@ def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtur
     arguments = ["estimate", str(tmp_path), "--batch-size", "1", "--sequence-length", "16", "--devices", "2"]
     assert main([*arguments, "--device-memory", "16MB", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert set(facts["peaks_float32_adam"]) == set(facts["devices_needed"])
+    assert set(facts["peaks_float32_adam"]) == {*facts["devices_needed"], "tp"}
     assert facts["devices_needed"]["single"] is None
     assert facts["devices_needed"]["fsdp"] is not None
     assert main([*arguments, "--device-memory", "16MB"]) == 0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import inspect
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8", "int4")
 LIBRARIES = ("transformers", "timm")
 _TOKENS = 1024
+_OF_TOKENS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # models whose labels are tokens
 _PURPOSE = "trainwright estimate for this model"
 _TIMM = "timm/"  # how the hub begins the names of timm's models
 
@@ -102,11 +104,11 @@ def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
     if wanted.batch_size is not None:
         facts["activation_bytes_float32"] = _activation_bytes(model, wanted.batch_size, wanted.sequence_length)
     if wanted.devices is not None or wanted.device_memory is not None:
-        facts.update(_peaks(model, wanted, facts.get("activation_bytes_float32", 0)))
+        facts.update(_peaks(model, wanted))
     return facts
 
 
-def _peaks(model: _Model, wanted: argparse.Namespace, activation_bytes: int) -> dict[str, Any]:
+def _peaks(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
     from trainwright.core.byte_sizes import convert_file_size_to_int
     from trainwright.strategies.offload.rank_peaks import rank_peaks, ranks_that_fit, training_shape
     from trainwright.strategies.offload.zero_peaks import ZeroBuckets
@@ -119,16 +121,39 @@ def _peaks(model: _Model, wanted: argparse.Namespace, activation_bytes: int) -> 
         raise ConfigurationError("--devices and --device-memory need a model: stored weights do not say what trains.")
     shape, facts = training_shape(model.module), dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
-    load: dict[str, Any] = {"activation_bytes": activation_bytes, "buckets": buckets}
+    batch = (wanted.batch_size, wanted.sequence_length)
+    kept = 0 if wanted.batch_size is None else _activation_bytes(model, *batch, loss=True)
+    load: dict[str, Any] = {"activation_bytes": kept, "buckets": buckets}
     if wanted.devices is not None:
         facts["peaks_float32_adam"] = rank_peaks(shape, world_size=wanted.devices, **load)
+        if wanted.devices > 1:
+            facts["peaks_float32_adam"].update(_split_peak(model, wanted))
     if wanted.device_memory is not None:
         size = convert_file_size_to_int(wanted.device_memory)
         facts["devices_needed"] = ranks_that_fit(shape, size, **load)
     return facts
 
 
-def _activation_bytes(model: _Model, batch_size: int, sequence_length: int) -> int:
+def _split_peak(model: _Model, wanted: argparse.Namespace) -> dict[str, int]:
+    """Return the peak of a rank under tensor parallelism, if the model has a ready plan for so many ranks."""
+    from trainwright.strategies.offload.rank_peaks import split_peak, training_shape
+    from trainwright.strategies.offload.split_model import one_ranks_share
+
+    assert model.module is not None
+    share = one_ranks_share(model.module, wanted.devices)
+    if share is None:
+        return {}
+    kept = logits = 0
+    if wanted.batch_size is not None:
+        called = replace(model, module=one_ranks_share(model.module, wanted.devices, ends=False))
+        kept = _activation_bytes(called, wanted.batch_size, wanted.sequence_length, loss=True)
+        logits = 4 * wanted.batch_size * wanted.sequence_length * (model.config or {}).get("vocab_size", 0)
+    load = {"activation_bytes": kept, "logits_bytes": logits}
+    return {"tp": split_peak(training_shape(share), world_size=wanted.devices, **load)}
+
+
+def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
+    """Return what autograd keeps of a forward; with `loss`, of the model's own loss too, where it is one of tokens."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -136,10 +161,11 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int) -> i
 
     if model.module is None or model.config is None:
         raise ConfigurationError("--batch-size needs a transformers model: others say nothing about their inputs.")
+    module: Any = copy.deepcopy(model.module)
     # Tensors that say they are on the CPU and have no memory: on the meta device torch would take other kernels, and
     # models could not look at values.
     with FakeTensorMode():
-        module: Any = model.module.float().train()
+        module = module.float().train()
         module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
         tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
@@ -149,6 +175,8 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int) -> i
             # An empty one: without it, models look for several sequences in one row, in values that are not there.
             caches = require_package("transformers", purpose=_PURPOSE)
             inputs["past_key_values"] = caches.DynamicCache(config=module.config)
+        if loss and type(module).__name__.endswith(_OF_TOKENS):
+            inputs["labels"] = tokens
         try:
             return count_activation_bytes(lambda: module(**inputs), module)
         except (RuntimeError, IndexError, ValueError) as error:
