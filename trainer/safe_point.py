@@ -79,6 +79,11 @@ class SafePoint:
         for _, alike in groupby(saves, key=lambda request: request.weights_only):
             self._write(list(alike))
 
+    def finish_copy(self) -> None:
+        """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
+        if self._writer is not None:
+            self._writer.finish_copy()
+
     def adopt(self, path: Path) -> None:
         """Enter a checkpoint of this run that it was killed before it could enter. Collective.
 

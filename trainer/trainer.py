@@ -336,6 +336,7 @@ class Trainer(EvaluationRunner):
         data, state = self.train_data(), self.state
         data.begin_epoch(state.epoch, self._take_position())
         self.metrics.begin("train")
+        self.safe_point.finish_copy()  # callbacks may give optimizers a new start here
         self.fire("on_train_epoch_start")
         data = self.train_data()  # a callback may have had it made anew
         self.validation.align(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,37 @@ def test_every_checkpoint_of_a_run_that_never_waits_is_that_of_one_that_does(tmp
     for name, expected in waiting.items():
         assert expected.keys() == running[name].keys()
         assert all(torch.equal(expected[key], running[name][key]) for key in expected)
+
+
+class Restarts(Callback):
+    """Forgets the momentum at the beginning of every epoch, in place."""
+
+    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+        for state in trainer.optimizers[0].state.values():
+            state["momentum_buffer"].zero_()
+
+
+def test_what_callbacks_do_at_an_epochs_begin_comes_after_the_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = LaterCopy.finish
+
+    def finish_late(copy: LaterCopy) -> bool:
+        if threading.current_thread().name == "trainwright-checkpoint":
+            time.sleep(0.2)  # a copy that is not there when the next epoch begins
+        return finish(copy)
+
+    monkeypatch.setattr(LaterCopy, "finish", finish_late)
+    found = []
+    for async_save in (False, True):
+        torch.manual_seed(0)
+        folder = tmp_path / str(async_save)
+        trainer = quiet_trainer(
+            max_epochs=3, default_root_dir=folder, callbacks=[SavesOften(), Restarts()], async_save=async_save
+        )
+        trainer.fit(Wide(), regression_loader(8, 8))  # every step ends an epoch
+        found.append({path.name: state_of(path) for path in trainer.checkpoint_dir.glob("step-*")})
+    assert len(found[0]) == 3
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        assert all(torch.equal(expected[key], found[1][name][key]) for key in expected)

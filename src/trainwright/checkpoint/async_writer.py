@@ -75,7 +75,8 @@ class AsyncWriter:
         Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
         snapshot and everything it refers to may change as soon as this returns. If it `overlaps`, the optimizers'
         tensors are left out of that: the thread copies them, and any `step` of a `torch.optim.Optimizer` waits for it
-        (and helps). One that is changed in another way before is an error of the save, see `wait`.
+        (and helps), as `finish_copy` does. One that is changed in another way before is an error of the save: see
+        `wait`.
 
         Args:
             path: the checkpoint's folder. Its earlier content, and other checkpoints, stay as they are until it is
@@ -169,6 +170,11 @@ class AsyncWriter:
         if error is not None:
             raise error
 
+    def finish_copy(self) -> None:
+        """Block until the last snapshot is copied whole, and help: from then on everything may change."""
+        if self._later is not None:
+            self._later.finish()
+
     def join(self) -> None:
         """Block until nothing is being written; an error is left for `wait` or the next save."""
         while (thread := self._thread) is not None:
@@ -201,14 +207,14 @@ class AsyncWriter:
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
             try:
-                self._finish_copy()
+                self._check_copy()
                 job.write()
                 if job.then is not None:
                     job.then(job.path)
             except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
                 self._fail(job, error)
 
-    def _finish_copy(self) -> None:
+    def _check_copy(self) -> None:
         if self._later is not None and not self._later.finish():
             raise CheckpointError(
                 "an optimizer's state was changed between two of its steps, while it was being copied. Change it in "
@@ -242,5 +248,5 @@ class _Guard:
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         writer = self._writer()
-        if writer is not None and writer._later is not None:
-            writer._later.finish()
+        if writer is not None:
+            writer.finish_copy()
