@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -70,22 +68,6 @@ class Home:
         made = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
         made.copy_(tensor)
         return made
-
-
-def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
-    """Have the system read mapped tensors from the disk, while the caller does something else; waits for nothing.
-
-    What is in memory already, or in no file, costs a call each. Without effect where the system has no such advice.
-    """
-    advice = getattr(mmap, "MADV_WILLNEED", None)
-    if advice is None:
-        return
-    madvise = ctypes.CDLL(None).madvise
-    for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.nbytes:
-            start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            length = tensor.data_ptr() + tensor.nbytes - start
-            madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)  # advice: whether it is taken is no matter
 
 
 def place_in(flat: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor]:

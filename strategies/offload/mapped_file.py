@@ -6,7 +6,6 @@ length while it is mapped, since touching a page beyond its end kills the proces
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import weakref
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.offload.advice import populate
 
 # Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
-_MADV_POPULATE_READ = 22  # Linux 5.14: read pages in and map them; an error where the file has become too short
 _PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
 _PROBE_BYTES = 2**20  # between two bytes that are asked for, to see whether all of a part is in memory
 
@@ -123,7 +122,7 @@ class MappedFile:
         end = min(start + num_bytes, self.num_bytes)
         while begin < end:
             piece = min(_PIECE_BYTES, end - begin)
-            if not _populate(self._bytes.data_ptr() + begin, piece):
+            if not populate(self._bytes.data_ptr() + begin, piece):
                 self.check()
                 self._bytes[begin : begin + piece : mmap.PAGESIZE].sum()  # touches each page
             begin += piece
@@ -153,24 +152,3 @@ def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be mapped into memory: {error}.") from error
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def _find_madvise() -> Any:
-    """Return the C library's madvise, called without Python's lock; None where there is none to be had."""
-    if not hasattr(os, "posix_fadvise"):
-        return None
-    try:
-        function = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    function.restype = ctypes.c_int
-    return function
-
-
-_madvise = _find_madvise()
-
-
-def _populate(address: int, num_bytes: int) -> bool:
-    """Map pages that begin at a page's address; return False where this system cannot, or the file ends before."""
-    return _madvise is not None and _madvise(address, num_bytes, _MADV_POPULATE_READ) == 0

@@ -20,7 +20,8 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip
-from trainwright.strategies.offload.homes import PLACES, Home, read_ahead
+from trainwright.strategies.offload.advice import read_ahead
+from trainwright.strategies.offload.homes import PLACES, Home
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.shard_units import WrapPolicy, find_units
 from trainwright.strategies.strategy import MakeOptimizers, Strategy

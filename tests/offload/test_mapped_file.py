@@ -17,8 +17,8 @@ def test_what_is_in_memory_is_asked_for_once_and_what_was_dropped_again(
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(4 * 2**20))
     calls: list[int] = []
-    populate = mapped_file._populate
-    monkeypatch.setattr(mapped_file, "_populate", lambda *args: calls.append(args[1]) or populate(*args))
+    populate = mapped_file.populate
+    monkeypatch.setattr(mapped_file, "populate", lambda *args: calls.append(args[1]) or populate(*args))
     file = MappedFile(path)
     for _ in range(3):
         file.load(100, 3 * 2**20)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.offload.test_training import DEPTH, Tiny, train
 from trainwright import OffloadStrategy
 from trainwright.strategies.offload import training
-from trainwright.strategies.offload.homes import read_ahead
+from trainwright.strategies.offload.advice import read_ahead
 
 NUM_BYTES = 4 * 2**20
 
