@@ -8,6 +8,7 @@ any of this. Guesses decide when weights are read, never which are used.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
@@ -20,6 +21,11 @@ from trainwright.strategies.offload.device_copies import Fetched
 
 _IDLE_S = 1.0  # with no unit in use and no work for so long, the reader ends and what nobody came for is dropped
 MIN_BUDGET_BYTES = 64 * 2**20
+
+
+_prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
+_readers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_ending = threading.Event()  # the interpreter
 
 
 class Unit(Protocol):
@@ -66,6 +72,7 @@ class Prefetcher:
         self._held_bytes = 0
         self._num_used = 0
         self._reader: threading.Thread | None = None
+        _prefetchers.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
         return self  # a copied model has units of its own here, and shares the budget
@@ -184,8 +191,11 @@ class Prefetcher:
         return self._next.get((-1, pair[1])) if found is None else found
 
     def _wake(self) -> None:
+        if _ending.is_set():
+            return
         if self._reader is None or not self._reader.is_alive():  # dead after a fork, too
             self._reader = threading.Thread(target=_read, args=(weakref.ref(self),), name="prefetch", daemon=True)
+            _readers.add(self._reader)
             self._reader.start()
         else:
             self._condition.notify_all()
@@ -194,7 +204,7 @@ class Prefetcher:
         """Return the next job to do; None when there was none for a while, which ends the reader."""
         with self._condition:
             idle = False
-            while True:
+            while not _ending.is_set():
                 for job in self._jobs.values():
                     if not job.started:
                         job.started = True
@@ -222,3 +232,14 @@ def _read(reference: weakref.ref[Prefetcher]) -> None:
         finally:
             job.done.set()
         del job
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Let readers end before the interpreter does: a thread that it stops within torch aborts the process."""
+    _ending.set()
+    for prefetcher in list(_prefetchers):
+        with prefetcher._condition:
+            prefetcher._condition.notify_all()
+    for reader in list(_readers):
+        reader.join()

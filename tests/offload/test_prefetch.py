@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -201,3 +203,37 @@ def test_threads_with_orders_of_their_own_get_their_weights() -> None:
         thread.join()
     assert wrong == []
     _idle(prefetcher)
+
+
+ENDS = """
+import time
+import torch
+from trainwright.strategies.offload.prefetch import Prefetcher
+
+class Slow:
+    num_bytes = 4
+
+    def fetch(self):
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            torch.ones(1)
+        return None
+
+class Quick:
+    num_bytes = 4
+
+    def fetch(self):
+        return None
+
+prefetcher = Prefetcher()
+units = [Quick(), Slow()]
+quick, slow = (prefetcher.add(unit) for unit in units)
+for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
+    prefetcher.take(number)
+    prefetcher.give_back()
+"""
+
+
+def test_a_program_may_end_while_the_reader_reads() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
