@@ -53,7 +53,11 @@ class Operators(TorchDispatchMode):
 
 
 class Calls:
-    """Counts calls of Python functions, without those that free what earlier runs have left."""
+    """Counts calls of Python functions, without those that free what earlier runs have left.
+
+    Comparisons are left out too. Torch keeps DTensors' layouts in dictionaries, and how many of them land in one place
+    and must be compared depends on Python's hash seed and on addresses: tens of calls in each step, from run to run.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -69,8 +73,12 @@ class Calls:
         gc.enable()
 
     def _note(self, frame: FrameType, event: str, arg: object) -> None:
-        if event == "call":
+        if event == "call" and not _compares(frame) and not _compares(frame.f_back):
             self.counts[frame.f_code.co_name] += 1
+
+
+def _compares(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code.co_name == "__eq__"
 
 
 class Counting(Callback):
