@@ -28,6 +28,8 @@ _LAUNCHER_VARIABLES = re.compile(
 )
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells hand it to what a script starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # What DeepSpeed compiles is kept with the environment: a test's HOME, where it would go, is a temporary one.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.environ["PATH"]])  # ninja
