@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from trainwright.strategies.ddp import DDPStrategy
     from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
     from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from trainwright.strategies.distributed_type import DistributedType
     from trainwright.strategies.engine_settings import EngineSettings
     from trainwright.strategies.fsdp import FSDPStrategy
     from trainwright.strategies.local_sgd import LocalSGDStrategy
     from trainwright.strategies.offload.training import OffloadStrategy
+    from trainwright.strategies.partial_state import PartialState
     from trainwright.strategies.precision import Precision
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
@@ -69,6 +71,7 @@ _PUBLIC = {
     "DataParallel": "trainwright.strategies.data_parallel",
     "DistributedDataParallelKwargs": "trainwright.strategies.comm_hooks",
     "DeepSpeedStrategy": "trainwright.strategies.deepspeed.strategy",
+    "DistributedType": "trainwright.strategies.distributed_type",
     "DummyOptim": "trainwright.strategies.deepspeed.placeholders",
     "DummyScheduler": "trainwright.strategies.deepspeed.placeholders",
     "EngineSettings": "trainwright.strategies.engine_settings",
@@ -76,6 +79,7 @@ _PUBLIC = {
     "LocalSGDStrategy": "trainwright.strategies.local_sgd",
     "ModelParallelStrategy": "trainwright.strategies.tensor_parallel",
     "OffloadStrategy": "trainwright.strategies.offload.training",
+    "PartialState": "trainwright.strategies.partial_state",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
@@ -91,6 +95,7 @@ __all__ = [
     "DataParallel",
     "DeepSpeedStrategy",
     "DistributedDataParallelKwargs",
+    "DistributedType",
     "DummyOptim",
     "DummyScheduler",
     "EngineSettings",
@@ -98,6 +103,7 @@ __all__ = [
     "LocalSGDStrategy",
     "ModelParallelStrategy",
     "OffloadStrategy",
+    "PartialState",
     "Precision",
     "SingleDeviceStrategy",
     "Strategy",

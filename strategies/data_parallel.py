@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
-from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup
+from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
 from trainwright.strategies.strategy import Strategy
 
 
@@ -33,7 +33,7 @@ class DataParallel(Strategy):
         process_group_backend: str | None = None,
     ) -> None:
         super().__init__()
-        self.timeout = None if timeout is None else _timedelta("timeout", timeout)
+        self.timeout = None if timeout is None else length_of_time("timeout", timeout)
         self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
         self.process_group_backend = process_group_backend
 
@@ -69,7 +69,7 @@ def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.ti
     if value is None or value == "auto":
         found: Literal["auto"] | None = value
         return found
-    length = _timedelta("hang_timeout", value)
+    length = length_of_time("hang_timeout", value)
     longest = timeout or DEFAULT_TIMEOUT
     if length >= longest:
         raise ConfigurationError(
@@ -77,12 +77,3 @@ def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.ti
             "be reported before. Make one longer or the other shorter, or pass hang_timeout=None."
         )
     return length
-
-
-def _timedelta(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    if isinstance(value, datetime.timedelta):
-        return value
-    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
-    if duration.unit != "seconds" or duration.value <= 0:
-        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
-    return datetime.timedelta(seconds=duration.value)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
-from trainwright.core.errors import WorkerError
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
 from trainwright.strategies.hang_detector import HangDetector
 from trainwright.strategies.hang_report import ranks_text
@@ -244,6 +245,11 @@ class ProcessGroup(Processes):
             self._detector.close()
             self._detector = None
 
+    def abandon(self) -> None:
+        """Leave the others as a failed process must, without waiting for what is under way."""
+        self._failed = True
+        self.close()
+
     def own_store(self, corner: str) -> Any:
         # Torch has no public name for the store of a group that the user has made.
         store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
@@ -272,6 +278,24 @@ class ProcessGroup(Processes):
         vote = torch.tensor([int(flag)], dtype=torch.int32)
         dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._host_group)
         return bool(vote.item())
+
+
+def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
+    """Return what a timeout says: a timedelta, seconds, a Duration, or text such as `"30 min"`.
+
+    Args:
+        name: the argument's, for the error.
+        value: how long, more than nothing.
+
+    Raises:
+        ConfigurationError: not a length of time.
+    """
+    if isinstance(value, datetime.timedelta):
+        return value
+    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    if duration.unit != "seconds" or duration.value <= 0:
+        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
+    return datetime.timedelta(seconds=duration.value)
 
 
 def _abandon_groups() -> None:

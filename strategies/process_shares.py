@@ -1,0 +1,69 @@
+"""Which part of a list, a tensor, a data set or a dict of them is a process's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import ConfigurationError
+
+
+def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -> Any:
+    """Return the part of `inputs` that is one process's: consecutive samples, one more for the first processes.
+
+    Args:
+        inputs: a list, a tuple, a tensor with a dimension, something with a length and a `select(indices)` such as a
+            `datasets.Dataset`, or a mapping of these, nested ones too, all of one length.
+        rank: whose.
+        num_processes: of how many; for 1 the inputs are returned as they are.
+        pad: repeat the last sample of a share until all are equally long; an empty share gets the last of all.
+
+    Raises:
+        ConfigurationError: the values of a mapping have different lengths.
+        TypeError: something that cannot be cut, a text for example.
+    """
+    length = _length(inputs, "inputs")
+    if num_processes == 1:
+        return inputs
+    each, more = divmod(length, num_processes)
+    start = rank * each + min(rank, more)
+    stop = start + each + (rank < more)
+    missing = each + (more > 0) - (stop - start) if pad else 0
+    last = stop - 1 if stop > start else length - 1
+    return _cut(inputs, start, stop, [last] * missing)
+
+
+def _length(inputs: Any, name: str) -> int:
+    """Return the common length of whatever can be cut in `inputs`."""
+    if isinstance(inputs, Mapping):
+        lengths = {key: _length(value, f"{name}[{key!r}]") for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            raise ConfigurationError(f"{name} has values of different lengths ({shown}). They must be equally long.")
+        return next(iter(lengths.values()), 0)
+    if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
+        raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Give it one.")
+    if isinstance(inputs, (list, tuple, torch.Tensor)) or callable(getattr(inputs, "select", None)):
+        return len(inputs)
+    raise TypeError(
+        f"{name} is of type {type(inputs).__name__}, which cannot be split between processes. Hand over a list, a "
+        "tuple, a tensor, a datasets.Dataset, or a dict of these."
+    )
+
+
+def _cut(inputs: Any, start: int, stop: int, repeated: list[int]) -> Any:
+    if isinstance(inputs, Mapping):
+        cut: Any = copy.copy(inputs)
+        for key, value in inputs.items():
+            cut[key] = _cut(value, start, stop, repeated)
+        return cut
+    if isinstance(inputs, torch.Tensor):
+        part = inputs[start:stop]
+        return torch.cat([part, *(inputs[index : index + 1] for index in repeated)]) if repeated else part
+    if isinstance(inputs, (list, tuple)):
+        items = [*inputs[start:stop], *(inputs[index] for index in repeated)]
+        return tuple(items) if isinstance(inputs, tuple) else items
+    return inputs.select([*range(start, stop), *repeated])
