@@ -59,8 +59,8 @@ if TYPE_CHECKING:
         TorchaoQuantizationConfig,
         load_and_quantize_model,
         quantized_state_dict,
-        save_quantized_model,
     )
+    from trainwright.strategies.offload.saving import save_model, save_quantized_model
     from trainwright.strategies.offload.single_tensors import load_state_dict, set_module_tensor_to_device
     from trainwright.strategies.offload.sizes import (
         CustomDtype,
@@ -119,7 +119,8 @@ _PUBLIC = {
     "remove_hook_from_module": f"{_HERE}.hooks",
     "remove_hook_from_submodules": f"{_HERE}.hooks",
     "save_offload_index": f"{_HERE}.weights_map",
-    "save_quantized_model": f"{_HERE}.quantization",
+    "save_model": f"{_HERE}.saving",
+    "save_quantized_model": f"{_HERE}.saving",
     "set_module_tensor_to_device": f"{_HERE}.single_tensors",
     "CustomDtype": f"{_HERE}.sizes",
     "DeviceMapReport": f"{_HERE}.explain",
@@ -196,6 +197,7 @@ __all__ = [
     "remove_hook_from_submodules",
     "resolve_device_map",
     "retie_parameters",
+    "save_model",
     "save_offload_index",
     "save_quantized_model",
     "set_module_tensor_to_device",

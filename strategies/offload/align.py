@@ -194,6 +194,14 @@ class AlignDevicesHook(ModelHook):
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
             self._number = self.prefetcher.add(self)
 
+    def offloaded(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Span | None]]:
+        """Yield what is kept away between forwards: its name within the module, what stands in its place meanwhile (of
+        the dtype that the forward sees), its value, and where that lies in a file.
+        """
+        assert self.weights_map is not None
+        for slot in self._slots:
+            yield slot.name, slot.placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
+
     def fetch(self) -> Fetched:
         """Bring the weights to the execution device; called by the prefetcher too, from its thread."""
         assert self.weights_map is not None
@@ -350,6 +358,11 @@ def _place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.dev
         tensor.data = tensor.data.to(device)
     else:
         put(module, name, like(tensor, tensor.detach().to(device)))
+
+
+def stand_in(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what stands in a parameter's place in those modules that share it and are offloaded."""
+    return _PLACEHOLDERS.get(tensor)
 
 
 def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:

@@ -42,6 +42,11 @@ def leave_on_disk(model: nn.Module, weights: StoredWeights) -> None:
     _LEFT_ON_DISK[model] = weights
 
 
+def left_on_disk(model: nn.Module) -> StoredWeights:
+    """Return what `leave_on_disk` was told about a model; nothing unless it was."""
+    return _LEFT_ON_DISK.get(model, StoredWeights())
+
+
 def dispatch_model(
     model: nn.Module,
     device_map: str | Mapping[str, Device] | None = None,
@@ -206,7 +211,7 @@ def _add_from_disk(
         del wanted[name]
     if not wanted:
         return
-    left = _LEFT_ON_DISK.get(model, StoredWeights())
+    left = left_on_disk(model)
     folder_index = index if index is not None or folder is None else read_offload_index(folder)
     stored = OffloadedWeightsLoader(left, folder, folder_index or {})
     new = {name: tensor for name, tensor in wanted.items() if not tensor.is_meta}

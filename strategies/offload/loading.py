@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.align import like, put
 from trainwright.strategies.offload.attach import innermost
@@ -225,8 +226,10 @@ def _match(targets: list[_Target], stored: StoredWeights) -> LoadedKeys:
     missing: list[str] = []
     known: set[str] = set()
     for target in targets:
-        known.update(target.names)
-        present = [name for name in target.names if name in stored]
+        # A compiled part's names are written without what torch.compile adds to them.
+        names = [each for name in target.names for each in dict.fromkeys((name, plain_name(name)))]
+        known.update(names)
+        present = [name for name in names if name in stored]
         # The last one, as load_state_dict: it copies each into the shared tensor, one after the other.
         target.source = present[-1] if present else None
         if not present:

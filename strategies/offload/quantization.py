@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from trainwright.checkpoint.durable import hidden, make_folder, rename
-from trainwright.checkpoint.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, nearest
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import resolve_device_map
@@ -160,8 +157,8 @@ def load_and_quantize_model(
         model: is changed. On the meta device if `weights_location` is given, or quantized by an earlier call; else its
             own weights are quantized.
         bnb_quantization_config: which layers and how; `TorchaoQuantizationConfig` is taken too.
-        weights_location: see `load_checkpoint_in_model`; also what `save_quantized_model` wrote with this
-            configuration, whose layers are taken as they are.
+        weights_location: see `load_checkpoint_in_model`; also what `save_model` wrote of such a model, with
+            the same configuration: quantized layers are taken as they are.
         device_map: see `load_checkpoint_and_dispatch`; unless given, all is on the present device.
         no_split_module_classes: as there.
         max_memory: as there.
@@ -338,36 +335,3 @@ def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     A torchao weight is in pieces (`"weight.qdata"`, `"weight.scale"`, …); bitsandbytes has its own pieces already.
     """
     return flatten_quantized(model.state_dict())
-
-
-def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
-    """Write a quantized model as safetensors that `load_and_quantize_model` reads with the same configuration.
-
-    The folder appears by one rename. Blocks on the disk.
-
-    Args:
-        model: as `load_and_quantize_model` returned it, with all weights in memory.
-        save_directory: the folder to make.
-
-    Raises:
-        CheckpointError: the folder exists, or weights are on the meta device because they are offloaded.
-    """
-    target = Path(save_directory)
-    if target.exists():
-        raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
-    state = quantized_state_dict(model)
-    away = [name for name, tensor in state.items() if tensor.is_meta]
-    if away:
-        raise CheckpointError(
-            f"{len(away)} weights are offloaded, {away[0]!r} first. Load the model without offloading to save it."
-        )
-    make_folder(target.parent)
-    temporary = hidden(target, "tmp")
-    temporary.mkdir()
-    try:
-        write_model(temporary, state)
-        rename(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return target

@@ -121,6 +121,11 @@ class Int8Linear(nn.Module):
         return result if self.bias is None else result + self.bias.to(inputs.dtype)
 
 
+def to_absmax(scale: torch.Tensor) -> torch.Tensor:
+    """Return what bitsandbytes keeps for an `Int8Linear`'s scale (out,): it divides by 127, and gets the same bits."""
+    return scale * 127
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Say whether a module is what stands here for a linear layer in 8 or 4 bits, torchao's plain ones left out."""
     return isinstance(module, Int8Linear) or type(module).__module__.startswith("bitsandbytes.")

@@ -14,14 +14,16 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint.layout import check_relative, read_json
-from trainwright.checkpoint.safetensors_io import DTYPES, from_storable, read_header
+from trainwright.checkpoint.safetensors_io import DTYPES, NATIVE_NAMES, from_storable, read_header
 from trainwright.checkpoint.torch_file import read_torch_file
+from trainwright.checkpoint.weights_folder import shards_of
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload.mapped_file import MappedFile, Span
 
 _INDEX_SUFFIX = ".index.json"
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
@@ -109,7 +111,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 def _entry(entry: Any, name: str, path: Path) -> tuple[int, torch.dtype, list[int]]:
     """Return where a tensor begins behind the header, its dtype and shape, as the header says and if that adds up."""
     try:
-        dtype, shape = DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
+        dtype, shape = _DTYPES[entry["dtype"]], [int(size) for size in entry["shape"]]
         start, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: the entry of {name!r} cannot be read: {error!r}.") from error
@@ -163,6 +165,11 @@ def _find(checkpoint: Path) -> Path:
             return checkpoint / name
     for suffix in _SUFFIXES:
         found = sorted(checkpoint.glob(f"*{suffix}"))
+        if len(found) == 1 and shards_of(found[0]) > 1:
+            raise CheckpointError(
+                f"{checkpoint} holds one of {shards_of(found[0])} shards, {found[0].name}, and no index that names the "
+                "others. It is not complete."
+            )
         if len(found) == 1:
             return found[0]
         if found:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.offload.min_gpt import HERE, TOKENS, empty_gpt, make_gpt, save_shards
-from trainwright import BnbQuantizationConfig, has_offloaded_params, load_and_quantize_model, save_quantized_model
+from trainwright import BnbQuantizationConfig, has_offloaded_params, load_and_quantize_model, save_model
 
 pytestmark = [
     pytest.mark.requires("bitsandbytes", reason="layers in 8 and 4 bits"),
@@ -42,7 +42,7 @@ def test_an_empty_model_is_quantized_to_8_bits_saved_and_loaded_into_the_same_ob
     assert _error(quantized_model) < 0.1
     scores = quantized_model(TOKENS)
     new_weights_location = tmp_path / "saved"
-    save_quantized_model(quantized_model, new_weights_location)
+    save_model(quantized_model, new_weights_location)
     quantized_model_from_saved = load_and_quantize_model(
         empty_model,
         weights_location=new_weights_location,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,9 +23,10 @@ from trainwright import (
     init_empty_weights,
     load_and_quantize_model,
     quantized_state_dict,
+    save_model,
     save_quantized_model,
 )
-from trainwright.strategies.offload.quantized_layers import Int8Linear
+from trainwright.strategies.offload.quantized_layers import Int8Linear, to_absmax
 
 pytestmark = [
     pytest.mark.requires("bitsandbytes", reason="8 and 4 bit layers"),
@@ -89,6 +92,9 @@ CONFIGS: dict[str, tuple[Callable[[], Any], float]] = {
 }  # fmt: skip
 
 
+ON_DISK: dict[str, Any] = {"first": "cpu", "norm": "cpu", "block": "disk", "head": "disk", "shift": "cpu"}
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_quantized_model_computes_nearly_the_same(name: str, weights: Path) -> None:
     make, tolerance = CONFIGS[name]
@@ -118,6 +124,42 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
     assert torch.equal(again(INPUTS), model(INPUTS))
     with pytest.raises(CheckpointError, match="exists"):
         save_quantized_model(model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("name", ["8bit", "nf4 twice", "torchao int8"])
+def test_a_quantized_model_is_saved_in_shards_over_a_former_one(
+    name: str, safe: bool, weights: Path, tmp_path: Path
+) -> None:
+    make = CONFIGS[name][0]
+    model = load_and_quantize_model(empty_net(), make(), weights_location=weights)
+    for _ in range(2):
+        save_model(model, tmp_path / "saved", "4KB", safe)
+    again = load_and_quantize_model(empty_net(), make(), weights_location=tmp_path / "saved")
+    assert torch.equal(again(INPUTS), model(INPUTS))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_quantized_model_that_is_partly_on_the_disk_is_saved_as_it_is(
+    name: str, weights: Path, tmp_path: Path
+) -> None:
+    make = CONFIGS[name][0]
+    model = load_and_quantize_model(
+        empty_net(), make(), weights_location=weights, device_map=ON_DISK, offload_folder=tmp_path / "offload"
+    )
+    save_model(model, tmp_path / "saved")
+    again = load_and_quantize_model(
+        empty_net(), make(), weights_location=tmp_path / "saved", device_map=ON_DISK, offload_folder=tmp_path / "other"
+    )
+    assert torch.equal(again(INPUTS), model(INPUTS))
+    here = load_and_quantize_model(empty_net(), make(), weights_location=tmp_path / "saved")  # all in memory
+    assert float((here(INPUTS) - make_net()(INPUTS)).abs().max()) < CONFIGS[name][1]
+
+
+@given(st.lists(st.floats(0, 2.0**100, width=32), min_size=1))
+def test_a_scale_comes_back_to_the_last_bit_from_what_bitsandbytes_keeps(absmax: list[float]) -> None:
+    scale = torch.tensor(absmax) / 127
+    assert torch.equal(to_absmax(scale) / 127, scale)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -151,9 +193,8 @@ def test_modules_are_left_out_by_name_and_kept_in_float32(weights: Path) -> None
 @pytest.mark.parametrize(("name", "kind"), [("8bit", Int8Linear), ("nf4", nn.Linear), ("torchao int8", nn.Linear)])
 def test_what_is_on_the_disk_runs_from_there(name: str, kind: type, weights: Path, tmp_path: Path) -> None:
     make, tolerance = CONFIGS[name]
-    places: dict[str, Any] = {"first": "cpu", "norm": "cpu", "block": "disk", "head": "disk", "shift": "cpu"}
     model = load_and_quantize_model(
-        empty_net(), make(), weights_location=weights, device_map=places, offload_folder=tmp_path / "offload"
+        empty_net(), make(), weights_location=weights, device_map=ON_DISK, offload_folder=tmp_path / "offload"
     )
     assert type(model.block[0]) is kind
     assert has_offloaded_params(model.block[0])

@@ -25,6 +25,7 @@ from trainwright.checkpoint.piece_files import PieceFiles, loaded
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.checkpoint.safetensors_io import (
     MAX_HEADER_BYTES,
+    NATIVE_NAMES,
     dtype_name,
     read_header,
     read_safetensors,
@@ -45,12 +46,7 @@ _STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a model in pieces, within
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 # How other programs find the dtypes that our checkpoints keep as views of plain ones; the bytes are the same.
-_NATIVE = {
-    "torch.complex64": "C64",
-    "torch.float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "torch.float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "torch.float8_e8m0fnu": "F8_E8M0",
-}
+_NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,7 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
             stored, dtype = to_storable(value)
         except CheckpointError as error:
             raise CheckpointError(f"model.{name}: {error}") from error
-        same = first.setdefault((*_memory(stored, name), value.dtype), name)
+        same = first.setdefault((*memory_key(stored, name), value.dtype), name)
         if same != name:
             tied[name] = same
             continue
@@ -127,7 +127,7 @@ def write_model(
     return write_files(folder, plan_model(state_dict, max_shard_bytes=max_shard_bytes))
 
 
-def _memory(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
+def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
     """Return a key that is equal for tensors that are the same memory seen in the same way."""
     if tensor.numel() == 0:
         return (name,)  # empty tensors all begin at address 0

@@ -31,6 +31,11 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}  # by their names in the format
+# What only newer readers know. Our checkpoints keep these as views of plain dtypes; other programs look for the names.
+NATIVE_NAMES: dict[torch.dtype, str] = {
+    torch.complex64: "C64", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
@@ -101,7 +106,11 @@ def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def plan_safetensors(
-    path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    native: bool = False,
 ) -> PlannedFile:
     """Return the header and the order of the tensors of a safetensors file; copies and writes nothing.
 
@@ -109,6 +118,7 @@ def plan_safetensors(
         path: of the file, relative to the folder that it will go into.
         tensors: on any device. Tensors that share memory are written each.
         metadata: text for the header; `{"format": "pt"}` is what transformers looks for and is always there.
+        native: also take dtypes that only newer readers know (`NATIVE_NAMES`).
 
     Raises:
         CheckpointError: a tensor's dtype is not in the format (see `to_storable`), a name is `"__metadata__"`, or the
@@ -118,16 +128,17 @@ def plan_safetensors(
         raise CheckpointError("safetensors are little-endian and this machine is not; saving is not supported on it.")
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     file = path.rpartition("/")[2]
+    known = _DTYPE_NAMES | NATIVE_NAMES if native else _DTYPE_NAMES
     # Widest first: then every tensor begins at a multiple of its own width without any gaps.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     offset = 0
     for name in names:
         tensor = tensors[name]
-        if name == "__metadata__" or tensor.dtype not in _DTYPE_NAMES:
+        if name == "__metadata__" or tensor.dtype not in known:
             raise CheckpointError(f"{file}: {name!r} of {tensor.dtype} cannot be stored in a safetensors file.")
         end = offset + tensor.numel() * tensor.element_size()
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "dtype": known[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
