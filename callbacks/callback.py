@@ -51,10 +51,13 @@ class Callback:
 
     Attributes:
         order: place among the other callbacks; any integer.
+        reads_only: whether none of its methods writes weights, so that a strategy may copy them to the device before
+            it is called; said by each class for itself, not for its sub-classes.
         needs: fields of the strategy's `Capabilities` without which it cannot work; checked before a run starts.
     """
 
     order: int = Order.NORMAL
+    reads_only: bool = False
     needs: tuple[str, ...] = ()
 
     @property

@@ -31,6 +31,7 @@ class DeviceStatsMonitor(Callback):
         MissingPackageError: the host's statistics are wanted and psutil is not installed; before training starts.
     """
 
+    reads_only = True
     order = Order.LAST
 
     def __init__(self, cpu_stats: bool | None = None) -> None:

@@ -64,6 +64,8 @@ class EarlyStopping(Callback):
         ConfigurationError: an unknown mode; in a run, the metric was not logged (with `strict`).
     """
 
+    reads_only = True
+
     def __init__(
         self,
         monitor: str,

@@ -22,6 +22,8 @@ class GradientAccumulationScheduler(Callback):
             accumulate_grad_batches, or a task that optimizes by hand.
     """
 
+    reads_only = True
+
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise ConfigurationError(

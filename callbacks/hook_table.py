@@ -46,6 +46,13 @@ class HookTable:
                 listeners.append(_without_run(getattr(task, event)))
             setattr(self, event, tuple(listeners))
 
+    def only_read(self, events: Iterable[str]) -> bool:
+        """Tell whether all who listen to some events say that they write no weights (`Callback.reads_only`).
+
+        A task's own hooks do not say so, nor do functions.
+        """
+        return all(_only_reads(listener) for event in events for listener in getattr(self, event))
+
     def __getattr__(self, event: str) -> Listeners:  # for type checkers: the entries are set above
         raise AttributeError(f"there is no event {event!r}")
 
@@ -90,6 +97,15 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
 _FIRST_WORDS = frozenset(
     {"configure", "config", "train", "training", "val", "validation", "test", "predict", "prepare"}
 )
+
+
+def _only_reads(listener: Listener) -> bool:
+    owner = getattr(listener, "__self__", None)
+    if not isinstance(owner, Callback):
+        return False
+    # What a class says is not said by those who inherit from it: they may override anything.
+    said = vars(owner).get("reads_only", vars(type(owner)).get("reads_only", False))
+    return bool(said)
 
 
 def _without_run(hook: Callable[..., Any]) -> Listener:

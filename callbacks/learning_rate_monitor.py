@@ -35,6 +35,8 @@ class LearningRateMonitor(Callback):
             optimizer have the same name.
     """
 
+    reads_only = True
+
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] | None = None,

@@ -53,6 +53,8 @@ class LossSpikeDetector(Callback):
         ConfigurationError: a value out of its range, an unknown action; in a run, a task that optimizes by hand.
     """
 
+    reads_only = True
+
     def __init__(self, window: int = 100, threshold: float = 8.0, patience: int = 1, action: Action = "warn") -> None:
         if isinstance(window, bool) or not isinstance(window, int) or window < 4:
             raise ConfigurationError(f"LossSpikeDetector(window={window!r}): write a whole number of at least 4.")

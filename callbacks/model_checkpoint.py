@@ -63,6 +63,7 @@ class ModelCheckpoint(Callback):
             validation (or an epoch, without one) is over.
     """
 
+    reads_only = True
     order = Order.LAST
     CHECKPOINT_NAME_LAST = "last"
     STARTING_VERSION = 1

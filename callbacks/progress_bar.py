@@ -37,6 +37,7 @@ class ProgressBar(Callback):
         ConfigurationError: a negative refresh rate.
     """
 
+    reads_only = True
     order = Order.LAST
     is_progress_bar = True  # by which a Trainer finds the one that `print` must not break
 

@@ -21,6 +21,8 @@ class RichProgressBar(ProgressBar):
         leave: keep every epoch's bar on the screen.
     """
 
+    reads_only = True
+
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         super().__init__(refresh_rate, leave)
         self._screen: Any = None

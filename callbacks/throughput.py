@@ -49,6 +49,7 @@ class Throughput(Callback):
         ConfigurationError: several sources of FLOPs, or a window below 1.
     """
 
+    reads_only = True
     order = Order.LAST
 
     def __init__(

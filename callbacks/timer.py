@@ -36,6 +36,8 @@ class Timer(Callback):
         ConfigurationError: a duration that is no time, an unknown interval or stage.
     """
 
+    reads_only = True
+
     def __init__(
         self,
         duration: str | datetime.timedelta | Mapping[str, float] | Duration | None = None,

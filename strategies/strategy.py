@@ -225,6 +225,9 @@ class Strategy(DataRanks, StepByHand, FiniteCheck, Inspectable, Rehearses, Saves
     def begin_save(self) -> None:
         """Make every rank hold what a checkpoint of this moment will: a resumed run goes on alike. Collective."""
 
+    def weights_changed(self) -> None:
+        """Take note that somebody else than a step may have written weights just now. Not collective."""
+
     # The step
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:

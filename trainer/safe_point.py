@@ -75,6 +75,7 @@ class SafePoint:
             actions, self._actions = self._actions, []
             for action in actions:
                 action()
+            self._run.strategy.weights_changed()  # by an action, as far as anybody knows
         saves, self._saves = self._saves, []
         for _, alike in groupby(saves, key=lambda request: request.weights_only):
             self._write(list(alike))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from trainwright.strategies.offload.copy_stream import CopyStream
 from trainwright.strategies.offload.homes import Home, flat_numel, place_in
 
 
@@ -30,16 +31,32 @@ class Unit:
         weights: where they are at home.
         gradients: where their gradients are.
         stays: keep the copy on the device between uses, and bring it up to date after each step.
+        ways: the copies of weights to the device, and those of gradients from it.
+
+    Attributes:
+        arrived: grows with each gradient: units are stepped in its order, in which their gradients are at home.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], device: torch.device, weights: Home, gradients: Home, *, stays: bool
+        self,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        weights: Home,
+        gradients: Home,
+        *,
+        stays: bool,
+        ways: tuple[CopyStream, CopyStream],
     ) -> None:
         self.device, self.stays, self._gradient_home = device, stays, gradients
+        self._weights_in, self._gradients_out = ways
         self.parameters = list(parameters)
         self.is_here = self.in_backward = False
         self.fresh = False  # the copy on the device has the present values
         self.event: Any = None  # when what was queued beside the computation is there
+        self.arrived = 0
+        self._gradients_event: Any = None  # when the gradients that were queued last are at home
+        self._last_use: Any = None  # when the computation was through with the copy that stays
+        self._versions: list[int] = []  # of the parameters when the copy was queued
         self._expected = 0  # gradients that are still to come in this backward
         self.inputs_to_come = 0  # inputs whose gradient is not there yet
         self._stashed: list[torch.Tensor | None] = [None] * len(self.parameters)
@@ -72,31 +89,42 @@ class Unit:
     # Coming and going
 
     def copy(self) -> None:
-        """Queue the copy to the device, on the present stream."""
-        if not self.fresh:
-            for home, there in self.flats:
-                there.untyped_storage().resize_(there.numel() * there.itemsize)
-                there.data.copy_(home, non_blocking=True)  # data: to autograd, the values are those it has seen
-            self.fresh = True
+        """Queue the copy to the device, unless it has the present values."""
+        if self.fresh:
+            return
+        after = self._last_use
+        for _, there in self.flats:
+            memory = there.untyped_storage()
+            if not memory.nbytes():
+                memory.resize_(there.numel() * there.itemsize)
+                after = None  # others may be computing with this memory yet
+        self._versions = self._present_versions()
+        self.event = self._weights_in.queue(self._copy_all, after=after)
+        self.fresh = True
+
+    def _copy_all(self) -> None:
+        for home, there in self.flats:
+            there.data.copy_(home, non_blocking=True)  # data: to autograd, the values are those it has seen
+
+    def _present_versions(self) -> list[int]:
+        return [0 if parameter.is_inference() else parameter._version for parameter in self.parameters]
 
     def come(self) -> None:
         """Have the parameters on the device, for what the present stream does from now on."""
         if self.is_here:
             return
+        if self._versions != self._present_versions():  # somebody has written in place since
+            self.fresh = False
         self.copy()
-        if self.event is not None:
-            stream = torch.accelerator.current_stream(self.device)
-            stream.wait_event(self.event)
-            for _, there in self.flats:
-                there.record_stream(stream)  # the memory is the copy stream's, which must not reuse it too early
-            self.event = None
+        self._weights_in.join(self.event)
+        self.event = None
         for i, parameter in enumerate(self.parameters):
             self._stashed[i], parameter.grad = parameter.grad, None
             parameter.data = self._views[i]
         self.is_here = True
 
     def go(self) -> None:
-        """Have the parameters at home, with the gradients that have come."""
+        """Have the parameters at home; gradients that have come are there, or on their way (`wait_for_gradients`)."""
         if self.is_here:
             for i, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:  # of one that was frozen when the hooks were put on
@@ -104,6 +132,8 @@ class Unit:
                 parameter.data = self._homes[i]
                 parameter.grad, self._stashed[i] = self._stashed[i], None
             self.is_here = False
+            if self.stays:
+                self._last_use = self._weights_in.mark()
         if self.in_backward:
             self.in_backward, self.inputs_to_come = False, 0
         if not self.stays:
@@ -111,9 +141,21 @@ class Unit:
 
     def drop(self) -> None:
         """Free the copy on the device, or what was queued to become one."""
+        self._weights_in.join(self.event)
         for _, there in self.flats:
             there.untyped_storage().resize_(0)
         self.fresh, self.event = False, None
+
+    def weights_changed(self) -> None:
+        """Take the copy on the device, or what was queued to become one, for out of date."""
+        self.fresh = False
+        if not self.stays and not self.is_here:
+            self.drop()
+
+    def wait_for_gradients(self) -> None:
+        """Return when gradients that were on their way are at home."""
+        self._gradients_out.wait(self._gradients_event)
+        self._gradients_event = None
 
     # Backward
 
@@ -147,6 +189,7 @@ class Unit:
         assert gradient is not None  # that is what the hook is called for
         before = self._stashed[index]
         if before is not None:
+            self.wait_for_gradients()  # it may be one of them
             before.add_(gradient.to(before.device))
         else:
             self._stashed[index] = self._gradient_at_home(index, gradient)
@@ -156,9 +199,9 @@ class Unit:
         if mine is None:
             mine = self._gradient_home.empty(gradient.numel(), gradient.dtype).view(gradient.shape)
             self._gradients[index] = mine
-        mine.copy_(gradient, non_blocking=True)
-        if self.device.type != "cpu":
-            gradient.record_stream(torch.accelerator.current_stream(self.device))
+        copy: Callable[[], None] = partial(_copy, mine, gradient)
+        self._gradients_event = self._gradients_out.queue(copy, source=gradient)
+        self.arrived = self._gradients_out.num_queued
         return mine
 
     def _go_when_done(self) -> None:
@@ -171,6 +214,10 @@ class Unit:
         self.drop()
         for hook in self._hooks:
             hook.remove()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _differentiable(values: Any) -> list[Any]:
@@ -202,13 +249,14 @@ class WeightStream:
         stays: bool,
         ahead: int,
     ) -> None:
+        self._weights_in, self._gradients_out = ways = CopyStream(device), CopyStream(device)
         make: Callable[[Iterable[nn.Parameter]], Unit] = partial(
-            Unit, device=device, weights=weights, gradients=gradients, stays=stays
+            Unit, device=device, weights=weights, gradients=gradients, stays=stays, ways=ways
         )
         taken: set[nn.Parameter] = set()
         self.units: list[Unit] = []
         self._handles: list[Any] = []
-        self.device, self.ahead = device, ahead
+        self.device, self.ahead, self.stays = device, ahead, stays
         for module in modules:  # inner ones come first and keep what is theirs
             own = [parameter for parameter in module.parameters() if parameter not in taken]
             taken.update(own)
@@ -219,7 +267,6 @@ class WeightStream:
                 module.register_forward_hook(partial(self._after, unit), always_call=True),
             ]
         self.root = make([parameter for parameter in others if parameter not in taken])
-        self._copies = torch.Stream(device=device) if device.type != "cpu" else None
         self._order: list[Unit] = []  # as they ran in the last forward
         self._seen: list[Unit] = []
         self.num_ahead = 0  # copies that were queued ahead of their use
@@ -236,17 +283,43 @@ class WeightStream:
         self._copy_ahead(self._order[: self.ahead])
 
     def end(self) -> None:
-        """After a backward, or a forward without one: everything is at home, and its gradients have arrived."""
+        """After a backward, or a forward without one: weights are at home, and gradients there or on their way."""
         for unit in self.all_units:
             unit.go()
             unit.inputs_to_come = 0
-        if self._copies is not None:
-            torch.accelerator.current_stream(self.device).synchronize()
+
+    def wait(self) -> None:
+        """Return when all gradients are at home, and nothing is copied any more: the host may read and write."""
+        self._weights_in.synchronize()
+        self._gradients_out.synchronize()
+
+    def wait_for_gradients(self) -> None:
+        """Return when all gradients are at home."""
+        self._gradients_out.synchronize()
 
     def weights_changed(self) -> None:
         """After a step of the optimizer, or after weights were loaded: copies on the device are out of date."""
         for unit in self.all_units:
-            unit.fresh = False
+            unit.weights_changed()
+
+    # Between two steps
+
+    def in_order_of_gradients(self) -> list[Unit]:
+        """Return all units, those first whose gradients came first."""
+        return sorted(self.all_units, key=lambda unit: unit.arrived)
+
+    def copy_early(self, unit: Unit) -> None:
+        """Queue a copy before the next forward begins, of a unit that the device has room for until then."""
+        if unit in self._early_units():
+            unit.copy()
+
+    def copy_rest_early(self) -> None:
+        """Queue the copies of all units that the device has room for until the next forward begins."""
+        for unit in self._early_units():
+            unit.copy()
+
+    def _early_units(self) -> list[Unit]:
+        return self.all_units if self.stays else [self.root, *(self._seen or self._order)[: self.ahead]]
 
     def close(self) -> None:
         """Take the hooks off; the parameters are at home."""
@@ -275,6 +348,7 @@ class WeightStream:
         unit.go()
 
     def _begin_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
+        self._gradients_out.release()  # those of the units before: the device has room for one unit's
         unit.begin_backward()
         self._copy_ahead(self._following(self._seen[::-1], unit))
 
@@ -285,14 +359,9 @@ class WeightStream:
         return order[position : position + self.ahead]
 
     def _copy_ahead(self, units: Iterable[Unit]) -> None:
-        """Queue copies beside the computation; on the CPU, which has nothing beside, they are made at once."""
+        """Queue copies beside the computation."""
         for unit in units:
             if unit.is_here or unit.fresh:
                 continue
             self.num_ahead += 1
-            if self._copies is None:
-                unit.copy()
-                continue
-            with self._copies:
-                unit.copy()
-                unit.event = self._copies.record_event()
+            unit.copy()

@@ -1,0 +1,52 @@
+"""A stream whose copies are made as late as can be: whoever does not wait for them finds what was there before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class LateStream:
+    """Stands in for `CopyStream` where the device is the host; an event is the number of its copy.
+
+    Attributes:
+        most_kept: the largest number of bytes that were kept as sources of copies at a time.
+        waiting: copies that were asked for and not made yet.
+    """
+
+    all: list[LateStream] = []  # noqa: RUF012  # of the run, in the order in which they were made
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_queued = 0
+        self.waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        self.most_kept = 0
+        self._kept: list[torch.Tensor] = []
+        LateStream.all.append(self)
+
+    def mark(self) -> Any:
+        return 0
+
+    def queue(self, copy: Callable[[], None], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
+        self.num_queued += 1
+        self.waiting.append((self.num_queued, copy))
+        if source is not None:
+            self._kept.append(source)
+            self.most_kept = max(self.most_kept, sum(each.nbytes for each in self._kept))
+        return self.num_queued
+
+    def join(self, event: Any) -> None:
+        self.wait(event)
+
+    def wait(self, event: Any) -> None:
+        while event is not None and self.waiting and self.waiting[0][0] <= event:
+            self.waiting.popleft()[1]()
+
+    def release(self) -> None:
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        self.wait(self.num_queued)
+        self._kept.clear()
