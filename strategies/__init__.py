@@ -9,6 +9,18 @@ from trainwright.core.registry import Registry, import_object
 
 if TYPE_CHECKING:
     from trainwright.strategies.capabilities import Capabilities
+    from trainwright.strategies.collectives import (
+        broadcast,
+        broadcast_object_list,
+        concatenate,
+        gather,
+        gather_object,
+        pad_across_processes,
+        recursively_apply,
+        reduce,
+        send_to_device,
+        wait_for_everyone,
+    )
     from trainwright.strategies.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
     from trainwright.strategies.data_parallel import DataParallel
     from trainwright.strategies.ddp import DDPStrategy
@@ -86,6 +98,16 @@ _PUBLIC = {
     "TensorParallelStrategy": "trainwright.strategies.tensor_parallel",
     "need_divisible": "trainwright.strategies.tp_sizes",
     "ready_plan": "trainwright.strategies.tp_ready",
+    "broadcast": "trainwright.strategies.collectives",
+    "broadcast_object_list": "trainwright.strategies.collectives",
+    "concatenate": "trainwright.strategies.collectives",
+    "gather": "trainwright.strategies.collectives",
+    "gather_object": "trainwright.strategies.collectives",
+    "pad_across_processes": "trainwright.strategies.collectives",
+    "recursively_apply": "trainwright.strategies.collectives",
+    "reduce": "trainwright.strategies.collectives",
+    "send_to_device": "trainwright.strategies.collectives",
+    "wait_for_everyone": "trainwright.strategies.collectives",
 }
 __all__ = [
     "STRATEGIES",
@@ -108,8 +130,18 @@ __all__ = [
     "SingleDeviceStrategy",
     "Strategy",
     "TensorParallelStrategy",
+    "broadcast",
+    "broadcast_object_list",
+    "concatenate",
+    "gather",
+    "gather_object",
     "need_divisible",
+    "pad_across_processes",
     "ready_plan",
+    "recursively_apply",
+    "reduce",
+    "send_to_device",
+    "wait_for_everyone",
 ]
 
 

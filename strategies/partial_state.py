@@ -165,7 +165,7 @@ class PartialState:
 
     def wait_for_everyone(self) -> None:
         """Wait for every process. Collective; blocks on the host and not on the device."""
-        self._together().barrier()
+        self.joined().barrier()
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
@@ -265,6 +265,23 @@ class PartialState:
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
+    def joined(self) -> Processes:
+        """Return the processes for something that all of them do; collective when their group has to be made anew.
+
+        Raises:
+            ConfigurationError: the group was one of the script's own and is gone.
+        """
+        self._refresh()
+        if not self._joined:
+            if _JOINED in self.topology.evidence:
+                raise ConfigurationError(
+                    "the process group that PartialState had joined is gone. Do what needs all processes before "
+                    "destroy_process_group(), or start the script with a launcher such as torchrun."
+                )
+            self.processes.open(self.device)
+            self._world, self._joined = _default_group(), True
+        return self.processes
+
     def _only(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Callable[..., Any]:
         if function is None:
             return functools.partial(self._only, here=here)
@@ -282,7 +299,7 @@ class PartialState:
         The barrier after it, which the first one enters last, is what Accelerate's users know: who went first goes on
         when all have come.
         """
-        processes = self._together()
+        processes = self.joined()
         if processes.world_size == 1:
             yield
             return
@@ -301,19 +318,6 @@ class PartialState:
             _wait_for(store, turn, processes.timeout)
             processes.barrier()
             yield
-
-    def _together(self) -> Processes:
-        """Return the processes, joined, for something that all of them do. Collective when a group must be made."""
-        self._refresh()
-        if not self._joined:
-            if _JOINED in self.topology.evidence:
-                raise ConfigurationError(
-                    "the process group that PartialState had joined is gone. Do what needs all processes before "
-                    "destroy_process_group(), or start the script with a launcher such as torchrun."
-                )
-            self.processes.open(self.device)
-            self._world, self._joined = _default_group(), True
-        return self.processes
 
     def _refresh(self) -> None:
         """Find this process's place anew where the group is another one than before. Not collective.
@@ -445,9 +449,13 @@ def _unpickled(cpu: bool, options: _GroupOptions) -> PartialState:
 def _leave() -> None:
     """Close the group that a state has made, when the interpreter ends.
 
-    After an uncaught error nothing that is under way is waited for: the others may never complete it.
+    Nothing may hold the group then: one that is freed only as the interpreter is taken down is aborted now and then in
+    the middle of ending its threads (torch 2.13, gloo: "terminate called without an active exception"). After an
+    uncaught error nothing that is under way is waited for: the others may never complete it.
     """
-    processes = PartialState._shared_state.get("processes")
+    state = PartialState._shared_state
+    processes = state.get("processes")
+    state.update(_world=None, _first_store=None)
     if isinstance(processes, ProcessGroup):
         if getattr(sys, "last_value", None) is None:
             processes.close()

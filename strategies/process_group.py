@@ -96,6 +96,10 @@ class Processes:
         """
         yield
 
+    def group_for(self, device: torch.device) -> Any:
+        """Return torch's group that takes tensors on this device; None is its default group. Not collective."""
+        return None
+
     def gather_object(self, value: Any) -> list[Any]:
         """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
         return [value]
@@ -254,6 +258,9 @@ class ProcessGroup(Processes):
         # Torch has no public name for the store of a group that the user has made.
         store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
         return PrefixStore(corner, store.clone())
+
+    def group_for(self, device: torch.device) -> Any:
+        return self._host_group if device.type == "cpu" else None
 
     def gather_object(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * self.world_size

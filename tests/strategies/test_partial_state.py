@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import datetime
 import io
+import os
 import pickle
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
 from trainwright.strategies.process_shares import share_of
@@ -320,3 +326,108 @@ def test_a_trainer_uses_the_group_and_leaves_it_open(lives: list[dict[str, Any]]
 @pytest.mark.distributed
 def test_a_group_that_was_destroyed_is_made_anew_when_it_is_needed(lives: list[dict[str, Any]]) -> None:
     assert all(found["destroyed"] for found in lives)
+
+
+# Scripts
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(text))
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file)]
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_ends_without_closing_anything(tmp_path: Path) -> None:
+    done = _run(
+        _script(
+            tmp_path,
+            """
+            import torch
+            from trainwright import PartialState, gather
+
+            state = PartialState(cpu=True)
+            with state.main_process_first():
+                tokens = torch.full((2,), state.process_index)
+            state.print(gather(tokens).tolist(), state.topology.launcher)
+            """,
+        ),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 0, 1, 1] torchrun\n"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_script_that_fails_on_one_process_ends_on_all(tmp_path: Path) -> None:
+    done = _run(
+        _script(
+            tmp_path,
+            """
+            import torch
+            import torch.distributed as dist
+            from trainwright import PartialState
+
+            state = PartialState(cpu=True)
+            if state.process_index == 1:
+                pending = dist.all_reduce(torch.ones(4), async_op=True)
+                raise ArithmeticError("no such number")
+            state.wait_for_everyone()
+            """,
+        ),
+        tmp_path,
+    )
+    assert done.returncode != 0
+    assert "ArithmeticError: no such number" in done.stderr
+
+
+def _join_the_script_s_own(folder: str, rank: int) -> list[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    state = PartialState(cpu=True)
+    with state.main_process_first():
+        place = [state.process_index, state.num_processes, state.backend, state.topology.launcher]
+    state.destroy_process_group()
+    with pytest.raises(ConfigurationError, match="had joined is gone"):
+        state.wait_for_everyone()
+    return [*place, state.num_processes]
+
+
+def _without_a_launcher(folder: str) -> list[Any]:
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    return _join_the_script_s_own(folder, rank)
+
+
+@pytest.mark.distributed
+def test_a_group_of_the_script_s_own_is_joined(tmp_path: Path) -> None:
+    found = run_distributed(_without_a_launcher, 2, str(tmp_path), init=False)
+    assert found == [[rank, 2, "gloo", "none", 2] for rank in range(2)]
+
+
+class _Asks(RegressionTask):
+    """Asks for the state in the middle of a run that the Trainer has started processes for."""
+
+    def on_train_start(self) -> None:
+        state = PartialState()
+        self.seen = state.processes.gather_object((state.process_index, state.num_processes))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_state_follows_the_processes_that_a_trainer_starts_and_ends() -> None:
+    state = PartialState(cpu=True)
+    task = _Asks()
+    quiet_trainer(devices=2, max_steps=1).fit(task, regression_loader(4))
+    assert task.seen == [(0, 2), (1, 2)]
+    assert PartialState().num_processes == state.num_processes == 1
+    state.wait_for_everyone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,20 +31,38 @@ def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], 
         return kind([_map(fn, value, movable) for value in tree])
     if callable(getattr(tree, "to", None)):  # before tuples: a PackedSequence is one, whose parts must not be touched
         return tree if movable is None else movable(tree)
+    return rebuild(tree, lambda part: _map(fn, part, movable))
+
+
+def is_container(tree: Any) -> bool:
+    """Tell whether `rebuild` looks into it: lists, tuples, mappings and instances of dataclasses."""
+    return isinstance(tree, (list, tuple, Mapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
+
+
+def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any] = ()) -> Any:
+    """Return `tree` with `visit` applied to each of its parts, one level deep; what is no container as it is.
+
+    Args:
+        tree: a list, a tuple (also a named one), a mutable mapping or a dataclass; its type is kept.
+        visit: what becomes of a part.
+        skip_keys: keys of a mapping whose values stay.
+    """
+    kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return kind(*(_map(fn, value, movable) for value in tree))
+        return kind(*(visit(value) for value in tree))
     if isinstance(tree, (list, tuple)):
-        return kind(_map(fn, value, movable) for value in tree)
+        return kind(visit(value) for value in tree)
     changed: Any
     if isinstance(tree, Mapping):
         changed = copy.copy(tree)
         for key, value in tree.items():
-            changed[key] = _map(fn, value, movable)
+            if key not in skip_keys:
+                changed[key] = visit(value)
         return changed
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         changed = copy.copy(tree)
         for field in dataclasses.fields(tree):
-            object.__setattr__(changed, field.name, _map(fn, getattr(tree, field.name), movable))
+            object.__setattr__(changed, field.name, visit(getattr(tree, field.name)))
         return changed
     return tree
 
