@@ -142,7 +142,7 @@ class _Away:
 
 def _read_span(span: Span, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Yield a part of a file through one buffer, past the mapping, whose pages would count as this process's memory."""
-    buffer = torch.empty(min(span.num_bytes, CHUNK_BYTES), dtype=torch.uint8)
+    buffer = torch.empty(min(span.num_bytes, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
     for begin in range(0, span.num_bytes, CHUNK_BYTES):
         piece = buffer[: min(CHUNK_BYTES, span.num_bytes - begin)]
         span.file.read_into(piece, span.start + begin)
@@ -180,10 +180,10 @@ class _Collected:
                     f"{name!r} of the state dict is a {type(value).__name__}, which no file of weights holds. Leave it "
                     "out of the state dict, or save a checkpoint of the whole run."
                 )
-            if name in scales and (elsewhere is not None or not value.is_meta):
+            if name in scales and (elsewhere is not None or _has_values(value)):
                 absmax = to_absmax(value if elsewhere is None else elsewhere.value)  # by the name that bitsandbytes has
                 self._add(f"{name.removesuffix('scale')}SCB", absmax, Weight.of(absmax), None)
-            elif not value.is_meta:
+            elif _has_values(value):
                 own = parameters.get(name)
                 self._add(name, value, Weight.of(_plain(name, value)), None if own is None else stand_in(own))
             elif elsewhere is not None:
@@ -195,7 +195,8 @@ class _Collected:
             shown = ", ".join(map(repr, lost[:_SHOWN])) + (" …" if len(lost) > _SHOWN else "")
             raise CheckpointError(
                 f"{len(lost)} weights have no values that could be saved: {shown}. They are on the meta device and no "
-                "hook keeps them elsewhere. Load a checkpoint first."
+                "hook keeps them elsewhere, or their memory is given back between uses in a run. Load a checkpoint "
+                "first, or save when the run has ended."
             )
 
     def _add(self, name: str, value: torch.Tensor, weight: Weight, placeholder: torch.Tensor | None) -> None:
@@ -215,6 +216,12 @@ class _Collected:
             self._first.setdefault(key, same or name)
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return not tensor.is_meta
+    return tensor.untyped_storage().nbytes() > 0
+
+
 def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor if it has plain bytes."""
     try:
@@ -230,8 +237,8 @@ def _check_whole(tensors: Mapping[str, Any]) -> None:
         in_pieces = type(tensor).__module__.startswith("torch.distributed")
         if in_pieces or getattr(tensor, "ds_numel", None) not in (None, getattr(tensor, "numel", int)()):
             raise CheckpointError(
-                f"{name!r} lies in pieces on several processes. Gather the model first: Accelerator.save_model does, "
-                "and Trainer.save_checkpoint with `trainwright checkpoint export`."
+                f"{name!r} lies in pieces on several processes, and this one would save its own. Save a checkpoint, "
+                "and write its weights with `trainwright checkpoint export`."
             )
 
 

@@ -32,6 +32,7 @@ from tests.offload.nets import (
 from trainwright import (
     CheckpointError,
     ConfigurationError,
+    attach_align_device_hook,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -142,6 +143,19 @@ def test_offloaded_weights_are_written_with_their_values(where: str, safe: bool,
     if safe:
         index = json.loads((tmp_path / "saved" / INDEX).read_text())
         assert index["weight_map"].keys() == PLAIN.keys()  # the tied head once
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("where", ["cpu_offload", "all on disk"])
+def test_weights_that_are_larger_than_the_buffer_are_written_whole(
+    where: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("checkpoint.weights_folder", "strategies.offload.saving"):
+        monkeypatch.setattr(f"trainwright.{module}.CHUNK_BYTES", 64)
+    save_model(OFFLOADED[where](tmp_path), tmp_path / "saved", safe_serialization=safe)
+    again = Net()
+    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+    assert same(again.state_dict(), make_net().state_dict())
 
 
 def test_weights_left_on_disk_and_not_dispatched_yet_are_written_too(tmp_path: Path) -> None:
@@ -286,6 +300,41 @@ class WithSparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("odd", torch.eye(3).to_sparse())
+
+
+def test_weights_whose_memory_a_run_has_given_back_are_named(tmp_path: Path) -> None:
+    net = make_net()
+    net.blocks[0][0].weight.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match=r"1 weights have no values .*: 'blocks.0.0.weight'"):
+        save_model(net, tmp_path / "saved")
+
+
+def test_a_tied_weight_with_a_copy_on_another_device_is_written_once(tmp_path: Path) -> None:
+    net = make_net()
+    there = {"weight": net.head.weight.detach().clone()}  # as a device has its own of what the host keeps
+    attach_align_device_hook(net.head, execution_device="cpu", offload=True, weights_map=there)
+    save_model(net, tmp_path)
+    assert same(load_file(tmp_path / SINGLE), PLAIN)
+
+
+@pytest.mark.requires("cuda", reason="weights on a device and away from it")
+def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
+    for safe in (True, False):
+        save_model(net, tmp_path, safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path, strict=True)
+        assert same(again.state_dict(), make_net().state_dict())
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    net = _on_disk(tmp_path, ALL_DISK)
+    for safe in (True, False):
+        with torch.device("meta"):
+            save_model(net, tmp_path / "saved", safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+        assert same(again.state_dict(), make_net().state_dict())
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def set_fault_hook(hook: FaultHook | None) -> None:
     """Have `hook(event, path)` called after every operation that a crash could follow; None takes it away.
 
     For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
-    `"fsync_folder"`, `"rename"`, `"delete"`.
+    `"fsync_folder"`, `"rename"`, `"link"`, `"delete"`.
     """
     global _fault_hook
     _fault_hook = hook

@@ -78,7 +78,7 @@ class Weight:
         here = self.at_hand
         if here is not None and _is_saved_as_it_is(here):
             return here
-        made = torch.empty(self.like.shape, dtype=self.like.dtype)
+        made = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
         flat, begin = made.view(-1), 0
         for piece in self.read():
             flat[begin : begin + piece.numel()].copy_(piece)
