@@ -204,7 +204,17 @@ def run_accelerate(batches: Batches, watch: Watch | None = None) -> float:
     """Train with a hand-written loop over Accelerate's objects, as its documentation writes it; returns seconds."""
     from accelerate import Accelerator  # type: ignore[import-untyped]  # it has none
 
-    accelerator = Accelerator(cpu=True)
+    return _run_loop(Accelerator(cpu=True), batches, watch)
+
+
+def run_accelerator(batches: Batches, watch: Watch | None = None) -> float:
+    """Train with the same loop over Trainwright's objects; returns seconds."""
+    from trainwright import Accelerator
+
+    return _run_loop(Accelerator(cpu=True), batches, watch)
+
+
+def _run_loop(accelerator: Any, batches: Batches, watch: Watch | None) -> float:
     net = make_net()
     net, optimizer = accelerator.prepare(net, make_optimizer(net))
     stopwatch = Stopwatch(watch)

@@ -20,7 +20,16 @@ from types import FrameType
 from typing import Any
 
 import torch
-from contenders import Stopwatch, Watch, make_batches, run_accelerate, run_by_hand, run_lightning, run_trainwright
+from contenders import (
+    Stopwatch,
+    Watch,
+    make_batches,
+    run_accelerate,
+    run_accelerator,
+    run_by_hand,
+    run_lightning,
+    run_trainwright,
+)
 from measuring import Bars, describe_machine, interleave, median_difference, print_table
 
 Run = Callable[..., float]  # (batches, watch) -> seconds
@@ -36,6 +45,7 @@ def contenders() -> dict[str, Run]:
         "Trainwright, 8 idle callbacks": partial(run_trainwright, num_callbacks=8),
         "Trainwright, 1 metric": partial(run_trainwright, metrics=FIVE[:1]),
         "Trainwright, 5 metrics": partial(run_trainwright, metrics=FIVE),
+        "Trainwright's Accelerator": run_accelerator,
     }
     if find_spec("lightning"):
         found |= {

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.bucket_order import BucketOrder
 from trainwright.strategies.comm_hooks import CommHook, DDPCommunicationHookType, DistributedDataParallelKwargs, Hook
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.replicas import Replicas
+from trainwright.strategies.replicas import Replicas, broadcast_from_main
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
@@ -78,6 +79,7 @@ class DDPStrategy(Replicas):
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
         self._replica: DistributedDataParallel | None = None
         self._learns_graph = False
+        self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()  # of loops of others, with a static graph
         self._was_wrapped = False
         self._bucket_order = BucketOrder()
 
@@ -119,6 +121,31 @@ class DDPStrategy(Replicas):
         self._step = self._replica if self.compile_options is None else self._compile(self._replica)
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
         # itself, so that ranks may evaluate different numbers of batches.
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Return a replica that averages gradients, or the model where nothing is trained. Collective.
+
+        The weights and buffers of rank 0 go to all.
+        """
+        model.to(self.device)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            broadcast_from_main(model)
+            return model
+        if self.sync_batchnorm:
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch has no types here
+        replica = DistributedDataParallel(model, **self.ddp_options)
+        self.comm_hook.register(replica)
+        if self.ddp_options["static_graph"]:
+            self._unrecorded.add(replica)
+        return replica
+
+    def hold_back(self, prepared: Any) -> AbstractContextManager[Any]:
+        if not isinstance(prepared, DistributedDataParallel):
+            return nullcontext()
+        if prepared in self._unrecorded:  # its first backward has to synchronize, see `_synchronizing`
+            self._unrecorded.discard(prepared)
+            return nullcontext()
+        return prepared.no_sync()
 
     @property
     def _reorders_buckets(self) -> bool:

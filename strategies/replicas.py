@@ -21,9 +21,7 @@ class Replicas(DataParallel):
     _is_alone = False
 
     def _start_equal(self, task: TaskModule) -> None:
-        """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does."""
-        for tensor in [*task.parameters(), *task.buffers()]:
-            dist.broadcast(tensor.detach(), src=0)
+        broadcast_from_main(task)
 
     def _leave_others(self) -> None:
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.task.modules()):
@@ -45,3 +43,9 @@ class Replicas(DataParallel):
         if self._is_alone:
             return torch.stack([tensor if sync_grads else tensor.detach()] * self.dp_size)
         return super().all_gather(tensor, sync_grads)
+
+
+def broadcast_from_main(module: nn.Module) -> None:
+    """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does. Collective."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.detach(), src=0)

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology, detect
 from trainwright.strategies import STRATEGIES
+from trainwright.strategies.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.devices import device_indices, device_type
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.strategy import Strategy
+
+ENGINE_ARGUMENTS = {
+    "deepspeed_plugin": "Trainer(strategy='deepspeed')",
+    "fsdp_plugin": "Trainer(strategy='fsdp')",
+    "megatron_lm_plugin": "Trainer(strategy='tp')",
+    "parallelism_config": "Trainer(strategy='tp')",
+}
+"""Arguments of Hugging Face's Accelerator for engines that run steps of their own, and what serves in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,41 @@ def select(
     if not launched and not starts:
         topology = replace(topology, world_size=1)
     return Selection(chosen, topology, starts)
+
+
+def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: bool, precision: Precision) -> Strategy:
+    """Choose and configure the strategy of a loop that the user owns: the launcher alone starts processes.
+
+    Args:
+        strategy: `"auto"` is one process without a launcher.
+        handlers: Hugging Face Accelerate's; `DistributedDataParallelKwargs` is served.
+        cpu: use the CPU although there is an accelerator.
+        precision: of models' forwards.
+
+    Raises:
+        ConfigurationError: see `select`; or handlers that are not served, or that contradict `strategy`.
+    """
+    topology = detect()
+    for handler in handlers:
+        if not isinstance(handler, DistributedDataParallelKwargs):
+            raise ConfigurationError(
+                f"kwargs_handlers holds a {type(handler).__name__}. Served: DistributedDataParallelKwargs."
+            )
+    if handlers and (strategy != "auto" or len(handlers) > 1):
+        raise ConfigurationError("kwargs_handlers says what strategy= says too, or says it twice. Give one of them.")
+    if handlers and topology.world_size > 1:
+        strategy = STRATEGIES.get("ddp").from_kwargs(handlers[0])
+    launched = topology.launcher != "none"
+    return select(
+        strategy=strategy,
+        accelerator="cpu" if cpu else "auto",
+        devices="auto" if launched else 1,
+        num_nodes=topology.num_nodes if launched else 1,
+        precision=precision,
+        compile=False,
+        launcher="auto",
+        sync_batchnorm=False,
+    ).strategy
 
 
 def _indices(

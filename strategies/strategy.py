@@ -42,6 +42,7 @@ from trainwright.strategies.gradients import (
 )
 from trainwright.strategies.inspection import Inspectable
 from trainwright.strategies.non_finite import FiniteCheck
+from trainwright.strategies.own_loop import OwnLoop
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.process_group import Processes
 from trainwright.strategies.saves_pieces import SavesPieces
@@ -51,7 +52,7 @@ from trainwright.strategies.transfer import make_transfer
 MakeOptimizers = Callable[[], list[Optimizer]]
 
 
-class Strategy(DataRanks, StepByHand, FiniteCheck, Inspectable, Rehearses, SavesPieces):
+class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehearses, SavesPieces):
     """How a task is trained on some hardware.
 
     Life: constructed → `configure` (facts from the Trainer; nothing is touched) → `setup` (device, processes) →

@@ -1,13 +1,14 @@
-"""The Trainer: the loop on one page (trainer.py) and what it is made of."""
+"""The Trainer: the loop on one page (trainer.py) and what it is made of; the Accelerator (accelerator.py) beside it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainwright.trainer.accelerator import Accelerator
     from trainwright.trainer.trainer import Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Accelerator", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from trainwright.trainer.trainer import Trainer
 
         return Trainer
+    if name == "Accelerator":
+        from trainwright.trainer.accelerator import Accelerator
+
+        return Accelerator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
+from trainwright.strategies.process_group import Processes
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
 from trainwright.trainer.saved_entries import Entries
@@ -118,11 +119,11 @@ def _place_in_data(run: RunFacts, of_ranks: list[dict[str, Any]]) -> dict[str, A
     return place if None in loaders else {**place, "loaders": loaders}
 
 
-def on_main_rank(run: RunFacts, work: Callable[[], T], what: str, helpers: SharedHashing | None = None) -> T:
+def on_main_rank(processes: Processes, work: Callable[[], T], what: str, helpers: SharedHashing | None = None) -> T:
     """Do on rank 0 what reads or writes checkpoints for all, and have every rank hear what came of it. Collective.
 
     Args:
-        run: the Trainer.
+        processes: of the run.
         work: called on rank 0 alone; what it returns must pickle.
         what: completes "rank 0 could not ..." on the other ranks.
         helpers: what `work` has the other ranks do meanwhile.
@@ -136,7 +137,7 @@ def on_main_rank(run: RunFacts, work: Callable[[], T], what: str, helpers: Share
     """
     problem: Exception | None = None
     result: T | None = None
-    if run.is_global_zero:
+    if processes.rank == 0:
         try:
             result = work()
         except (OSError, CheckpointError, ConfigurationError, MissingPackageError) as error:
@@ -146,7 +147,7 @@ def on_main_rank(run: RunFacts, work: Callable[[], T], what: str, helpers: Share
     elif helpers is not None:
         helpers.serve()
     mine = None if problem is None else f"{type(problem).__name__}: {problem}"
-    told, result = run.strategy.processes.broadcast_object((mine, result))
+    told, result = processes.broadcast_object((mine, result))
     if problem is not None:
         raise problem
     if told is not None:
@@ -160,9 +161,10 @@ def find_checkpoint(run: RunFacts, request: LoadRequest, stage: Stage) -> Path |
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `choose` and `on_main_rank`.
     """
-    hashing = SharedHashing(run.strategy.processes)
+    processes = run.strategy.processes
+    hashing = SharedHashing(processes)
     return on_main_rank(
-        run, lambda: choose(run, request, stage, hashing.hash_files), "find a checkpoint to load", hashing
+        processes, lambda: choose(run, request, stage, hashing.hash_files), "find a checkpoint to load", hashing
     )
 
 

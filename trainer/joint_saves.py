@@ -77,13 +77,13 @@ class JointSaves:
             return [draft.folder for draft in drafts]
 
         try:
-            folders = checkpointing.on_main_rank(self._run, begin, f"write {names}")
+            folders = checkpointing.on_main_rank(self._run.strategy.processes, begin, f"write {names}")
             contents = self._agree(partial(self._prepare, snapshot, share, folders, writer), names)
             if not self._run.is_global_zero:
                 for target, folder in zip(targets, folders, strict=True):
                     self._do(writer, target, partial(self._meet().write_share, folder, contents))
             publish = partial(self._publish, contents, targets, drafts, writer)
-            checkpointing.on_main_rank(self._run, publish, f"write {names}")
+            checkpointing.on_main_rank(self._run.strategy.processes, publish, f"write {names}")
         finally:
             for draft in drafts:  # those that nobody has taken over
                 draft.close()

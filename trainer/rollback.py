@@ -129,7 +129,7 @@ class Rollbacks(RunFacts):
         """
         self.safe_point.finish()
         look = partial(_newest_of_run, self, max_step, self._abandoned, self._origin)
-        return checkpointing.on_main_rank(self, look, "look for a checkpoint to go back to")
+        return checkpointing.on_main_rank(self.strategy.processes, look, "look for a checkpoint to go back to")
 
     def with_rollbacks(self, train_epoch: Callable[[], None]) -> None:
         """Train an epoch, or what is left of it; a wish to go back ends it and is granted. Collective then."""

@@ -105,11 +105,11 @@ class SafePoint:
             if all((entry.name, entry.created) != (true_path.name, created) for entry in index.entries()):
                 index.add(folder / true_path.name)
 
-        checkpointing.on_main_rank(run, work, f"enter {path} in its index")
+        checkpointing.on_main_rank(run.strategy.processes, work, f"enter {path} in its index")
 
     def remote_names(self, url: str) -> list[str]:
         """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
-        return checkpointing.on_main_rank(self._run, partial(remote_names, url), f"look into {url}")
+        return checkpointing.on_main_rank(self._run.strategy.processes, partial(remote_names, url), f"look into {url}")
 
     def save_now(self, place: str | Path, *, weights_only: bool) -> Path:
         """Write a checkpoint that the index does not list, and return once it is published. Collective.
@@ -136,7 +136,7 @@ class SafePoint:
             if snapshot.in_pieces:
                 self._joint.save(snapshot, [Target(path, snapshot.metrics, upload)], before=self._wait, at_once=True)
             else:
-                checkpointing.on_main_rank(self._run, work, f"write {place}")
+                checkpointing.on_main_rank(self._run.strategy.processes, work, f"write {place}")
         return path
 
     @contextlib.contextmanager
@@ -165,7 +165,7 @@ class SafePoint:
             CheckpointError: the last one could not be written, on every rank.
         """
         if self._writer is not None:
-            checkpointing.on_main_rank(self._run, self._wait, "write its last checkpoint")
+            checkpointing.on_main_rank(self._run.strategy.processes, self._wait, "write its last checkpoint")
 
     def close(self) -> None:
         """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are reported."""
@@ -207,7 +207,9 @@ class SafePoint:
             self._report()
             return
         names = ", ".join(str(target.path) for target in targets)
-        checkpointing.on_main_rank(run, partial(self._write_alone, snapshot, targets), f"write {names}")
+        checkpointing.on_main_rank(
+            run.strategy.processes, partial(self._write_alone, snapshot, targets), f"write {names}"
+        )
 
     def _target(self, request: SaveRequest, snapshot: Snapshot, since: float) -> Target:
         path = self._folder(request) / request.name

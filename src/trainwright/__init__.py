@@ -119,6 +119,9 @@ if TYPE_CHECKING:
         save_quantized_model,
         set_module_tensor_to_device,
     )
+    from trainwright.trainer.accelerated import AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler
+    from trainwright.trainer.accelerated_loader import AcceleratedLoader
+    from trainwright.trainer.accelerator import Accelerator
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -128,6 +131,11 @@ _SUBMODULES = ("callbacks", "checkpoint", "cli", "core", "data", "loggers", "str
 
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
+    "AcceleratedLoader": "trainwright.trainer.accelerated_loader",
+    "AcceleratedModel": "trainwright.trainer.accelerated",
+    "AcceleratedOptimizer": "trainwright.trainer.accelerated",
+    "AcceleratedScheduler": "trainwright.trainer.accelerated",
+    "Accelerator": "trainwright.trainer.accelerator",
     "add_hook_to_module": "trainwright.strategies.offload",
     "align_module_device": "trainwright.strategies.offload",
     "AlignDevicesHook": "trainwright.strategies.offload",
@@ -240,6 +248,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "AcceleratedLoader",
+    "AcceleratedModel",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
     "AlignDevicesHook",
     "BnbQuantizationConfig",
     "CSVLogger",

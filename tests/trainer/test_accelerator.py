@@ -1,0 +1,372 @@
+"""Loops of one's own with `Accelerator`, in one process: equal to the same loop written by hand, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.strategies.comm_hooks import DistributedDataParallelKwargs
+from trainwright.strategies.partial_state import PartialState
+from trainwright.trainer.accelerator import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Every test finds a process that has not joined others."""
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _data(num: int = 10) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(num, 4, generator=generator), torch.randn(num, 2, generator=generator))
+
+
+def _same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.state_dict().items(), right.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def _train(accelerator: Accelerator, net: Any, data: TensorDataset, *, num_epochs: int = 2) -> tuple[Any, ...]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    loader: Any = DataLoader(data, batch_size=1)
+    net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)  # type: ignore[assignment]
+    for _ in range(num_epochs):
+        for x, y in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(nn.functional.mse_loss(net(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(net.parameters(), 0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return net, optimizer, loader, scheduler
+
+
+def test_a_loop_with_accumulation_equals_one_by_hand_also_in_its_short_last_group() -> None:
+    by_hand, data = _net(), _data(10)
+    optimizer = torch.optim.AdamW(by_hand.parameters(), lr=0.1)
+    scheduler = StepLR(optimizer, 1, 0.5)
+    for _ in range(2):
+        for group in ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,)):
+            for i in group:
+                x, y = data[i : i + 1]
+                (nn.functional.mse_loss(by_hand(x), y) * (1 / len(group))).backward()
+            nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    net, ours, _, schedule = _train(Accelerator(gradient_accumulation_steps=3, cpu=True), _net(), data)
+    assert _same(net, by_hand)
+    assert ours.state_dict()["state"][0]["step"] == 8
+    assert schedule.get_last_lr() == scheduler.get_last_lr()
+
+
+def test_a_model_that_needs_nothing_around_it_stays_itself() -> None:
+    net = _net()
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.prepare(net) is net
+    assert accelerator.unwrap_model(net) is net
+    assert accelerator.num_processes == 1
+    assert accelerator.is_main_process
+    assert accelerator.device == torch.device("cpu")
+
+
+def test_preparing_again_changes_nothing() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net, optimizer, loader, scheduler = _train(accelerator, _net(), _data(), num_epochs=1)
+    again = accelerator.prepare(net.module, optimizer, loader.prepared.raw, scheduler.scheduler)
+    assert [a is b for a, b in zip(again, (net, optimizer, loader, scheduler), strict=True)] == [True] * 4
+
+
+def test_arguments_come_back_in_their_order_and_others_as_they_are() -> None:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 1.0)
+    other = {"a": 1}
+    found = Accelerator(cpu=True).prepare(scheduler, other, optimizer, net)
+    assert found[0].scheduler is scheduler
+    assert found[0]._optimizers == [found[2]]
+    assert found[1] is other
+    assert found[3] is net
+
+
+def test_bf16_computes_under_autocast_and_gives_float32() -> None:
+    by_hand, data = _net(), _data(4)
+    ours = Accelerator(cpu=True, mixed_precision="bf16").prepare(copy.deepcopy(by_hand))
+    x = data.tensors[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = by_hand(x)
+    assert wanted.dtype is torch.bfloat16
+    found = ours(x)
+    assert found.dtype is torch.float32
+    assert torch.equal(found, wanted.float())
+    assert list(ours.state_dict()) == list(by_hand.state_dict())
+    ours.load_state_dict({name: torch.ones_like(value) for name, value in by_hand.state_dict().items()})
+    assert all(bool((p == 1).all()) for p in ours.module.parameters())
+
+
+def test_attributes_that_the_wrapper_lacks_are_the_models() -> None:
+    net: Any = _net()
+    net.config = {"width": 8}
+    ours = Accelerator(cpu=True, mixed_precision="bf16").prepare(net)
+    assert ours.config == {"width": 8}
+    assert ours.eval().training is net.training is False
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ours.nothing
+
+
+class Overflows(nn.Module):
+    """A model whose gradient overflows when it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        """Return a loss."""
+        return (self.weight * factor).sum()
+
+
+def test_fp16_leaves_out_steps_that_overflow_and_their_schedule_too() -> None:
+    net = Overflows()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.5)
+    schedule: Any = StepLR(optimizer, 1, 0.5)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    ours, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    skipped, rates, scales = [], [], []
+    for factor in (1.0, math.inf, 1.0):
+        accelerator.backward(ours(factor))
+        norm = float(accelerator.clip_grad_norm_(ours.parameters(), 100.0))
+        assert norm == pytest.approx(math.sqrt(2) * factor)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        rates.append(schedule.get_last_lr()[0])
+        scales.append(accelerator._scale.scaler.get_scale())
+    assert skipped == [False, True, False]
+    assert rates == [0.25, 0.25, 0.125]
+    assert scales == [65536.0, 65536.0, 32768.0]  # changed before the next backward
+    assert net.weight.tolist() == [0.25, 0.25]
+
+
+def test_two_optimizers_of_one_backward_find_the_same_scale() -> None:
+    nets = [Overflows(), Overflows()]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    prepared = accelerator.prepare(*nets, *[torch.optim.SGD(net.parameters(), lr=1.0) for net in nets])
+    accelerator._scale.scaler.set_growth_interval(1)  # the scale would double after each optimizer
+    for _ in range(2):
+        accelerator.backward(prepared[0](0.25) + prepared[1](0.25))
+        for optimizer in prepared[2:]:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [net.weight.tolist() for net in nets] == [[0.5, 0.5], [0.5, 0.5]]
+
+
+def test_a_step_between_groups_waits_and_so_do_gradients() -> None:
+    net = Overflows()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    ours, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    due = []
+    for _ in range(4):  # over no loader of ours: counted
+        with accelerator.accumulate(ours):
+            accelerator.backward(ours(0.25))
+            optimizer.step()
+            optimizer.zero_grad()
+            due.append((accelerator.sync_gradients, float(net.weight[0].detach())))
+    assert due == [(False, 1.0), (True, 0.75), (False, 0.75), (True, 0.5)]
+
+
+def test_every_pass_has_an_order_of_its_own_which_the_epoch_and_the_seed_give() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        loader = Accelerator(cpu=True, seed=seed).prepare(DataLoader(torch.arange(20), batch_size=4, shuffle=True))  # type: ignore[arg-type]
+        found = [torch.cat(list(loader)).tolist() for _ in range(2)]
+        loader.set_epoch(0)
+        return [*found, torch.cat(list(loader)).tolist()]
+
+    first, second, again = orders(3)
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+    assert again == first
+    assert orders(3) == [first, second, again]
+    assert orders(4)[0] != first
+
+
+def test_a_pass_may_begin_in_its_middle_without_fetching_what_was_before() -> None:
+    fetched: list[int] = []
+
+    class Data(torch.utils.data.Dataset[int]):
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> int:
+            fetched.append(index)
+            return index
+
+    accelerator = Accelerator(cpu=True, seed=5)
+    loader = accelerator.prepare(DataLoader(Data(), batch_size=2, shuffle=True))
+    whole = [batch.tolist() for batch in loader]
+    fetched.clear()
+    loader.set_epoch(0)
+    rest = accelerator.skip_first_batches(loader, 4)
+    assert [batch.tolist() for batch in rest] == whole[4:]
+    assert fetched == [index for batch in whole[4:] for index in batch]
+    assert len(list(rest)) == 6
+    assert (len(loader), loader.batch_size, len(loader.dataset)) == (6, 2, 12)
+
+
+def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net, other = _net(), _net()
+    train, val = (DataLoader(_data(7), batch_size=1) for _ in range(2))
+    ours, ours_train, ours_val = accelerator.prepare(net, train, val)
+    due = []
+    for i, (x, y) in enumerate(ours_train):
+        if i == 1:
+            with torch.no_grad():
+                assert sum(len(accelerator.gather_for_metrics(ours(vx))) for vx, _ in ours_val) == 7
+        with accelerator.accumulate(ours):
+            accelerator.backward(nn.functional.mse_loss(ours(x), y))
+            due.append(accelerator.sync_gradients)
+    assert due == [False, False, True, False, False, True, True]
+    for group in ((0, 1, 2), (3, 4, 5), (6,)):
+        for i in group:
+            x, y = _data(7)[i : i + 1]
+            (nn.functional.mse_loss(other(x), y) * (1 / len(group))).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_a_loop_that_was_left_does_not_weigh_on_the_next() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    loader = accelerator.prepare(DataLoader(_data(8), batch_size=1))
+    for _ in loader:
+        break
+    assert accelerator._accumulation.place is None
+
+
+def test_freed_objects_are_forgotten() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net = _net()
+    first = accelerator.prepare(net)
+    (gone,) = accelerator.free_memory(first)
+    assert gone is None
+    assert accelerator.prepare(net) is not first
+    assert len(accelerator._models) == 1
+
+
+def test_the_manners_of_optimizers_are_kept() -> None:
+    net = _net()
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(net.parameters(), lr=0.1))
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    later = accelerator.prepare(LambdaLR(optimizer, lambda step: 1 / (step + 1)))  # made for what was prepared
+    net(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    later.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 3.0})
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.05, 3.0]
+
+
+def _calls_per_step(accelerator: Accelerator | None) -> float:
+    """Return the Python calls of a step with a schedule."""
+    net: Any = _net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler: Any = LambdaLR(optimizer, lambda step: 1.0)
+    loader: Any = DataLoader([_data(4).tensors] * 30, batch_size=None)  # type: ignore[arg-type]
+    if accelerator is not None:
+        net, optimizer, scheduler, loader = accelerator.prepare(net, optimizer, scheduler, loader)
+    calls = 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    gc.disable()
+    for i, (x, y) in enumerate(loader):
+        sys.setprofile(count if i >= 10 else None)
+        if accelerator is None:
+            nn.functional.mse_loss(net(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        else:
+            with accelerator.accumulate(net):
+                accelerator.backward(nn.functional.mse_loss(net(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    sys.setprofile(None)
+    gc.enable()
+    return calls / 20
+
+
+def test_a_step_adds_few_calls_to_one_by_hand() -> None:
+    by_hand = _calls_per_step(None)
+    assert _calls_per_step(Accelerator(cpu=True)) - by_hand <= 32  # Accelerate 1.15 adds 373
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"mixed_precision": "fp61"}, "Did you mean 'fp16'"),
+        ({"mixed_precision": "fp8"}, "not served"),
+        ({"gradient_accumulation_steps": 0}, "at least 1"),
+        ({"log_with": "wandb"}, "logger of trainwright"),
+        ({"fsdp_plugin": 1}, r"Trainer\(strategy='fsdp'\)"),
+        ({"mixed_precison": "fp16"}, "Did you mean 'mixed_precision'"),
+        ({"kwargs_handlers": [3]}, "holds a int"),
+        ({"strategy": "single", "kwargs_handlers": [DistributedDataParallelKwargs()]}, "Give one of them"),
+        ({"strategy": "dpd"}, "'ddp'"),
+    ],
+)
+def test_what_it_does_not_take_is_said_with_what_to_do(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Accelerator(cpu=True, **arguments)
+    assert not PartialState._shared_state  # nothing was joined
+
+
+def test_arguments_that_say_nothing_are_accepted() -> None:
+    Accelerator(cpu=True, log_with=None, project_dir=None, deepspeed_plugin=None)
+
+
+def test_a_strategy_with_steps_of_its_own_refuses_models() -> None:
+    with pytest.raises(ConfigurationError, match="OffloadStrategy runs the steps of a Trainer"):
+        Accelerator(cpu=True, strategy="offload").prepare(_net())
+
+
+def test_methods_that_are_not_there_name_what_serves() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: a logger"):
+        accelerator.init_trackers("project")
+    with pytest.raises(AttributeError, match="Did you mean 'gather'"):
+        _ = accelerator.gathr
+
+
+def test_a_loss_without_a_graph_is_said_so() -> None:
+    with pytest.raises(TaskError, match="without a graph"):
+        Accelerator(cpu=True).backward(torch.tensor(1.0))
+
+
+def test_placements_must_be_as_many_as_objects() -> None:
+    with pytest.raises(ConfigurationError, match="1 entries for 2 objects"):
+        Accelerator(cpu=True).prepare(_net(), _net(), device_placement=[True])

@@ -1,0 +1,183 @@
+"""Loops of one's own with `Accelerator`, on two processes: equal to DistributedDataParallel by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.comm_hooks import DistributedDataParallelKwargs
+from trainwright.trainer.accelerator import Accelerator
+
+pytestmark = pytest.mark.distributed
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def _data(num: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(num, 4, generator=generator), torch.randn(num, 2, generator=generator))
+
+
+def _weights(net: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+def _loop(accelerator: Accelerator, num: int, batch_size: int = 1) -> tuple[nn.Module, list[float]]:
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    ours, optimizer, loader, scheduler = accelerator.prepare(  # type: ignore[assignment]
+        net, optimizer, DataLoader(_data(num), batch_size=batch_size), scheduler
+    )
+    rates = []
+    for x, y in loader:
+        with accelerator.accumulate(ours):
+            accelerator.backward(nn.functional.mse_loss(ours(x), y))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            rates.append(scheduler.get_last_lr()[0])
+    return net, rates
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts what crosses between processes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types here
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(func).startswith("c10d"):
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _by_hand(num: int, steps: int) -> torch.Tensor:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = _net()
+    replica = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    data = _data(num)
+    own = list(range(rank, num, world))
+    for first in range(0, len(own), steps):
+        group = own[first : first + steps]
+        for i in group:
+            x, y = data[i : i + 1]
+            replica.require_backward_grad_sync = i == group[-1]
+            (nn.functional.mse_loss(replica(x), y) * (1 / len(group))).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return _weights(net)
+
+
+def _compare_loops() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    with Exchanges() as exchanges:
+        net, rates = _loop(accelerator, 16)
+    accelerator.free_memory()
+    uneven, _ = _loop(Accelerator(cpu=True, gradient_accumulation_steps=2), 7)
+    wrapped = accelerator.prepare(_net())
+    return {
+        "ours": _weights(net),
+        "by hand": _by_hand(16, 3),
+        "exchanges": exchanges.counts["c10d.allreduce_.default"],
+        "rates": rates,
+        "uneven": _weights(uneven),
+        "names": list(wrapped.state_dict()),
+        "unwrapped": accelerator.unwrap_model(wrapped) is wrapped.module,
+        "kwargs": Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+        .prepare(_net())
+        .engine.find_unused_parameters,
+    }
+
+
+@pytest.fixture(scope="module")
+def loops() -> list[dict[str, Any]]:
+    """What both ranks found."""
+    return run_distributed(_compare_loops, 2, init=False, timeout=120)
+
+
+def test_a_loop_equals_one_by_hand_to_the_last_bit(loops: list[dict[str, Any]]) -> None:
+    for found in loops:
+        assert torch.equal(found["ours"], found["by hand"])
+        assert torch.equal(found["ours"], loops[0]["ours"])
+
+
+def test_gradients_cross_once_per_step(loops: list[dict[str, Any]]) -> None:
+    assert loops[0]["exchanges"] == 3  # 8 micro-batches of a rank in groups of 3, 3 and 2
+
+
+def test_a_schedule_advances_once_per_step_whatever_the_number_of_processes(loops: list[dict[str, Any]]) -> None:
+    assert loops[0]["rates"] == pytest.approx([0.1, 0.1, 0.09, 0.09, 0.09, 0.081, 0.081, 0.0729])
+
+
+def test_a_rank_that_has_run_out_of_data_adds_nothing(loops: list[dict[str, Any]]) -> None:
+    data, net = _data(7), _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    for group in ((0, 1, 2, 3), (4, 5, 6)):
+        for i in group:
+            x, y = data[i : i + 1]
+            (nn.functional.mse_loss(net(x), y) / len(group)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    for found in loops:
+        torch.testing.assert_close(found["uneven"], _weights(net), rtol=1e-6, atol=1e-7)
+
+
+def test_a_model_keeps_its_names_and_takes_options(loops: list[dict[str, Any]]) -> None:
+    assert loops[0]["names"] == list(_net().state_dict())
+    assert loops[0]["unwrapped"]
+    assert loops[0]["kwargs"] is True
+
+
+def _gather_everything() -> dict[str, Any]:
+    accelerator = Accelerator(cpu=True)
+    found: dict[Any, Any] = {}
+    for num in (1, 2, 3, 5, 8):
+        loader = accelerator.prepare(DataLoader(torch.arange(num), batch_size=2))  # type: ignore[arg-type]
+        rows: list[int] = []
+        objects: list[str] = []
+        for batch in loader:
+            got = accelerator.gather_for_metrics({"rows": batch, "twice": 2 * batch[:, None]})
+            assert got["twice"].tolist() == [[2 * row] for row in got["rows"].tolist()]
+            rows += got["rows"].tolist()
+            objects += accelerator.gather_for_metrics([f"row {row}" for row in batch.tolist()], use_gather_object=True)
+        found[num] = (rows, objects)
+    wrong = torch.ones(1, 2 + accelerator.process_index)
+    with pytest.raises(ConfigurationError, match="pad_across_processes"):
+        accelerator.gather_for_metrics(wrong)
+    found["padded"] = accelerator.gather_for_metrics(accelerator.pad_across_processes(wrong, dim=1)).tolist()
+    if accelerator.process_index == 1:
+        accelerator.set_trigger()
+    found["trigger"] = (accelerator.check_trigger(), accelerator.check_trigger())
+    found["sum"] = accelerator.reduce(torch.tensor([1.0 + accelerator.process_index]), "sum").tolist()
+    found["all"] = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    return found
+
+
+def test_results_are_gathered_once_each_and_in_the_order_of_the_data() -> None:
+    for found in run_distributed(_gather_everything, 2, init=False, timeout=120):
+        for num in (1, 2, 3, 5, 8):
+            assert found[num] == (list(range(num)), [f"row {row}" for row in range(num)])
+        assert found["padded"] == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+        assert found["trigger"] == (True, False)
+        assert found["sum"] == [3.0]
+        assert found["all"] == [0, 1]

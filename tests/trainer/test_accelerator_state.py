@@ -1,0 +1,207 @@
+"""Saved loops of one's own: what is loaded goes on as if it had never stopped, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.distributed import run_distributed
+from trainwright.checkpoint.reader import read_manifest, verify
+from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.partial_state import PartialState
+from trainwright.trainer.accelerator import Accelerator
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Every test finds a process that has not joined others."""
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
+class Data(Dataset[torch.Tensor]):
+    """Counts what is fetched."""
+
+    def __init__(self, num: int = 22) -> None:
+        self.fetched: list[int] = []
+        self.rows = torch.randn(num, 4, generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.fetched.append(index)
+        return self.rows[index]
+
+
+class Tally:
+    """An object of the user's with a state."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the count back."""
+        self.count = state["count"]
+
+
+class Loop:
+    """A script's objects, and its loop."""
+
+    def __init__(self, precision: str = "no", num_models: int = 1, **options: Any) -> None:
+        torch.manual_seed(5)
+        self.accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, seed=7, **options
+        )
+        self.nets = [
+            nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+            for _ in range(num_models)
+        ]
+        self.data, self.tally = Data(), Tally()
+        optimizers: list[Any] = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in self.nets]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+        loader = DataLoader(self.data, batch_size=2, shuffle=True)
+        found = self.accelerator.prepare(*self.nets, *optimizers, *schedules, loader)
+        self.models, self.optimizers = found[:num_models], found[num_models : 2 * num_models]
+        self.schedules, self.loader = found[2 * num_models : -1], found[-1]
+        self.accelerator.register_for_checkpointing(self.tally)
+        self.first_epoch = 0
+
+    def run(self, num_epochs: int = 3, save_at: int = -1, folder: Path | None = None) -> torch.Tensor:
+        """Train to the end, saving once `save_at` optimizer steps are done; returns all weights and buffers."""
+        for _ in range(self.first_epoch, num_epochs):
+            for batch in self.loader:
+                with self.accelerator.accumulate(*self.models):
+                    loss: Any = sum(model(batch).square().mean() for model in self.models)
+                    self.accelerator.backward(loss)
+                    for one in (*self.optimizers, *self.schedules):
+                        one.step()
+                    for one in self.optimizers:
+                        one.zero_grad()
+                if self.accelerator.sync_gradients:
+                    self.tally.count += 1
+                    if self.tally.count == save_at:
+                        assert folder is not None
+                        self.accelerator.save_state(folder)
+        return torch.cat([value.double().flatten() for net in self.nets for value in net.state_dict().values()])
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+@pytest.mark.parametrize("save_at", [1, 4, 6, 8])  # an epoch has 6 steps: in its middle, and at its end
+def test_a_loaded_loop_goes_on_to_the_last_bit(save_at: int, precision: str, tmp_path: Path) -> None:
+    whole = Loop(precision)
+    wanted = whole.run(save_at=save_at, folder=tmp_path / "state")
+    assert verify(tmp_path / "state") == []
+    steps = read_manifest(tmp_path / "state").step
+    assert steps == save_at if precision == "no" else steps < save_at  # fp16 has left the first ones out
+    again = Loop(precision)
+    torch.manual_seed(99)
+    again.accelerator.load_state(tmp_path / "state")
+    assert again.tally.count == save_at
+    again.first_epoch = save_at // 6
+    assert torch.equal(again.run(), wanted)
+    assert again.data.fetched == whole.data.fetched[-len(again.data.fetched) :]  # nothing that was consumed
+    assert len(again.data.fetched) == 3 * 22 - (save_at // 6 * 22 + save_at % 6 * 4)
+
+
+def test_several_models_are_saved_beside_each_other(tmp_path: Path) -> None:
+    wanted = Loop(num_models=2).run(save_at=3, folder=tmp_path / "state")
+    again = Loop(num_models=2)
+    again.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(again.run(), wanted)
+
+
+def test_a_script_that_skips_batches_itself_stands_at_the_same_place(tmp_path: Path) -> None:
+    whole = Loop()
+    whole.run(save_at=2, folder=tmp_path / "state")
+    again = Loop()
+    again.accelerator.load_state(tmp_path / "state")
+    rest = again.accelerator.skip_first_batches(again.loader, 4)
+    assert len(list(rest)) == 7
+    assert again.data.fetched == whole.data.fetched[8:22]
+
+
+def test_another_loop_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    Loop().run(num_epochs=1, save_at=2, folder=tmp_path / "state")
+    other = Loop(num_models=2)
+    before = torch.cat([p.flatten() for p in other.nets[0].parameters()]).clone()
+    with pytest.raises(CheckpointError, match="holds the state of 1 models, but 2 are prepared"):
+        other.accelerator.load_state(tmp_path / "state")
+    assert torch.equal(torch.cat([p.flatten() for p in other.nets[0].parameters()]), before)
+    seeded = Loop()
+    seeded.accelerator._ranks = Accelerator(cpu=True, seed=8)._ranks
+    with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
+        seeded.accelerator.load_state(tmp_path / "state")
+    with pytest.raises(FileNotFoundError):
+        other.accelerator.load_state(tmp_path / "nothing")
+
+
+def test_a_damaged_state_is_said_so(tmp_path: Path) -> None:
+    Loop().run(num_epochs=1, save_at=2, folder=tmp_path / "state")
+    file = next((tmp_path / "state/model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="model"):
+        Loop().accelerator.load_state(tmp_path / "state")
+
+
+def test_a_group_that_is_not_over_cannot_be_saved(tmp_path: Path) -> None:
+    loop = Loop()
+    for _ in loop.loader:
+        with pytest.raises(ConfigurationError, match="between two optimizer steps"):
+            loop.accelerator.save_state(tmp_path / "state")
+        break
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        Loop().accelerator.save_state(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_objects_without_a_state_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="int has no state_dict"):
+        Accelerator(cpu=True).register_for_checkpointing(3)
+
+
+def _go_on(folder: str) -> list[Any]:
+    path = Path(folder)
+    wanted = Loop().run(save_at=2, folder=path / "state")
+    again = Loop()
+    again.accelerator.load_state(path / "state")
+    return [wanted, again.run(), again.accelerator.process_index]
+
+
+@pytest.mark.distributed
+def test_two_processes_go_on_to_the_last_bit(tmp_path: Path) -> None:
+    found = run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
+    assert [rank for _, _, rank in found] == [0, 1]
+    for wanted, again, _ in found:
+        assert torch.equal(wanted, again)
+
+
+@pytest.mark.distributed
+def test_one_process_takes_over_from_two(tmp_path: Path) -> None:
+    run_distributed(_go_on, 2, str(tmp_path), init=False, timeout=120)
+    alone = Loop()
+    alone.accelerator.load_state(tmp_path / "state")
+    for _ in alone.loader:
+        pass
+    assert len(alone.data.fetched) == 22 - 16  # two steps of two micro-batches of two samples on two processes
+    for _ in alone.loader:
+        pass
+    assert sorted(alone.data.fetched[6:]) == list(range(22))

@@ -1,0 +1,131 @@
+"""A loader for a loop that the user owns: each rank's share of the data, on its device, pass after pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.data import iterate_groups
+from trainwright.data.prepared import PreparedLoader
+from trainwright.trainer.accumulation import Accumulation, Place
+
+
+class AcceleratedLoader:
+    """What `Accelerator.prepare` makes of a loader; to be iterated any number of times.
+
+    All ranks get the same number of micro-batches. One that runs out earlier gets its last one again, which weighs
+    nothing in the gradient and is left out of `gather_for_metrics`. The micro-batches of one optimizer step are fetched
+    together. Other attributes are those of the user's loader.
+
+    Args:
+        prepared: in lock step.
+        accumulation: is told where the pass stands.
+        mover: brings a batch to the device; None: batches stay where they are.
+    """
+
+    def __init__(
+        self, prepared: PreparedLoader, accumulation: Accumulation, mover: Callable[[Any], Any] | None
+    ) -> None:
+        self.prepared = prepared
+        self._mover = mover
+        self._accumulation = accumulation
+        self._epoch = self._skipped = 0
+        self._resumes_at: dict[str, int] | None = None
+        self._place: Place | None = None  # of the present pass
+
+    def __len__(self) -> int:
+        """Micro-batches of one pass, the same number on every rank."""
+        found = self.prepared.num_batches
+        if found is None:
+            raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
+        return found
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch (0-based) of the next pass, which its order depends on; passes count on by themselves."""
+        self._epoch = epoch
+
+    def skip(self, num_batches: int) -> AcceleratedLoader:
+        """Return a loader whose first pass begins after so many micro-batches, which are not fetched.
+
+        It is this loader from its second pass on, in the order of the same epochs.
+
+        Raises:
+            ConfigurationError: the loader cannot seek, or the number is negative.
+        """
+        if not isinstance(num_batches, int) or num_batches < 0:
+            raise ConfigurationError(f"num_batches={num_batches!r}: write a whole number of at least 0.")
+        self.prepared.check_resume(num_batches, has_state=False)
+        other = AcceleratedLoader(self.prepared, self._accumulation, self._mover)
+        other._epoch, other._skipped = self._epoch, num_batches
+        return other
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over this rank's micro-batches of the next epoch. Collective for data without length."""
+        position, self._resumes_at = self._resumes_at, None
+        self.prepared.set_epoch(self._epoch, position)
+        first, self._skipped = self._skipped, 0
+        self._epoch += 1
+        return self._batches(first if position is None else position["batch"])
+
+    def _batches(self, first: int) -> Iterator[Any]:
+        accumulation = self._accumulation
+        place = self._place = accumulation.begin_pass(self)
+        place.num_batches = first
+        try:
+            for group in iterate_groups(self.prepared, accumulate=accumulation.num_steps, start_batch=first):
+                batches, weights = group.batches, group.weights
+                size = len(batches)
+                for i in range(size):
+                    batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
+                    _enter(place, 1 / size if weights is None else weights[i], i == size - 1, group.is_last)
+                    if self._mover is not None:
+                        batch = self._mover(batch)
+                    yield batch
+                    del batch
+        finally:
+            accumulation.end_pass(place)
+            if self._place is place:
+                self._place = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, after the micro-batch that the loop has been given last; this rank's own.
+
+        Raises:
+            ConfigurationError: the present group of micro-batches is not over: its gradients are in no state.
+        """
+        place = self._place
+        if place is not None and not place.ends_group:
+            raise ConfigurationError(
+                "the state of a loop is saved between two optimizer steps, where accelerator.sync_gradients is True; "
+                "some micro-batches of the present one have been consumed already."
+            )
+        found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
+        if place is not None and not place.ends_data:  # the pass has counted on already
+            found |= {"epoch": self._epoch - 1, "position": self.prepared.position(place.num_batches)}
+        if self.prepared.stateful:
+            found["loader"] = self.prepared.state_dict()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called: the next pass begins there.
+
+        Raises:
+            ConfigurationError: the loader can neither seek nor take its own state back.
+        """
+        position, own = state["position"], state["loader"]
+        self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
+        self._epoch, self._resumes_at = state["epoch"], position
+        if own is not None:
+            self.prepared.load_state_dict(own, at_epoch_start=position is None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's loader (`dataset`, `batch_size`, …)."""
+        if name.startswith("__") or "prepared" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.prepared.raw, name)
+
+
+def _enter(place: Place, weight: float, ends_group: bool, is_last_group: bool) -> None:
+    place.weight, place.ends_group, place.ends_data = weight, ends_group, ends_group and is_last_group
+    place.num_batches += 1

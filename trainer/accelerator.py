@@ -1,0 +1,479 @@
+"""The front door for people who keep their own loop: the Trainer's strategies, loaders and precisions, one by one.
+
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(batch))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.memory import release_memory
+from trainwright.core.tree import iterate_tensors
+from trainwright.data import CombinedLoader
+from trainwright.strategies.collectives import gather, gather_object, pad_across_processes, reduce
+from trainwright.strategies.offload.saving import save_model
+from trainwright.strategies.partial_state import PartialState
+from trainwright.trainer.accelerated import (
+    AcceleratedModel,
+    AcceleratedOptimizer,
+    AcceleratedScheduler,
+    LossScale,
+    holds_optimizer,
+    is_scheduler,
+)
+from trainwright.trainer.accelerated_loader import AcceleratedLoader
+from trainwright.trainer.accelerator_settings import read_settings, refuse_attribute
+from trainwright.trainer.accelerator_state import LoopObjects, load_loop, save_loop
+from trainwright.trainer.accumulation import Accumulation
+from trainwright.trainer.gathering import gather_real
+from trainwright.trainer.loaders import Ranks
+
+T = TypeVar("T")
+
+
+class Accelerator:
+    """Joins the processes, and makes a loop's objects ready for them.
+
+    The names are those of Hugging Face's Accelerate. A step's gradient is the mean over everything it consumed: the
+    last group of micro-batches is divided by its own length, a rank that runs out of data before others adds nothing,
+    and a schedule advances once per optimizer step, whatever the number of processes. Without a launcher it is one
+    process; `torchrun --nproc-per-node 2 script.py` makes two.
+
+    Args:
+        device_placement: move models and batches to this process's device.
+        split_batches: only False: a loader's batch size is that of one process.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+        gradient_accumulation_steps: micro-batches of one optimizer step.
+        cpu: use the CPU although there is an accelerator.
+        step_scheduler_with_optimizer: False: every call of a scheduler's `step` counts.
+        kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
+        strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that serves loops of others.
+        seed: of the order of the data; torch's initial seed on the first process unless told.
+        unknown: arguments of Accelerate that are served elsewhere; None is accepted.
+
+    The first construction joins the other processes (collective).
+
+    Raises:
+        ConfigurationError: an argument that is unknown or not served, naming what is.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        *,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
+        strategy: Any = "auto",
+        seed: int | None = None,
+        **unknown: Any,
+    ) -> None:
+        settings = read_settings(
+            split_batches, mixed_precision, gradient_accumulation_steps, cpu, kwargs_handlers, strategy, unknown
+        )
+        self.state = PartialState(cpu=cpu)
+        self.strategy = settings.strategy
+        self.strategy.setup(self.state.topology)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self._precision = settings.precision
+        self._context = settings.precision.forward_context(self.device.type)
+        self._scale = LossScale(self.device.type) if settings.precision.scaled else None
+        self._accumulation = Accumulation(gradient_accumulation_steps)
+        self._ranks = Ranks(
+            self.strategy.dp_rank, self.strategy.dp_size,
+            self.state.processes.broadcast_object(torch.initial_seed() if seed is None else seed),
+            use_distributed_sampler=True, uneven="pad", agree=self.strategy.gather_integers_by_data_rank,
+        )  # fmt: skip
+        self._models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[AcceleratedLoader] = []
+        self._prepared: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        self._others: list[Any] = []
+        self._trigger = False
+
+    # Where it runs
+
+    @property
+    def device(self) -> torch.device:
+        """What this process computes on."""
+        return self.state.device
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"fp16"` or `"bf16"`."""
+        return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(self._precision.autocast_dtype, "no")  # type: ignore[arg-type]
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of one optimizer step; may be set between two passes over the data."""
+        return self._accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        self._accumulation.num_steps = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an optimizer steps after the present micro-batch."""
+        return self._accumulation.sync_gradients
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer left its last step out because of fp16 gradients that are not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what `PartialState` has: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
+        if name.startswith("_") or "state" not in vars(self):
+            raise AttributeError(name)
+        try:
+            return getattr(self.state, name)
+        except AttributeError:
+            raise refuse_attribute(name, [*dir(type(self)), *dir(self.state)]) from None
+
+    # Making objects ready
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
+        """Return each argument made ready: models, optimizers, DataLoaders and schedulers; others as they are.
+
+        Collective under several processes: every rank prepares the same objects, in the same order. What was prepared
+        already is returned as it is.
+
+        Args:
+            args: in any order; a scheduler follows the optimizer it was made for.
+            device_placement: for each argument or for all, in the place of the constructor's.
+        """
+        placements = (
+            list(device_placement) if isinstance(device_placement, Sequence) else [device_placement] * len(args)
+        )
+        if len(placements) != len(args):
+            raise ConfigurationError(
+                f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
+            )
+        found = list(args)
+        for prepares in (self._prepare_own, self._prepare_follower):
+            for i, value in enumerate(found):
+                found[i] = prepares(value, placements[i])
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _prepare_own(self, value: Any, placement: bool | None) -> Any:
+        if isinstance(value, nn.Module):
+            return self.prepare_model(value, placement)
+        if isinstance(value, (DataLoader, CombinedLoader)):
+            return self.prepare_data_loader(value, placement)
+        return self.prepare_optimizer(value) if isinstance(value, Optimizer) else value
+
+    def _prepare_follower(self, value: Any, placement: bool | None) -> Any:
+        return self.prepare_scheduler(value) if is_scheduler(value) else value
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return what the loop calls in the model's place; the model itself where nothing has to be around it.
+
+        Collective under several processes: all start from rank 0's weights.
+
+        Args:
+            model: its parameters stay the same objects.
+            device_placement: move it to the device; a model that `dispatch_model` has placed stays as it is.
+            evaluation_mode: it will not be trained: processes are not joined by its backward.
+        """
+        placed = self.device_placement if device_placement is None else device_placement
+        return self._once(model, lambda: self._make_model(model, placed, evaluation_mode))
+
+    def _make_model(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> nn.Module:
+        several = self.state.num_processes > 1 and not evaluation_mode
+        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        if several and (dispatched or not placed):
+            raise ConfigurationError(
+                "several processes train a model that each of them has whole on its device: it cannot be spread over "
+                "several by a device map, nor be left where it is by device_placement=False. Start one process, or "
+                "pass evaluation_mode=True to prepare_model if it is not trained."
+            )
+        if placed and not dispatched and not evaluation_mode:
+            engine = self.strategy.prepare_model(model)
+        else:
+            engine = model.to(self.device) if placed and not dispatched else model
+        found = model if engine is model and self._context is None else AcceleratedModel(model, engine, self._context)
+        self._models.append(found)
+        return found
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Return the optimizer such that it steps once per group of micro-batches. Not collective."""
+
+        def make() -> AcceleratedOptimizer:
+            self._optimizers.append(AcceleratedOptimizer(optimizer, self._accumulation, self._scale))
+            return self._optimizers[-1]
+
+        return self._once(optimizer, make)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Return the schedule such that it advances with the optimizer it was made for. Not collective."""
+
+        def make() -> AcceleratedScheduler:
+            own = [optimizer for optimizer in self._optimizers if holds_optimizer(scheduler, optimizer)]
+            of_steps = self.step_scheduler_with_optimizer
+            found = AcceleratedScheduler(
+                scheduler, own or self._optimizers, self._accumulation, steps_with_optimizer=of_steps
+            )
+            self._schedulers.append(found)
+            return found
+
+        return self._once(scheduler, make)
+
+    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> AcceleratedLoader:
+        """Return a loader of this process's share of the data; see `prepare_loader` for what becomes of it.
+
+        Args:
+            data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
+            device_placement: move batches to the device.
+        """
+        placed = self.device_placement if device_placement is None else device_placement
+
+        def make() -> AcceleratedLoader:
+            mover = self.strategy.batch_mover() if placed else None
+            found = AcceleratedLoader(self._ranks.prepare(data_loader, "train"), self._accumulation, mover)
+            self._dataloaders.append(found)
+            return found
+
+        return self._once(data_loader, make)
+
+    def _once(self, value: Any, make: Callable[[], T]) -> T:
+        """Return what was made of an object before, or the object if it is such a one; else make it."""
+        if isinstance(value, (AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler, AcceleratedLoader)):
+            return cast(T, value)  # each kind has one maker
+        if id(value) not in self._prepared:  # what is there holds its object: no other can have the address
+            self._prepared[id(value)] = make()
+        return cast(T, self._prepared[id(value)])
+
+    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> AcceleratedLoader:
+        """Return a prepared loader whose first pass begins later; nothing that is skipped is fetched."""
+        return self.prepare_data_loader(dataloader).skip(num_batches)
+
+    # The step
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run backward of what the loss weighs in its optimizer step. Collective when the group's last one.
+
+        Args:
+            loss: mean over the micro-batch, a scalar with a graph.
+            kwargs: of `torch.Tensor.backward`.
+
+        Raises:
+            TaskError: the loss has no graph.
+        """
+        if not loss.requires_grad:
+            raise TaskError(
+                "backward() was given a loss without a graph (requires_grad is False): nothing could be learned from "
+                "it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad()."
+            )
+        weight = self._accumulation.weight
+        if weight != 1:
+            loss = loss * weight
+        if self._scale is not None:
+            loss = self._scale.scale(loss)
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch: gradients are added up, and exchanged and stepped on when it is the last of its group.
+
+        Args:
+            models: those that are trained inside, with one forward and backward each.
+        """
+        self._accumulation.begin_micro_batch()
+        with ExitStack() as stack:
+            if not self.sync_gradients:
+                for model in models:
+                    stack.enter_context(self.no_sync(model))
+            yield
+
+    def no_sync(self, model: nn.Module) -> Any:
+        """Return a context in which backward leaves gradients on this rank, until one outside of it."""
+        return self.strategy.hold_back(getattr(model, "engine", model))
+
+    def autocast(self) -> Any:
+        """Return a context for computation outside of a model in the mixed precision."""
+        return nullcontext() if self._context is None else self._context
+
+    def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
+        """Divide the gradients of optimizers (all unless told) by the loss scale, once per step."""
+        if self._scale is None:
+            return
+        chosen = self._optimizers if optimizer is None else optimizer
+        for one in [chosen] if isinstance(chosen, Optimizer) else list(chosen):
+            self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Scale gradients down so that their total norm is at most `max_norm`; call it when `sync_gradients`.
+
+        Returns:
+            The norm before (0-dim, on the device, alike on every rank). Does not wait for the device.
+        """
+        self.unscale_gradients()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clip each element of gradients to ± `clip_value`; call it when `sync_gradients`."""
+        self.unscale_gradients()
+        nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def set_trigger(self) -> None:
+        """Note on this rank that something has happened of which all shall hear at `check_trigger`."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """Tell whether any rank has called `set_trigger` since the last time. Collective, on the host."""
+        found = self.state.joined().any(self._trigger)
+        self._trigger = False
+        return found
+
+    # Between the processes
+
+    def gather(self, tensor: Any) -> Any:
+        """Return every rank's tensors, one after the other along the first dimension. Collective; see `gather`."""
+        return gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Return every rank's results for the present micro-batch of the loader that is being read. Collective.
+
+        Padding is left out, and ranks may have different numbers of rows: the rows of all passes together are the data
+        set's, each once.
+
+        Args:
+            input_data: tensors (with rows) in lists, tuples, dicts; or other objects, in a list.
+            use_gather_object: gather picklable objects: the lists of all ranks, one after the other.
+        """
+        place = self._accumulation.place
+        padding = place is not None and place.weight == 0
+        if use_gather_object or next(iterate_tensors(input_data), None) is None:
+            values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
+            return gather_object([] if padding else list(values))
+        return gather_real(input_data, padding, self.state.joined())
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Return the sum or mean of every rank's tensors, times `scale`. Collective; see `reduce`."""
+        return reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Return tensors as long in one dimension as the longest of all ranks. Collective."""
+        return pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    # Saving and letting go
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the user's own model, whose forward was never changed: `keep_fp32_wrapper` makes no difference."""
+        del keep_fp32_wrapper
+        inner: Any = (
+            model.module if isinstance(model, (AcceleratedModel, nn.parallel.DistributedDataParallel)) else model
+        )
+        found: nn.Module = inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
+        return found
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a model by its own names."""
+        return dict(self.unwrap_model(model, keep_torch_compile=False).state_dict())
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights on the main process, offloaded and quantized ones too; see `save_model`."""
+        if self.state.is_main_process:
+            save_model(
+                self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization
+            )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have `save_state` and `load_state` take further objects along, the same on every rank.
+
+        Raises:
+            ConfigurationError: one has no `state_dict` and `load_state_dict`.
+        """
+        for one in objects:
+            if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+                raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
+        self._others.extend(objects)
+
+    def save_state(self, output_dir: str | os.PathLike[str]) -> str:
+        """Write everything that was prepared as a checkpoint, in the place of one that is there. Collective; blocks.
+
+        Weights, optimizers, schedules, the loss scale, the place in the data, all ranks' generators and registered
+        objects: a loop that loads it goes on to the last bit. Call it between two optimizer steps, on every rank.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: something is there that is no checkpoint, or cannot be saved.
+            ConfigurationError: the loop stands within a group of micro-batches.
+        """
+        save_loop(Path(output_dir), self._objects(), self._ranks.seed, self.state.joined())
+        return os.fspath(output_dir)
+
+    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+        """Put back what `save_state` wrote into the same objects, prepared anew. Every rank reads the folder.
+
+        The next pass over each loader goes on where it stood, also on another number of processes; `skip_first_batches`
+        may be used, and need not.
+
+        Raises:
+            FileNotFoundError: nothing is there.
+            CheckpointError: it is damaged, of another loop, or of data in another order.
+        """
+        load_loop(Path(input_dir), self._objects(), self._ranks.seed, self.state.joined())
+
+    def _objects(self) -> LoopObjects:
+        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        return LoopObjects(
+            models, self._optimizers, self._schedulers, self._dataloaders, self._scale, self._others, self.device
+        )
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget everything that was prepared, and give memory back; returns a None for each of `objects`.
+
+        The loop's own references must go too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
+            kept.clear()
+        self._prepared.clear()
+        self._accumulation = Accumulation(self._accumulation.num_steps)
+        self._scale = None if self._scale is None else LossScale(self.device.type)
+        found: list[Any] = [None] * len(objects)
+        del objects
+        release_memory()
+        return found
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """Do what `free_memory` does."""
+        return self.free_memory(*objects)
