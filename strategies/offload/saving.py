@@ -128,23 +128,23 @@ class _Away:
     dtype: torch.dtype
     placeholder: torch.Tensor | None = None
 
-    def weight(self) -> Weight:
+    def weight(self, buffer: torch.Tensor) -> Weight:
+        """Return it as one to be written; parts of files pass through `buffer`."""
         if self.span is None and self.value.dtype == self.dtype:
             return Weight.of(self.value)
         like = torch.empty(self.value.shape, dtype=self.dtype, device="meta")
-        return Weight(like, lambda: (piece.to(self.dtype) for piece in self._pieces()))
+        return Weight(like, lambda: (piece.to(self.dtype) for piece in self._pieces(buffer)))
 
-    def _pieces(self) -> Iterator[torch.Tensor]:
+    def _pieces(self, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         if self.span is None:
             return Weight.of(self.value).read()
-        return _read_span(self.span, self.value.dtype)
+        return _read_span(self.span, self.value.dtype, buffer)
 
 
-def _read_span(span: Span, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a part of a file through one buffer, past the mapping, whose pages would count as this process's memory."""
-    buffer = torch.empty(min(span.num_bytes, CHUNK_BYTES), dtype=torch.uint8, device="cpu")
-    for begin in range(0, span.num_bytes, CHUNK_BYTES):
-        piece = buffer[: min(CHUNK_BYTES, span.num_bytes - begin)]
+def _read_span(span: Span, dtype: torch.dtype, buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a part of a file through a buffer, past the mapping, whose pages would count as this process's memory."""
+    for begin in range(0, span.num_bytes, buffer.numel()):
+        piece = buffer[: min(buffer.numel(), span.num_bytes - begin)]
         span.file.read_into(piece, span.start + begin)
         yield piece.view(dtype)
 
@@ -161,6 +161,8 @@ class _Collected:
     weights: dict[str, Weight] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     _first: dict[Any, str] = field(default_factory=dict)
+    # One for all weights, which are read one after the other. Its pages are taken when something is read into them.
+    _buffer: torch.Tensor = field(default_factory=lambda: torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu"))
 
     def add_all(self, model: nn.Module) -> None:
         """Add every tensor of an unwrapped model."""
@@ -188,7 +190,7 @@ class _Collected:
                 self._add(name, value, Weight.of(_plain(name, value)), None if own is None else stand_in(own))
             elif elsewhere is not None:
                 _plain(name, elsewhere.value)
-                self._add(name, elsewhere.value, elsewhere.weight(), elsewhere.placeholder)
+                self._add(name, elsewhere.value, elsewhere.weight(self._buffer), elsewhere.placeholder)
             else:
                 lost.append(name)
         if lost:
