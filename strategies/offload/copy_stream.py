@@ -53,6 +53,22 @@ class CopyStream:
             self._kept.append(source)
         return self._last
 
+    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Have a tensor of the device copied into memory of the host that is made for it; waits for nothing.
+
+        Returns:
+            That memory, and the event of the copy's end. The tensor itself where it is on the host.
+        """
+        if self._stream is None:
+            self.num_queued += 1
+            return source, None
+        made = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+
+        def copy() -> None:
+            made.copy_(source, non_blocking=True)
+
+        return made, self.queue(copy, source=source)
+
     def join(self, event: Any) -> None:
         """Let the computation go on from here when a copy is made; the host goes on at once."""
         if event is not None:

@@ -10,6 +10,7 @@ is freed and filled again in the same storage, as torch's own sharding does.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 from trainwright.strategies.offload.copy_stream import CopyStream
 from trainwright.strategies.offload.homes import Home, flat_numel, place_in
+
+_UNITS_TO_ADD = 2  # whose gradients may wait on the host to be added to those of earlier micro-batches
 
 
 class Unit:
@@ -55,6 +58,7 @@ class Unit:
         self.event: Any = None  # when what was queued beside the computation is there
         self.arrived = 0
         self._gradients_event: Any = None  # when the gradients that were queued last are at home
+        self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, to those of earlier micro-batches
         self._last_use: Any = None  # when the computation was through with the copy that stays
         self._versions: list[int] = []  # of the parameters when the copy was queued
         self._expected = 0  # gradients that are still to come in this backward
@@ -153,9 +157,17 @@ class Unit:
             self.drop()
 
     def wait_for_gradients(self) -> None:
-        """Return when gradients that were on their way are at home."""
+        """Return when gradients that were on their way are at home, and added to those that were there before."""
         self._gradients_out.wait(self._gradients_event)
         self._gradients_event = None
+        to_add, self._to_add = self._to_add, []
+        for total, gradient in to_add:
+            total.add_(gradient)
+
+    def add_gradients(self) -> None:
+        """Wait for gradients that are to be added, so that the host need not hold them; not for others."""
+        if self._to_add:
+            self.wait_for_gradients()
 
     # Backward
 
@@ -188,11 +200,14 @@ class Unit:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # that is what the hook is called for
         before = self._stashed[index]
-        if before is not None:
-            self.wait_for_gradients()  # it may be one of them
-            before.add_(gradient.to(before.device))
-        else:
+        if before is None:
             self._stashed[index] = self._gradient_at_home(index, gradient)
+        else:
+            fetched, self._gradients_event = self._gradients_out.fetch(gradient)
+            self._to_add.append((before, fetched))
+            if self._gradients_event is None:
+                self.wait_for_gradients()
+        self.arrived = self._gradients_out.num_queued
 
     def _gradient_at_home(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         mine = self._gradients[index]
@@ -201,7 +216,6 @@ class Unit:
             self._gradients[index] = mine
         copy: Callable[[], None] = partial(_copy, mine, gradient)
         self._gradients_event = self._gradients_out.queue(copy, source=gradient)
-        self.arrived = self._gradients_out.num_queued
         return mine
 
     def _go_when_done(self) -> None:
@@ -269,6 +283,7 @@ class WeightStream:
         self.root = make([parameter for parameter in others if parameter not in taken])
         self._order: list[Unit] = []  # as they ran in the last forward
         self._seen: list[Unit] = []
+        self._behind: deque[Unit] = deque()  # whose backward began last
         self.num_ahead = 0  # copies that were queued ahead of their use
 
     @property
@@ -280,6 +295,7 @@ class WeightStream:
         """Before a forward: have what all parts share on the device."""
         self.root.come()
         self._order, self._seen = self._seen or self._order, []
+        self._behind.clear()
         self._copy_ahead(self._order[: self.ahead])
 
     def end(self) -> None:
@@ -290,11 +306,13 @@ class WeightStream:
 
     def wait(self) -> None:
         """Return when all gradients are at home, and nothing is copied any more: the host may read and write."""
+        self.wait_for_gradients()
         self._weights_in.synchronize()
-        self._gradients_out.synchronize()
 
     def wait_for_gradients(self) -> None:
         """Return when all gradients are at home."""
+        for unit in self.all_units:
+            unit.add_gradients()
         self._gradients_out.synchronize()
 
     def weights_changed(self) -> None:
@@ -348,7 +366,11 @@ class WeightStream:
         unit.go()
 
     def _begin_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
-        self._gradients_out.release()  # those of the units before: the device has room for one unit's
+        if not unit.in_backward:
+            self._gradients_out.release()  # those of the units before: the device has room for one unit's
+            self._behind.append(unit)
+            if len(self._behind) > _UNITS_TO_ADD:
+                self._behind.popleft().add_gradients()
         unit.begin_backward()
         self._copy_ahead(self._following(self._seen[::-1], unit))
 

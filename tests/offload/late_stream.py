@@ -37,6 +37,10 @@ class LateStream:
             self.most_kept = max(self.most_kept, sum(each.nbytes for each in self._kept))
         return self.num_queued
 
+    def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        made = torch.full_like(source, float("nan"))
+        return made, self.queue(lambda: copy_to(made, source), source=source)
+
     def join(self, event: Any) -> None:
         self.wait(event)
 
@@ -50,3 +54,7 @@ class LateStream:
     def synchronize(self) -> None:
         self.wait(self.num_queued)
         self._kept.clear()
+
+
+def copy_to(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)

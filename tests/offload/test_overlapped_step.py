@@ -81,14 +81,19 @@ LISTENERS: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
+CASES = [(*places, "nobody") for places in PLACES]
+CASES += [
+    (*places, who) for places in (("cpu", "cpu"), ("device", "cpu"), ("disk", "disk")) for who in [*LISTENERS][1:]
+]
+
+
 @functools.cache
 def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
     return train("single", *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
 
 
 @pytest.mark.parametrize("copies", ["late", "at once"])
-@pytest.mark.parametrize("listener", LISTENERS)
-@pytest.mark.parametrize(("parameters", "state"), PLACES)
+@pytest.mark.parametrize(("parameters", "state", "listener"), CASES)
 def test_every_bit_is_that_of_training_in_one_place(
     parameters: Any, state: Any, listener: str, copies: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -166,6 +171,26 @@ def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace:
     assert on_their_way == sorted(on_their_way, reverse=True)
     assert on_their_way[0] > DEPTH
     assert on_their_way[-1] == 0
+
+
+def test_gradients_of_the_last_micro_batch_are_added_when_their_unit_steps(trace: Any) -> None:
+    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0, accumulate_grad_batches=5)
+    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
+    assert [entry[1] for entry in steps if entry[0] == "step"] == IN_ORDER
+    assert [entry[2] > 0 for entry in steps if entry[0] == "step"] == [unit != ROOT for unit in IN_ORDER]
+
+
+def test_the_host_holds_the_gradients_of_two_units_that_are_to_be_added(late: None) -> None:
+    task = Tiny()
+    found: list[int] = []
+
+    def count(*_: Any) -> None:
+        found.append(sum(bool(unit._to_add) for unit in task.trainer.strategy.weight_stream.units))
+
+    for block in task.blocks:
+        block.norm.weight.register_hook(count)
+    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0, accumulate_grad_batches=5)
+    assert max(found) == 2
 
 
 def test_the_weights_of_a_unit_are_on_their_way_when_the_next_one_steps(trace: Any) -> None:
@@ -456,16 +481,18 @@ def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
 
 @pytest.mark.requires("cuda", "copies that are made beside a device's computation")
 @pytest.mark.parametrize(("parameters", "state"), PLACES)
-def test_on_a_device_every_bit_is_that_of_waiting(
-    parameters: Any, state: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.undo()  # its own streams
-    waiting = writer("on_train_step_end")
-    waiting.on_before_optimizer_step = lambda *_: None  # type: ignore[method-assign]
-    type(waiting).on_train_step_end = lambda *_: None  # type: ignore[method-assign, assignment]
-    options: dict[str, Any] = {"accelerator": "gpu", "deterministic": True, "limit_val_batches": 0}
-    found = [
-        train(OffloadStrategy(parameters, state, offload_folder=tmp_path), *callbacks, **options)
-        for callbacks in ([], [waiting])
-    ]
-    assert_same(*found)
+def test_on_a_device_every_bit_is_that_of_waiting(parameters: Any, state: Any, tmp_path: Path) -> None:
+    class Waiting(Callback):
+        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+            """Might look at gradients."""
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            """Might write weights."""
+
+    for accumulate in (1, 3):
+        options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+        found = [
+            train(OffloadStrategy(parameters, state, offload_folder=tmp_path), *callbacks, **options)
+            for callbacks in ([], [Waiting()])
+        ]
+        assert_same(*found)
