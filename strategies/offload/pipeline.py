@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.process import detect
-from trainwright.strategies.offload.moving import to_device
 from trainwright.strategies.offload.sizes import read_outline
+from trainwright.strategies.partial_state import PartialState
 
 
 def prepare_pippy(
@@ -76,19 +75,11 @@ def _join() -> None:
     """Open a process group where the script has not: gloo for the CPU, the accelerator's own otherwise."""
     if dist.is_initialized():
         return
-    topology = detect()
-    if topology.world_size < 2:
+    if PartialState().num_processes < 2:
         raise ConfigurationError(
             "a pipeline takes several processes. Start the script with torchrun --nproc-per-node N, or use "
             "dispatch_model, which runs a model over several devices in one process."
         )
-    device = _device()
-    dist.init_process_group("gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device))
-
-
-def _device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if accelerator is None else to_device(f"{accelerator.type}:{detect().local_rank}")
 
 
 def _batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -176,7 +167,7 @@ class _Pipeline:
     ) -> None:
         from torch.distributed.pipelining import SplitPoint, pipeline
 
-        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), _device()
+        self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), PartialState().device
         self.chunk_size, self.gather_output, self.names = chunk_size, gather_output, list(kwargs)
         with torch.no_grad(), _without_cache(model), _recorded_structure(model) as structure:
             traced = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))

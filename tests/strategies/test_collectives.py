@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,13 +37,6 @@ class Pair(NamedTuple):
 class Output:
     loss: torch.Tensor
     name: str = "x"
-
-
-@pytest.fixture(autouse=True)
-def _no_state() -> Iterator[None]:
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
 
 
 # Without other processes

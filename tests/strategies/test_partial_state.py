@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,6 @@ from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
 from trainwright.strategies.process_shares import share_of
-
-
-@pytest.fixture(autouse=True)
-def _no_state() -> Iterator[None]:
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
-
 
 # One process
 
@@ -339,9 +331,14 @@ def _script(folder: Path, text: str) -> list[str]:
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its processes, which are in sessions of their own
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 @pytest.mark.distributed
