@@ -37,6 +37,7 @@ _BETWEEN_STEPS = (
     "on_train_step_start",
     "on_train_batch_start",
 )
+_MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _PARTS = 16  # a unit has at least this part of the parameters, where nobody says what a unit is
 
 
@@ -169,8 +170,10 @@ class OffloadStrategy(Strategy):
             and self._backward is None
             and not (hooks.on_after_backward or hooks.on_before_optimizer_step)
         )
-        self._copies_early = self._in_portions and hooks.only_read(_BETWEEN_STEPS) and _only_schedule(run, self.task)
-        self._rewritten = not hooks.only_read(("on_train_batch_start", "on_train_batch_end"))
+        moves = any(overrides(self.task, name, TaskModule) for name in _MOVING)
+        quiet = hooks.only_read(_BETWEEN_STEPS) and _only_schedule(run, self.task) and not moves
+        self._copies_early = self._in_portions and quiet
+        self._rewritten = moves or not hooks.only_read(("on_train_batch_start", "on_train_batch_end"))
         if self.weight_stream is not None:
             own, own_step = self._backward, self._training_step
             self._backward = lambda loss: self._run_backward(own, loss)
@@ -235,6 +238,8 @@ class OffloadStrategy(Strategy):
         stream = self.weight_stream
         if clip is not None or self._own_clip is not None or not self._in_portions:
             self._wait_for_gradients()
+        if stream is not None:
+            stream.weights_changed()  # also frozen ones maybe, by the task's own step
         try:
             norm = super().optimizer_step(clip)
         finally:

@@ -16,7 +16,14 @@ from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.offload.late_stream import LateStream
 from tests.offload.test_training import DEPTH, PLACES, WIDTH, Tiny, batches
 from trainwright import OffloadStrategy
-from trainwright.callbacks import EMAWeightAveraging
+from trainwright.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Throughput,
+    Timer,
+)
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.strategies.offload import streaming
@@ -338,8 +345,41 @@ def test_what_a_task_writes_is_what_is_trained_on() -> None:
             super().lr_scheduler_step(scheduler, metric)
             writes(None, self)
 
-    for kind in (Writing, Scheduling):
+    class Moving(Tiny):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.training:
+                writes(None, self)
+            return batch
+
+    for kind in (Writing, Scheduling, Moving):
         assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
+    class Taught(Tiny):
+        """The last block is a running average of the first one, and its teacher."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](self.embed(tokens))
+            with torch.no_grad():
+                wanted = self.blocks[-1](hidden)
+            scores: torch.Tensor = self.head(hidden - wanted)
+            return scores
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
+                old.data.lerp_(new.data, 0.5)
+            return loss
+
+    def task() -> Taught:
+        made = Taught()
+        made.blocks[-1].requires_grad_(False)
+        return made
+
+    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
+    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
 
 
 def test_what_is_done_at_a_safe_point_is_what_is_trained_on() -> None:
@@ -386,6 +426,41 @@ def _task_that_listens() -> Tiny:
             pass
 
     return Listening()
+
+
+def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
+    found: list[tuple[int, bool]] = []
+
+    class Look(Callback):
+        reads_only = True
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            units = trainer.strategy.weight_stream.all_units
+            found.append((trainer.global_step, all(unit.fresh for unit in units)))
+
+    options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": "csv"}
+    callbacks = [
+        EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint(every_n_train_steps=2), Throughput(), Timer()
+    ]  # fmt: skip
+    strategy = OffloadStrategy("device", stream=True)
+    run = train(strategy, Look(), *callbacks, default_root_dir=tmp_path, **options)
+    assert found == [(step, True) for step in range(1, 11)]
+    assert_same(run, train())
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_weights(tmp_path: Path) -> None:
+    wanted = train()
+
+    def part(epochs: int, path: Path | None) -> Any:
+        task = Tiny()
+        trainer = quiet_trainer(strategy=OffloadStrategy("device", stream=True), max_epochs=epochs)
+        torch.manual_seed(3)
+        trainer.fit(task, batches(5), batches(2), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"after-{epochs}")
+        return weights_of(task)
+
+    part(1, None)
+    assert_equal_weights(part(2, tmp_path / "after-1"), wanted[1])
 
 
 # Failures, and optimizers that cannot be split
