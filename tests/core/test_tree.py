@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainwright.core.tree import batch_size, iterate_tensors, map_tensors, move
+from trainwright.core.tree import batch_size, is_container, iterate_tensors, map_tensors, move, rebuild
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -127,3 +127,25 @@ def test_what_is_no_tensor_passes_through(leaf: Any) -> None:
 )
 def test_the_batch_size_is_the_leading_length_of_the_first_tensor_that_has_one(batch: Any, size: int) -> None:
     assert batch_size(batch) == size
+
+
+@dataclasses.dataclass
+class _Record:
+    value: Any
+
+
+@pytest.mark.parametrize("tree", [[1, 2], (1, 2), {"a": 1}, collections.OrderedDict(a=1), _Record(1)])
+def test_rebuilding_goes_one_level_deep_and_keeps_the_type(tree: Any) -> None:
+    assert is_container(tree)
+    seen: list[Any] = []
+    changed = rebuild([tree], lambda part: seen.append(part) or rebuild(part, lambda value: value + 1))[0]
+    assert seen == [tree]
+    assert type(changed) is type(tree)
+    assert rebuild(changed, lambda value: value - 1) == tree
+
+
+def test_rebuilding_leaves_skipped_keys_and_leaves_alone() -> None:
+    assert rebuild({"a": 1, "b": 1}, str, skip_keys=("a",)) == {"a": 1, "b": "1"}
+    for leaf in ("text", 3, None, _Record):
+        assert not is_container(leaf)
+        assert rebuild(leaf, str) is leaf
