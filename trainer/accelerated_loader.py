@@ -30,7 +30,7 @@ class AcceleratedLoader:
         self.prepared = prepared
         self._mover = mover
         self._accumulation = accumulation
-        self._epoch = self._skipped = 0
+        self._epoch = 0
         self._resumes_at: dict[str, int] | None = None
         self._place: Place | None = None  # of the present pass
 
@@ -45,28 +45,37 @@ class AcceleratedLoader:
         """Choose the epoch (0-based) of the next pass, which its order depends on; passes count on by themselves."""
         self._epoch = epoch
 
-    def skip(self, num_batches: int) -> AcceleratedLoader:
-        """Return a loader whose first pass begins after so many micro-batches, which are not fetched.
-
-        It is this loader from its second pass on, in the order of the same epochs.
+    def skip(self, num_batches: int) -> SkippedStart:
+        """Return this loader with a first pass that begins after so many micro-batches, which are not fetched.
 
         Raises:
             ConfigurationError: the loader cannot seek, or the number is negative.
         """
         if not isinstance(num_batches, int) or num_batches < 0:
             raise ConfigurationError(f"num_batches={num_batches!r}: write a whole number of at least 0.")
-        self.prepared.check_resume(num_batches, has_state=False)
-        other = AcceleratedLoader(self.prepared, self._accumulation, self._mover)
-        other._epoch, other._skipped = self._epoch, num_batches
-        return other
+        if self._resume_batch != num_batches:
+            self.prepared.check_resume(num_batches, has_state=False)
+        return SkippedStart(self, num_batches)
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over this rank's micro-batches of the next epoch. Collective for data without length."""
-        position, self._resumes_at = self._resumes_at, None
+        return self.begin_pass(None)
+
+    def begin_pass(self, first: int | None) -> Iterator[Any]:
+        """Turn to the next epoch and iterate over it; see `__iter__`.
+
+        Args:
+            first: the micro-batch to begin with; None: where a loaded state stood, otherwise the first one.
+        """
+        position = self._resumes_at if first in (None, self._resume_batch) else None
+        self._resumes_at = None
         self.prepared.set_epoch(self._epoch, position)
-        first, self._skipped = self._skipped, 0
         self._epoch += 1
-        return self._batches(first if position is None else position["batch"])
+        return self._batches((first or 0) if position is None else position["batch"])
+
+    @property
+    def _resume_batch(self) -> int | None:
+        return None if self._resumes_at is None else self._resumes_at["batch"]
 
     def _batches(self, first: int) -> Iterator[Any]:
         accumulation = self._accumulation
@@ -124,6 +133,34 @@ class AcceleratedLoader:
         if name.startswith("__") or "prepared" not in vars(self):
             raise AttributeError(name)
         return getattr(self.prepared.raw, name)
+
+
+class SkippedStart:
+    """A prepared loader whose first pass begins in its middle; from the second one on it is the loader.
+
+    Args:
+        loader: keeps count of the passes.
+        num_batches: that the first pass leaves out.
+    """
+
+    def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
+        self.loader = loader
+        self._num_left_out = num_batches
+
+    def __len__(self) -> int:
+        """Micro-batches of the next pass."""
+        return max(0, len(self.loader) - self._num_left_out)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the next epoch of the loader."""
+        first, self._num_left_out = self._num_left_out, 0
+        return self.loader.begin_pass(first or None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the loader."""
+        if name.startswith("__") or "loader" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
 
 def _enter(place: Place, weight: float, ends_group: bool, is_last_group: bool) -> None:

@@ -39,7 +39,7 @@ from trainwright.trainer.accelerated import (
     holds_optimizer,
     is_scheduler,
 )
-from trainwright.trainer.accelerated_loader import AcceleratedLoader
+from trainwright.trainer.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.trainer.accelerator_settings import read_settings, refuse_attribute
 from trainwright.trainer.accelerator_state import LoopObjects, load_loop, save_loop
 from trainwright.trainer.accumulation import Accumulation
@@ -47,6 +47,7 @@ from trainwright.trainer.gathering import gather_real
 from trainwright.trainer.loaders import Ranks
 
 T = TypeVar("T")
+_OURS = (AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler, AcceleratedLoader, SkippedStart)
 
 
 class Accelerator:
@@ -263,13 +264,13 @@ class Accelerator:
 
     def _once(self, value: Any, make: Callable[[], T]) -> T:
         """Return what was made of an object before, or the object if it is such a one; else make it."""
-        if isinstance(value, (AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler, AcceleratedLoader)):
+        if isinstance(value, _OURS):
             return cast(T, value)  # each kind has one maker
         if id(value) not in self._prepared:  # what is there holds its object: no other can have the address
             self._prepared[id(value)] = make()
         return cast(T, self._prepared[id(value)])
 
-    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> AcceleratedLoader:
+    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
         """Return a prepared loader whose first pass begins later; nothing that is skipped is fetched."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
 

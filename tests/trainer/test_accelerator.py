@@ -228,8 +228,15 @@ def test_a_pass_may_begin_in_its_middle_without_fetching_what_was_before() -> No
     fetched.clear()
     loader.set_epoch(0)
     rest = accelerator.skip_first_batches(loader, 4)
+    assert accelerator.prepare(rest) is rest
+    assert (len(rest), rest.batch_size) == (2, 2)
     assert [batch.tolist() for batch in rest] == whole[4:]
     assert fetched == [index for batch in whole[4:] for index in batch]
+    loader.set_epoch(1)
+    second = [batch.tolist() for batch in loader]
+    loader.set_epoch(0)
+    assert len(list(accelerator.skip_first_batches(loader, 5))) == 1
+    assert [batch.tolist() for batch in loader] == second != whole  # the pass that was skipped into has counted
     assert len(list(rest)) == 6
     assert (len(loader), loader.batch_size, len(loader.dataset)) == (6, 2, 12)
 

@@ -128,8 +128,17 @@ def test_a_script_that_skips_batches_itself_stands_at_the_same_place(tmp_path: P
     again = Loop()
     again.accelerator.load_state(tmp_path / "state")
     rest = again.accelerator.skip_first_batches(again.loader, 4)
-    assert len(list(rest)) == 7
-    assert again.data.fetched == whole.data.fetched[8:22]
+    for i, _ in enumerate(rest):
+        if i == 1:  # the last of a group
+            again.accelerator.save_state(tmp_path / "later")
+    for _ in again.loader:
+        pass
+    assert again.data.fetched == whole.data.fetched[8:44]
+    last = Loop()
+    last.accelerator.load_state(tmp_path / "later")
+    for _ in last.loader:
+        pass
+    assert last.data.fetched == whole.data.fetched[12:22]
 
 
 def test_another_loop_is_refused_before_anything_changes(tmp_path: Path) -> None:
