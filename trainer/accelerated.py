@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,11 @@ class AcceleratedModel(nn.Module):
         with self._context:
             output = self.engine(*args, **kwargs)
         return map_tensors(_widened, output)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which backward leaves gradients on this rank; see `Accelerator.no_sync`."""
+        found: AbstractContextManager[Any] = getattr(self.engine, "no_sync", nullcontext)()
+        return found
 
     def train(self, mode: bool = True) -> AcceleratedModel:
         """Choose between training and evaluation; returns this object."""

@@ -313,8 +313,12 @@ class Accelerator:
             yield
 
     def no_sync(self, model: nn.Module) -> Any:
-        """Return a context in which backward leaves gradients on this rank, until one outside of it."""
-        return self.strategy.hold_back(getattr(model, "engine", model))
+        """Return a context in which backward leaves gradients on this rank, until one outside of it.
+
+        Args:
+            model: what was prepared, or what it was prepared from.
+        """
+        return self.strategy.hold_back(getattr(self._prepared.get(id(model), model), "engine", model))
 
     def autocast(self) -> Any:
         """Return a context for computation outside of a model in the mixed precision."""
