@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload.device_copies import Fetched, fetch_to
@@ -19,48 +16,21 @@ from trainwright.strategies.offload.hooks import ModelHook, SequentialHook
 from trainwright.strategies.offload.mapped_file import Span
 from trainwright.strategies.offload.moving import Device, find_device, move_inputs, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
+from trainwright.strategies.offload.slots import Slot, like, owner_of, put
 
 WeightsMap = Mapping[str, torch.Tensor]
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
-# Modules that share a parameter share what stands in its place, and what is put back in the end. Entries go with
-# their keys: with the parameter when the last module has given it up, with the placeholder when it is no longer used.
-_PLACEHOLDERS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-_RESTORED: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
-
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A parameter or buffer whose value is away between two forwards.
-
-    Attributes:
-        name: within the hook's module, dotted where it belongs to a submodule.
-        placeholder: what stands in its place meanwhile, on the meta device.
-        device: where it was before.
-        former: what stood there before, kept where its memory is what the weights map hands out anyway.
-        mapped: what is put in its place, where that is a view of a file or of host memory and can be used again.
-    """
-
-    name: str
-    is_buffer: bool
-    placeholder: torch.Tensor
-    device: torch.device
-    former: torch.Tensor | None
-    mapped: torch.Tensor | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Slot:
-        placeholder, former = copy.deepcopy((self.placeholder, self.former), memo)
-        return replace(self, placeholder=placeholder, former=former, mapped=None)  # mapped anew, not read into memory
 
 
 class AlignDevicesHook(ModelHook):
     """Bring a module's inputs to its device and, if asked, its weights for the time of its forward.
 
     Args:
-        execution_device: where the forward runs; None leaves weights and inputs where they are.
+        execution_device: where the forward runs. None leaves weights and inputs where they are; offloaded weights run
+            where they were.
         offload: keep the weights in `weights_map`, and meta tensors in their place between forwards.
         io_same_device: move the output to where the first tensor of the input was.
         weights_map: the weights by their names in the module; a copy on the CPU unless given.
@@ -101,12 +71,14 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher = prefetcher
         self.tensor_names = tensor_names
         self.num_bytes = 0
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
+        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []  # table, name, shown, weight
+        self._took = False  # from the prefetcher
         self._spans: dict[str, Span] = {}
         self._number = -1
         self._lock = threading.RLock()
         self._users: dict[int, int] = {}  # calls that are under way, by thread
-        self._shared: list[int] = []  # keys of `tied_params_map` that this hook has filled
+        self._shared: list[tuple[int, torch.device]] = []  # what this hook has put into `tied_params_map`
         self._input_devices: dict[int, list[torch.device | None]] = {}  # by thread, innermost call last
 
     def __repr__(self) -> str:
@@ -120,7 +92,9 @@ class AlignDevicesHook(ModelHook):
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock(), _users={}, _input_devices={}, _shared=[])
+        self.__dict__.update(
+            state, _lock=threading.RLock(), _users={}, _input_devices={}, _shared=[], _present=[], _took=False
+        )
         if self.prefetcher is not None:
             self._number = self.prefetcher.add(self)
 
@@ -139,16 +113,22 @@ class AlignDevicesHook(ModelHook):
             CheckpointError: the weights map lacks a weight that the module does not have either.
         """
         device = self.execution_device
-        if device is None or device == _META:
+        if not self.offload and (device is None or device == _META):
             return module
         tensors = list(_tensors(module, recurse=self.place_submodules))
         if self.tensor_names is not None:
             tensors = [entry for entry in tensors if entry[0] in self.tensor_names]
-        if not self.offload:
-            for name, tensor, _ in tensors:
-                if not tensor.is_meta:
-                    _place(module, name, tensor, device)
-            return module
+        if device is None:
+            device = self.execution_device = next((t.device for _, t, _ in tensors if not t.is_meta), _CPU)
+        if self.offload:
+            self._offload(module, tensors)
+        away = {slot.name for slot in self._slots}
+        for name, tensor, _ in tensors:
+            if name not in away and not tensor.is_meta and device != _META:
+                _place(module, name, tensor, device)
+        return module
+
+    def _offload(self, module: nn.Module, tensors: list[tuple[str, torch.Tensor, bool]]) -> None:
         kept = [(name, t, b) for name, t, b in tensors if not b or self._is_offloaded_buffer(module, name)]
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor, _ in kept}
@@ -156,17 +136,12 @@ class AlignDevicesHook(ModelHook):
         self._note_places()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
-        away = {slot.name for slot in self._slots}
-        for name, tensor, _ in tensors:
-            if name not in away and not tensor.is_meta:
-                _place(module, name, tensor, device)
-        return module
 
     def _is_offloaded_buffer(self, module: nn.Module, name: str) -> bool:
-        owner, leaf = _owner(module, name)
+        owner, leaf = owner_of(module, name)
         return self.offload_buffers and leaf not in owner._non_persistent_buffers_set
 
-    def _slot(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> _Slot:
+    def _slot(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> Slot:
         assert self.weights_map is not None
         try:
             value = self.weights_map[name]
@@ -176,13 +151,7 @@ class AlignDevicesHook(ModelHook):
             raise CheckpointError(
                 f"{name!r} has shape {tuple(value.shape)} in the weights map and {tuple(tensor.shape)} in the module."
             )
-        former = None
-        placeholder = tensor
-        if not tensor.is_meta:
-            placeholder = _PLACEHOLDERS.setdefault(tensor, like(tensor, torch.empty_like(tensor, device=_META)))
-            if tensor.device == value.device and tensor.data_ptr() == value.data_ptr():
-                former = tensor
-        return _Slot(name, is_buffer, placeholder, tensor.device, former)
+        return Slot.of(name, tensor, is_buffer, value)
 
     def _note_places(self) -> None:
         locate = getattr(self.weights_map, "locate", None)
@@ -194,25 +163,32 @@ class AlignDevicesHook(ModelHook):
         if self.prefetcher is not None and self._slots and (self._spans or self.execution_device != _CPU):
             self._number = self.prefetcher.add(self)
 
-    def offloaded(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Span | None]]:
+    def note_shared(self, present: Collection[int]) -> None:
+        """Hear the ids of the parameters that modules have at hand which are not offloaded."""
+        for slot in self._slots:
+            slot.is_shared = slot.former is not None and id(slot.former) in present
+
+    def offloaded(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.Tensor, Span | None]]:
         """Yield what is kept away between forwards: its name within the module, what stands in its place meanwhile (of
         the dtype that the forward sees), its value, and where that lies in a file.
         """
         assert self.weights_map is not None
         for slot in self._slots:
-            yield slot.name, slot.placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
+            shown = slot.table(module).get(slot.leaf)
+            placeholder = slot.placeholder if shown is None or not shown.is_meta else shown
+            yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
 
     def fetch(self) -> Fetched:
         """Bring the weights to the execution device; called by the prefetcher too, from its thread."""
-        assert self.weights_map is not None
         assert self.execution_device is not None
-        ready = {slot.name: slot.mapped for slot in self._slots if slot.mapped is not None}
-        if len(ready) == len(self._slots):
-            tensors: dict[str, torch.Tensor] = ready
-        else:
-            tensors = {slot.name: self.weights_map[slot.name] for slot in self._slots}
-        dtypes = {slot.name: slot.placeholder.dtype for slot in self._slots}
-        return fetch_to(self.execution_device, tensors, dtypes, self._spans)
+        return self._fetch(self.execution_device)
+
+    def _fetch(self, device: torch.device) -> Fetched:
+        assert self.weights_map is not None
+        slots = [slot for slot in self._slots if slot.kept is None] if device == _CPU else self._slots
+        tensors = {slot.name: self.weights_map[slot.name] for slot in slots}
+        dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
+        return fetch_to(device, tensors, dtypes, self._spans)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring weights and inputs to the execution device."""
@@ -220,7 +196,7 @@ class AlignDevicesHook(ModelHook):
             devices = self._input_devices.setdefault(threading.get_ident(), [])
             devices.append(find_device((args, kwargs)))
         if self.offload:
-            self._bring(module)
+            self.bring(module)
         if self.execution_device is None:
             return args, kwargs
         return (
@@ -231,7 +207,7 @@ class AlignDevicesHook(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Give the weights back; move the output to where the input was."""
         if self.offload:
-            self._give_back(module)
+            self.give_back()
         if self.io_same_device:
             devices = self._input_devices.get(threading.get_ident())
             device = devices.pop() if devices else None
@@ -239,38 +215,73 @@ class AlignDevicesHook(ModelHook):
                 output = move_inputs(output, device, self.skip_keys)
         return output
 
-    def _bring(self, module: nn.Module) -> None:
+    def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
+        """Put the weights into the module, unless they are there; until `give_back` is called as often by this thread.
+
+        Args:
+            module: the hook's.
+            device: where a user wants them for work by hand; the execution device, for a forward, unless given.
+        """
         thread = threading.get_ident()
         with self._lock:  # who comes second waits until the weights are there
             if not self._users and self._slots:
-                self._put_weights(module)
+                try:
+                    self._put_weights(module, device)
+                except BaseException:
+                    self._end_use()
+                    raise
             self._users[thread] = self._users.get(thread, 0) + 1
 
-    def _put_weights(self, module: nn.Module) -> None:
+    def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
+        target, by_hand = (self.execution_device, False) if device is None else (device, True)
+        assert target is not None
+        away: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
+        there: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
+        for slot in self._slots:
+            table = slot.table(module)
+            shown = table.get(slot.leaf)
+            if shown is not None:  # else the module has given it up
+                (away if shown.is_meta else there).append((slot, table, shown))
+        keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
         # Outside of inference mode, also where the forward runs in it: what is kept must serve any later call.
         with torch.inference_mode(False), torch.no_grad():
-            ahead = self._number >= 0 and self.prefetcher is not None
-            fetched = self.prefetcher.take(self._number) if ahead and self.prefetcher is not None else self.fetch()
-            tensors = fetched.use()
-            weights = [slot.mapped if slot.mapped is not None else self._weight(slot, tensors) for slot in self._slots]
-        for slot, weight in zip(self._slots, weights, strict=True):
-            put(module, slot.name, weight)
+            tensors = self._take(target).use() if away else {}
+            for slot, table, shown in away:
+                weight = slot.kept if keeps else None
+                if weight is None or weight.dtype != shown.dtype or weight.requires_grad != shown.requires_grad:
+                    value = self._value(slot, tensors, target)
+                    weight = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
+                    if keeps:
+                        slot.keep(weight, self._is_lasting(slot, weight))
+                self._present.append((table, slot.leaf, shown, weight))
+        for slot, table, shown in there:
+            # Somebody has put values there, as functional_call does: they are meant, and recorded where they move.
+            if shown.device != target:
+                self._present.append((table, slot.leaf, shown, shown.to(target)))
+        for table, leaf, _, weight in self._present:
+            table[leaf] = weight
 
-    def _weight(self, slot: _Slot, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return what stands in the slot's place during the forward."""
+    def _take(self, device: torch.device) -> Fetched:
+        if self._number < 0 or self.prefetcher is None or device != self.execution_device:
+            return self._fetch(device)
+        fetched = self.prefetcher.take(self._number)
+        self._took = True
+        return fetched
+
+    def _value(self, slot: Slot, tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
         assert self.weights_map is not None
-        value = tensors[slot.name]
-        if self.tied_params_map is not None:
-            value = self._shared_copy(slot, value)
-        if slot.former is not None and slot.former.device == value.device:
-            return slot.former
-        weight = like(slot.placeholder, value)
-        span = self._spans.get(slot.name)
-        if span is not None and value.device == _CPU and value.data_ptr() == self.weights_map[slot.name].data_ptr():
-            slot.mapped = weight  # a view of the file: it costs nothing to keep
-        return weight
+        value = tensors.get(slot.name)
+        if value is None:  # of another dtype, or frozen, since the weight was kept
+            value = self.weights_map[slot.name].to(device)
+        return value if self.tied_params_map is None else self._shared_copy(slot, value)
 
-    def _shared_copy(self, slot: _Slot, value: torch.Tensor) -> torch.Tensor:
+    def _is_lasting(self, slot: Slot, weight: torch.Tensor) -> bool:
+        """Say whether a weight on the host is a view of a file or of memory that is there anyway."""
+        assert self.weights_map is not None
+        known = slot.name in self._spans or slot.former is not None
+        return known and weight.data_ptr() == self.weights_map[slot.name].data_ptr()
+
+    def _shared_copy(self, slot: Slot, value: torch.Tensor) -> torch.Tensor:
         assert self.weights_map is not None
         assert self.tied_params_map is not None
         key = self.weights_map[slot.name].data_ptr()
@@ -279,10 +290,11 @@ class AlignDevicesHook(ModelHook):
             return value
         if value.device not in copies:
             copies[value.device] = value
-            self._shared.append(key)
+            self._shared.append((key, value.device))
         return copies[value.device]
 
-    def _give_back(self, module: nn.Module) -> None:
+    def give_back(self) -> None:
+        """End a use that `bring` began; the last one out takes the weights away."""
         thread = threading.get_ident()
         with self._lock:
             calls = self._users.get(thread, 0)
@@ -292,29 +304,30 @@ class AlignDevicesHook(ModelHook):
                 self._users[thread] = calls - 1
                 return
             del self._users[thread]
-            if self._users or not self._slots:
-                return
-            for slot in self._slots:
-                put(module, slot.name, slot.placeholder)
-            if self.tied_params_map is not None and self.execution_device is not None:
-                for key in self._shared:
-                    self.tied_params_map[key].pop(self.execution_device, None)
-                self._shared.clear()
-            if self._number >= 0 and self.prefetcher is not None:
-                self.prefetcher.give_back()
+            if not self._users:
+                self._end_use()
+
+    def _end_use(self) -> None:
+        for table, leaf, shown, weight in self._present:
+            if table.get(leaf) is weight:  # what somebody has put there meanwhile stays
+                table[leaf] = shown
+        self._present.clear()
+        if self.tied_params_map is not None and self._shared:
+            for key, device in self._shared:
+                self.tied_params_map[key].pop(device, None)
+            self._shared.clear()
+        if self._took and self.prefetcher is not None:
+            self._took = False
+            self.prefetcher.give_back()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put the weights back where they were; those that were on the meta device stay there."""
+        """Put the weights back where they were, with the dtype and `requires_grad` that the module shows; those that
+        were on the meta device stay there, and so do values that were put into the module since.
+        """
+        self._end_use()
         for slot in self._slots:
-            if slot.former is not None:
-                put(module, slot.name, slot.former)
-            elif slot.device != _META:
-                assert self.weights_map is not None
-                restored = _RESTORED.get(slot.placeholder)
-                if restored is None:
-                    value = self.weights_map[slot.name].to(slot.device, slot.placeholder.dtype, copy=True)
-                    restored = _RESTORED[slot.placeholder] = like(slot.placeholder, value)
-                put(module, slot.name, restored)
+            assert self.weights_map is not None
+            slot.put_back(module, self.weights_map[slot.name])
         self._slots = []
         return module
 
@@ -327,29 +340,6 @@ def _tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.T
         yield name, buffer, True
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    path, _, leaf = name.rpartition(".")
-    return (module.get_submodule(path) if path else module), leaf
-
-
-def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Let `value` stand in a parameter's or buffer's place. Past `setattr`, which would look it up in each table."""
-    owner, leaf = (module, name) if "." not in name else _owner(module, name)
-    if leaf in owner._parameters:
-        owner._parameters[leaf] = value  # type: ignore[assignment]  # a Parameter there, by like
-    else:
-        owner._buffers[leaf] = value
-
-
-def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as what `tensor` is: a parameter of its class and attributes, or a plain buffer."""
-    if type(tensor) is nn.Parameter:
-        return nn.Parameter(value, requires_grad=tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        return type(tensor)(value, requires_grad=tensor.requires_grad, **tensor.__dict__)
-    return value
-
-
 def _place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Move a parameter or buffer for good; a parameter keeps its identity, so that whoever else holds it follows."""
     if tensor.device == device:
@@ -360,23 +350,33 @@ def _place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.dev
         put(module, name, like(tensor, tensor.detach().to(device)))
 
 
-def stand_in(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what stands in a parameter's place in those modules that share it and are offloaded."""
-    return _PLACEHOLDERS.get(tensor)
-
-
-def offloading_hook(module: nn.Module) -> AlignDevicesHook | None:
-    """Return the hook that offloads a module's own weights, if there is one."""
+def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
+    """Return the hooks that offload a module's own weights: one, or one for each that has a place of its own."""
     hook = module.__dict__.get("_hf_hook")
-    for each in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
-        if isinstance(each, AlignDevicesHook) and each.offload:
-            return each
-    return None
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return [each for each in _flat(hooks) if isinstance(each, AlignDevicesHook) and each.offload]
+
+
+def _flat(hooks: Iterable[ModelHook | None]) -> Iterator[ModelHook | None]:
+    for hook in hooks:
+        if isinstance(hook, SequentialHook):
+            yield from _flat(hook.hooks)
+        else:
+            yield hook
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Say whether a hook keeps this module's own weights away between forwards."""
-    return offloading_hook(module) is not None
+    return bool(offloading_hooks(module))
+
+
+def note_shared(model: nn.Module) -> None:
+    """Tell the hooks on a model which of the weights that they keep away other modules of it have at hand."""
+    tables = [module._parameters for module in model.modules()]
+    present = {id(tensor) for table in tables for tensor in table.values() if tensor is not None and not tensor.is_meta}
+    for module in model.modules():
+        for hook in offloading_hooks(module):
+            hook.note_shared(present)
 
 
 @contextlib.contextmanager
@@ -388,14 +388,14 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
             lost. Others are moved there and back, with what was written to them.
         execution_device: where; unless told, the one of the hook, and weights that are not offloaded stay.
     """
-    hook = offloading_hook(module)
-    if hook is not None:
-        with _bound_for(hook, execution_device):
-            hook.pre_forward(module)
-            try:
-                yield
-            finally:
-                hook.post_forward(module, None)
+    hooks = offloading_hooks(module)
+    if hooks:
+        with contextlib.ExitStack() as stack:
+            for hook in hooks:
+                device = hook.execution_device if execution_device is None else to_device(execution_device)
+                hook.bring(module, device)
+                stack.callback(hook.give_back)
+            yield
     elif execution_device is not None:
         device = to_device(execution_device)
         before = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
@@ -408,17 +408,3 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
                 parameter.data = parameter.data.to(before[name])
     else:
         yield
-
-
-@contextlib.contextmanager
-def _bound_for(hook: AlignDevicesHook, device: Device | None) -> Iterator[None]:
-    """Let a hook bring its weights elsewhere for once, past what was fetched ahead."""
-    if device is None or to_device(device) == hook.execution_device:
-        yield
-        return
-    before, prefetcher = hook.execution_device, hook.prefetcher
-    hook.execution_device, hook.prefetcher = to_device(device), None
-    try:
-        yield
-    finally:
-        hook.execution_device, hook.prefetcher = before, prefetcher

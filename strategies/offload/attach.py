@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from trainwright.strategies.offload.align import AlignDevicesHook, TiedParams, WeightsMap
+from trainwright.strategies.offload.align import AlignDevicesHook, TiedParams, WeightsMap, note_shared
 from trainwright.strategies.offload.hooks import add_hook_to_module
 from trainwright.strategies.offload.moving import Device
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -93,6 +93,7 @@ def attach_align_device_hook(
     preload = frozenset(preload_module_classes or ())
     options = _Options(weights_map, offload_buffers, skip_keys, preload, tied_params_map, prefetcher)
     _attach_align(module, execution_device, offload, module_name, options)
+    note_shared(module)
 
 
 def _attach_align(module: nn.Module, device: Device | None, offload: bool, module_name: str, options: _Options) -> None:
@@ -148,6 +149,7 @@ def attach_align_device_hook_on_blocks(
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
             _attach_align(module, execution_device, True, module_name, options)
+            note_shared(module)
         else:
             hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, skip_keys=skip_keys)
             add_hook_to_module(module, hook, append=True)
@@ -156,6 +158,7 @@ def attach_align_device_hook_on_blocks(
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     _attach_blocks(module, devices, offloads, module_name, options)
+    note_shared(module)
 
 
 def _attach_blocks(

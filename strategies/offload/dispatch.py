@@ -18,7 +18,7 @@ from trainwright.strategies.offload.attach import (
     innermost,
 )
 from trainwright.strategies.offload.device_map import check_device_map, resolve_device_map
-from trainwright.strategies.offload.hooks import CpuOffload, Refusal, UserCpuOffloadHook, add_hook_to_module
+from trainwright.strategies.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
 from trainwright.strategies.offload.moving import Device, check_present, default_device, present_device, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
 from trainwright.strategies.offload.rollback import restored_on_failure
@@ -30,8 +30,6 @@ from trainwright.strategies.offload.weights_map import (
 )
 
 PathLike = str | os.PathLike[str]
-
-_MOVES = ("to", "cuda", "xpu", "cpu", "float", "double", "half", "bfloat16", "to_empty")
 
 # What `load_checkpoint_in_model` has left on the disk for a model that is dispatched afterwards.
 _LEFT_ON_DISK: weakref.WeakKeyDictionary[nn.Module, StoredWeights] = weakref.WeakKeyDictionary()
@@ -169,11 +167,7 @@ def _on_one_device(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Mod
 def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
     if any(has_offloaded_params(module) for module in model.modules()):
-        message = (
-            "this model has weights that are offloaded to the CPU or the disk: it cannot be moved or converted as a "
-            "whole. Take the hooks off first (remove_hook_from_submodules), or dispatch it with another device_map."
-        )
-        model.__dict__.update({name: Refusal(message) for name in _MOVES if hasattr(model, name)})
+        refuse_moves(model)
     return model
 
 
@@ -387,6 +381,7 @@ def _offloaded(
             preload_module_classes=preload,
             prefetcher=Prefetcher(prefetch_bytes),
         )
+        refuse_moves(model)
     return model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -20,6 +21,7 @@ from trainwright.strategies.offload.moving import Device, default_device, move_i
 
 _HOOK = "_hf_hook"  # the name under which other libraries (peft, diffusers) look for it
 _HANDLES = "_hf_hook_handles"
+_MOVES = ("cuda", "xpu", "cpu", "to_empty")
 
 
 class Refusal:
@@ -31,6 +33,39 @@ class Refusal:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ConfigurationError."""
         raise ConfigurationError(self.message)
+
+
+class OnlyDtype(Refusal):
+    """Stands in the place of a module's `to`: lets a change of dtype through, and refuses a move."""
+
+    def __init__(self, message: str, module: nn.Module) -> None:
+        super().__init__(message)
+        self._module = weakref.ref(module)  # the two would keep each other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"message": self.message, "module": self._module()}  # a copy's own is the copied module
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["message"], state["module"])  # type: ignore[misc]  # as if made for that one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert the module as its class does; raise ConfigurationError where a device is asked for."""
+        module = self._module()
+        if module is None or torch._C._nn._parse_to(*args, **kwargs)[0] is not None:
+            raise ConfigurationError(self.message)
+        return type(module).to(module, *args, **kwargs)
+
+
+def refuse_moves(module: nn.Module) -> None:
+    """Have a module with offloaded weights raise ConfigurationError where it is asked to go to another device, until
+    its hook is taken off.
+    """
+    message = (
+        "this model has weights that are offloaded to the CPU or the disk: it cannot be moved as a whole. Take the "
+        "hooks off first (remove_hook_from_submodules), or dispatch it with another device_map."
+    )
+    refused: dict[str, Any] = {name: Refusal(message) for name in _MOVES if hasattr(module, name)}
+    module.__dict__.update(refused, to=OnlyDtype(message, module))
 
 
 class ModelHook:

@@ -15,12 +15,12 @@ from torch import nn
 
 from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.strategies.offload.align import like, put
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import check_devices, resolve_device_map
 from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk
 from trainwright.strategies.offload.moving import Device, check_present, to_device
 from trainwright.strategies.offload.rollback import restored_on_failure
+from trainwright.strategies.offload.slots import like, put
 from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
 from trainwright.strategies.offload.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 

@@ -6,6 +6,7 @@ length while it is mapped, since touching a page beyond its end kills the proces
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import weakref
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.offload.advice import populate
+from trainwright.strategies.offload.advice import changed_pages, populate
 
 # Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
 _MAP_NORESERVE = 0x4000
@@ -45,16 +46,37 @@ class MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._use(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be opened: {error}.") from error
+
+    def _use(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         weakref.finalize(self, os.close, self._descriptor)
         self.num_bytes = os.fstat(self._descriptor).st_size
-        self._bytes = _map(self._descriptor, self.num_bytes, path)
+        self._bytes = _map(self._descriptor, self.num_bytes, self.path)
         self._mapped: set[tuple[int, int]] = set()  # parts whose pages are in this process's tables, if in memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
-        return self  # nobody can change it
+        """Return a mapping of its own of the same file, in which only those pages take memory that were written to."""
+        self.check()
+        twin = copy.copy(self)
+        twin._use(os.dup(self._descriptor))  # past the path, where another file may lie by now
+        for start in changed_pages(self._bytes.data_ptr(), self.num_bytes):
+            self._copy_changed(twin, start)
+        return twin
+
+    def _copy_changed(self, twin: MappedFile, start: int) -> None:
+        piece = slice(start, start + mmap.PAGESIZE)
+        if not torch.equal(twin._bytes[piece], self._bytes[piece]):
+            twin._bytes[piece] = self._bytes[piece]
+
+    def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
+        """Return the same part of this file, which is a copy of `other`, as `tensor` is of that; None if it is none."""
+        start = tensor.data_ptr() - other._bytes.data_ptr()
+        if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
+            return None
+        return self.tensor(start, tensor.dtype, tensor.shape)
 
     def tensor(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the tensor that begins at byte `start`: a view, or a copy where `start` splits an element's width.

@@ -18,10 +18,11 @@ from trainwright.checkpoint.safetensors_io import to_storable
 from trainwright.checkpoint.weights_folder import Weight, replace_weights
 from trainwright.core.byte_sizes import convert_file_size_to_int
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies.offload.align import offloading_hook, stand_in
+from trainwright.strategies.offload.align import offloading_hooks
 from trainwright.strategies.offload.dispatch import left_on_disk
 from trainwright.strategies.offload.mapped_file import Span
 from trainwright.strategies.offload.quantized_layers import Int8Linear, flatten_quantized, to_absmax
+from trainwright.strategies.offload.slots import stand_in
 
 PathLike = str | os.PathLike[str]
 
@@ -252,7 +253,7 @@ def _away(model: nn.Module) -> Iterator[tuple[str, _Away]]:
         if tensor.is_meta and name in stored:
             yield name, _Away(stored[name], stored.locate(name), tensor.dtype, tensor)
     for path, module in model.named_modules(remove_duplicate=False):
-        hook = offloading_hook(module)
-        for name, placeholder, value, span in () if hook is None else hook.offloaded():
-            full = f"{path}.{name}" if path else name
-            yield full, _Away(value, span, placeholder.dtype, placeholder)
+        for hook in offloading_hooks(module):
+            for name, placeholder, value, span in hook.offloaded(module):
+                full = f"{path}.{name}" if path else name
+                yield full, _Away(value, span, placeholder.dtype, placeholder)

@@ -10,11 +10,12 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.memory import clear_device_cache
-from trainwright.strategies.offload.align import TiedParams, like, put
+from trainwright.strategies.offload.align import TiedParams
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import check_devices
 from trainwright.strategies.offload.loading import PathLike, to_dtype
 from trainwright.strategies.offload.moving import Device, check_present, present_device
+from trainwright.strategies.offload.slots import like, put
 from trainwright.strategies.offload.stored_weights import StoredWeights
 
 

@@ -48,11 +48,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
         twin = StoredWeights()
-        twin._spans = dict(self._spans)
-        twin._tensors = {
-            name: tensor if name in self._spans else copy.deepcopy(tensor, memo)
-            for name, tensor in self._tensors.items()
-        }
+        for name, tensor in self._tensors.items():
+            twin.add(name, *copy_stored(tensor, self._spans.get(name), memo))
         return twin
 
     def locate(self, name: str) -> Span | None:
@@ -106,6 +103,15 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             if not isinstance(found.get(name), torch.Tensor):
                 raise CheckpointError(f"{path} holds no tensor {name!r}.")
             self._tensors[name] = found[name]
+
+
+def copy_stored(tensor: torch.Tensor, span: Span | None, memo: dict[int, Any]) -> tuple[torch.Tensor, Span | None]:
+    """Return a deep copy of a tensor and of where it lies: what is mapped is mapped anew, and not read."""
+    if span is None:
+        return copy.deepcopy(tensor, memo), None
+    twin = copy.deepcopy(span, memo)
+    found = twin.file.counterpart(tensor, span.file)
+    return (copy.deepcopy(tensor, memo) if found is None else found), twin
 
 
 def _entry(entry: Any, name: str, path: Path) -> tuple[int, torch.dtype, list[int]]:

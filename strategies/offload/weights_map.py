@@ -7,6 +7,7 @@ A folder holds one raw file a tensor, `NAME.dat`, and an `index.json` of `{name:
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from trainwright.checkpoint.planned_file import host_bytes
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.mapped_file import MappedFile, Span
 from trainwright.strategies.offload.moving import Device, to_device
-from trainwright.strategies.offload.stored_weights import StoredWeights
+from trainwright.strategies.offload.stored_weights import StoredWeights, copy_stored
 
 INDEX = "index.json"
 _SUFFIX = ".dat"
@@ -222,6 +223,13 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = None if device is None else to_device(device)
         self._mapped: dict[str, tuple[torch.Tensor, Span | None]] = {}
         self._files: dict[str, StoredWeights] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        state_dict = copy.deepcopy(self.state_dict, memo)
+        twin = OffloadedWeightsLoader(state_dict, self.save_folder, self.index, self.device)
+        twin._mapped = {name: copy_stored(*found, memo) for name, found in self._mapped.items()}
+        twin._files = copy.deepcopy(self._files, memo)
+        return twin
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.state_dict:

@@ -61,7 +61,7 @@ def test_a_model_on_one_device_gets_no_hooks_unless_they_are_forced() -> None:
 
 def test_a_model_with_weights_away_refuses_to_be_moved(tmp_path: Path) -> None:
     net = dispatch_model(make_net(), MIXED, offload_dir=tmp_path)
-    for move in (lambda: net.to("cpu"), net.half, net.cuda):
+    for move in (lambda: net.to("cpu"), net.cpu, net.cuda):
         with pytest.raises(ConfigurationError, match="offloaded"):
             move()
     assert torch.equal(net(TOKENS), EXPECTED)
