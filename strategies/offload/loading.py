@@ -74,10 +74,10 @@ def load_checkpoint_in_model(
 ) -> LoadedKeys:
     """Load weights into a model, which may be on the meta device, each part where a map says.
 
-    Everything is checked before the first weight changes. On the CPU, what was on the meta device becomes a view of
-    the checkpoint's file, read when it is first touched: the file must stay until then; writing to a weight does not
-    reach it. Parts on the disk stay in a safetensors file as they are; those of other files are written to
-    `offload_folder`, once.
+    Everything is checked before the first weight changes. On the CPU, what was on the meta device becomes a view of a
+    safetensors file, read when it is first touched: the file may be replaced by another, and must not be written into;
+    writing to a weight does not reach it. What `torch.save` wrote is read into memory. Parts on the disk stay in a
+    safetensors file as they are; those of other files are written to `offload_folder`, once.
 
     Args:
         model: is changed. Weights that are on their device already are written over in place.
@@ -352,7 +352,11 @@ def _value(target: _Target, stored: StoredWeights) -> torch.Tensor | None:
     assert target.device is not None
     if not target.tensor.is_meta and target.tensor.device == target.device and target.tensor.dtype == target.dtype:
         return None
-    return stored[target.source].to(target.device, target.dtype)
+    value = stored[target.source]
+    # safetensors files are replaced when they are written; torch.save cuts the file that it writes to, and touching a
+    # view of a file beyond its end kills the process.
+    is_of_torch = stored.locate(target.source) is None
+    return value.to(target.device, target.dtype, copy=is_of_torch and value.device == target.device)
 
 
 def _assign(model: nn.Module, target: _Target, value: torch.Tensor) -> None:

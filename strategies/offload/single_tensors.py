@@ -88,7 +88,8 @@ def load_state_dict(
     Args:
         checkpoint_file: `.safetensors`, or what `torch.save` wrote; nothing that it says is executed.
         device_map: module name → device. Tensors on the CPU and the disk are views of a safetensors file, read when
-            they are touched; so is everything without a map. `""` stands for all the rest, the CPU unless given.
+            they are touched; so is everything without a map. Those of other files are read into memory. `""` stands for
+            all the rest, the CPU unless given.
 
     Raises:
         CheckpointError: the file is missing, damaged or cut short.
@@ -101,7 +102,7 @@ def load_state_dict(
     if path.suffix == ".safetensors":
         stored.add_safetensors(path)
     else:
-        stored.add_torch_file(path)
+        stored.add_torch_file(path, mapped=False)  # torch.save to the same path would cut what is mapped
     found: dict[str, torch.Tensor] = {}
     for name, tensor in stored.items():
         entry = innermost(name, places)

@@ -85,13 +85,18 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             self._tensors[name] = file.tensor(begin + start, dtype, shape)
             self._spans[name] = Span(file, begin + start, self._tensors[name].nbytes)
 
-    def add_torch_file(self, path: Path, names: Iterable[str] | None = None) -> None:
+    def add_torch_file(self, path: Path, names: Iterable[str] | None = None, *, mapped: bool = True) -> None:
         """Add tensors of a state dict that `torch.save` wrote; nothing that the file says is executed.
+
+        Args:
+            path: must not be written to while tensors of it are `mapped`: `torch.save` cuts it first.
+            names: all unless told.
+            mapped: False reads them into memory.
 
         Raises:
             CheckpointError: the file is damaged, holds something else than tensors by name, or lacks one of `names`.
         """
-        found, unknown = read_torch_file(path)
+        found, unknown = read_torch_file(path, mapped=mapped)
         if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
             found = found["state_dict"]
         if unknown or not isinstance(found, dict):

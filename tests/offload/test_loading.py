@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from collections import namedtuple
@@ -18,6 +19,7 @@ from trainwright.checkpoint.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.dispatch import dispatch_model
 from trainwright.strategies.offload.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from trainwright.strategies.offload.single_tensors import load_state_dict
 from trainwright.strategies.offload.stored_weights import read_checkpoint
 
 STATE = plain_state(make_net())
@@ -97,6 +99,31 @@ def test_writing_to_a_loaded_weight_does_not_reach_the_file(tmp_path: Path) -> N
     again = empty_net()
     load_checkpoint_in_model(again, folder)
     assert torch.equal(again(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, MIXED, ALL_DISK], ids=["no map", "cpu", "mixed", "disk"])
+def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_from_it_are_used(
+    places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    net = empty_net()
+    path = _bin(tmp_path / "c") / "pytorch_model.bin"
+    load_checkpoint_and_dispatch(net, path, device_map=places, offload_folder=tmp_path / "o")
+    gc.collect()
+    # torch.save cuts the file first; a view of it would then kill the process.
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    torch.save(net.state_dict(), path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_a_state_dict_read_from_a_file_of_torch_is_in_memory_with_its_ties(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    torch.save({"a": shared, "b": shared.view(2, 3)}, tmp_path / "m.bin")
+    found = load_state_dict(tmp_path / "m.bin")
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    torch.save(found, tmp_path / "m.bin")
+    found["a"].add_(1)
+    assert torch.equal(found["b"], torch.arange(1.0, 7.0).view(2, 3))
 
 
 @pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])

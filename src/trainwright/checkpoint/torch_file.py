@@ -6,7 +6,8 @@ names (tensors, plain containers, numbers) is interpreted by functions of this m
 refused. `torch.load(weights_only=True)` is not used: it builds tensors inside the unpickler, and before torch 2.10 a
 crafted file could corrupt memory there (CVE-2026-24747), while this package runs on torch 2.9 too.
 
-Tensors are mapped from the file: no bytes are read before they are touched.
+Tensors are mapped from the file unless told: no bytes are read before they are touched. `torch.save` cuts the file
+that it writes to, and a view of a file that has been cut kills the process: what is kept has to be in memory.
 """
 
 from __future__ import annotations
@@ -103,15 +104,16 @@ class _Parser(pickle.Unpickler):
         return self.find_class(*_STORAGE)(pid)
 
 
-def read_torch_file(path: pathlib.Path) -> tuple[Any, list[str]]:
+def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, list[str]]:
     """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
 
     Args:
         path: a zip archive as torch has written since 1.6, on a little-endian machine.
+        mapped: False reads every tensor into memory.
 
     Returns:
         The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
-        Tensors are on the CPU, mapped privately to the file, so that it must stay where it is while they are used;
+        Tensors are on the CPU; mapped ones privately, so that the file must keep its length while they are used;
         tensors that shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
 
     Raises:
@@ -125,7 +127,7 @@ def read_torch_file(path: pathlib.Path) -> tuple[Any, list[str]]:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            records = _Records(path, archive)
+            records = _Records(path, archive, mapped)
             reader = _Interpreter(records)
             tree = reader.value(_Parser(records.pickle()).load())
     except CheckpointError:
@@ -139,10 +141,11 @@ def read_torch_file(path: pathlib.Path) -> tuple[Any, list[str]]:
 
 
 class _Records:
-    """The entries of an archive: its pickle, and its storages by key, mapped."""
+    """The entries of an archive: its pickle, and its storages by key."""
 
-    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile) -> None:
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool) -> None:
         self._path = path
+        self._mapped = mapped
         self._archive = archive
         self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         if "constants.pkl" in self._entries:
@@ -181,8 +184,8 @@ class _Records:
         if start + need > len(self._file):
             raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
         piece = self._file[start : start + need]
-        if start % dtype.itemsize:
-            piece = piece.copy()  # an element must not lie across its own width
+        if not self._mapped or start % dtype.itemsize:  # an element must not lie across its own width
+            piece = piece.copy()
         return torch.frombuffer(piece, dtype=dtype, count=num)
 
 
