@@ -18,6 +18,7 @@ from trainwright.strategies.offload.attach import (
     innermost,
 )
 from trainwright.strategies.offload.device_map import check_device_map, resolve_device_map
+from trainwright.strategies.offload.filling import fill_empty
 from trainwright.strategies.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
 from trainwright.strategies.offload.moving import Device, check_present, default_device, present_device, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -69,7 +70,7 @@ def dispatch_model(
             now, with the classes in the model's `_no_split_modules` kept whole.
         main_device: where parts on the CPU or the disk run, and where outputs go that no input says a place for; the
             first accelerator of the map unless told, else the CPU.
-        state_dict: the values of what is offloaded; the model's own unless given.
+        state_dict: the values of what is offloaded, and of what is on the meta device; the model's own unless given.
         offload_dir: a folder that parts on the disk are written to, unless they lie on the disk already: in a
             safetensors checkpoint that was loaded, or in this folder.
         offload_index: where they lie, in place of the folder's `index.json`.
@@ -92,8 +93,9 @@ def dispatch_model(
     devices = set(places.values())
     with restored_on_failure(model):
         if len(devices) == 1 and "disk" not in devices and not force_hooks:
-            return _on_one_device(model, places)
+            return _on_one_device(model, places, state_dict)
         main = _main_device(list(places.values()), main_device)
+        _fill_staying(model, places, _away(main), offload_buffers, state_dict, offload_dir, offload_index)
         weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers)
         runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
         runs_on.setdefault("", main)
@@ -152,7 +154,31 @@ def _weights_away(
     return weights
 
 
-def _on_one_device(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module:
+def _fill_staying(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    away: set[str],
+    with_buffers: bool,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    folder: PathLike | None = None,
+    index: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """Give empty tensors that are not offloaded their values, from the state dict or the folder."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **buffers}
+    offloaded = _in_places(tensors, device_map, away)
+    lasting = model.state_dict().keys() if with_buffers else ()
+    staying = [name for name in tensors if name not in offloaded or (name in buffers and name not in lasting)]
+    virtual = _in_places(tensors, device_map, {"meta"})
+    stored = OffloadedWeightsLoader(left_on_disk(model), folder, index)
+    fill_empty(model, [name for name in staying if name not in virtual], state_dict or {}, stored)
+
+
+def _on_one_device(
+    model: nn.Module, device_map: Mapping[str, Device], state_dict: Mapping[str, torch.Tensor] | None
+) -> nn.Module:
+    if state_dict is not None:
+        _fill_staying(model, device_map, set(), False, state_dict)
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty and torch.device(next(iter(device_map.values()))).type != "meta":
         raise ConfigurationError(
@@ -310,7 +336,7 @@ def cpu_offload(
         model: is changed.
         execution_device: where it runs; unless told, the accelerator that it is on, or the present one.
         offload_buffers: offload buffers too.
-        state_dict: the weights, on the CPU; the model's own unless given.
+        state_dict: the weights, on the CPU, and buffers that are on the meta device; the model's own unless given.
         preload_module_classes: see `attach_align_device_hook`.
         prefetch_bytes: how much may be brought ahead of its use, 0 for nothing; see `Prefetcher`.
 
@@ -326,7 +352,9 @@ def cpu_offload(
     weights = StoredWeights()
     for name, tensor in values.items():
         weights.add(name, _on_host(name, tensor))
-    return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
+    with restored_on_failure(model):
+        _fill_staying(model, {"": "cpu"}, {"cpu"}, offload_buffers, state_dict)
+        return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 
 def disk_offload(
@@ -358,8 +386,10 @@ def disk_offload(
     """
     device = _execution_device(model, execution_device)
     weights = StoredWeights()
-    _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
-    return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
+    with restored_on_failure(model):
+        _fill_staying(model, {"": "disk"}, {"disk"}, offload_buffers, None, offload_dir)
+        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
+        return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 
 def _offloaded(
@@ -370,18 +400,17 @@ def _offloaded(
     preload: list[str] | None,
     prefetch_bytes: int | None,
 ) -> nn.Module:
-    with restored_on_failure(model):
-        add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
-        attach_align_device_hook(
-            model,
-            execution_device=device,
-            offload=True,
-            weights_map=weights,
-            offload_buffers=offload_buffers,
-            preload_module_classes=preload,
-            prefetcher=Prefetcher(prefetch_bytes),
-        )
-        refuse_moves(model)
+    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+        prefetcher=Prefetcher(prefetch_bytes),
+    )
+    refuse_moves(model)
     return model
 
 

@@ -84,9 +84,16 @@ def test_a_map_that_does_not_cover_the_model_is_refused_with_what_is_missing() -
         dispatch_model(make_net(), {"embed": "cpu", "blocks.0": "disk", "head": "cpu"})
 
 
+def _emptied(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        module.to("meta")
+
+
 def test_weights_that_are_nowhere_are_named() -> None:
-    with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight"):
+    with pytest.raises(CheckpointError, match=r"embed\.weight"):
         dispatch_model(empty_net(), MIXED)
+    with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight"):
+        dispatch_model(make_net().apply(_emptied), {"embed": "cpu", "blocks": "disk", "head": "cpu"})
     with pytest.raises(CheckpointError, match=r"embed\.weight"):
         cpu_offload(empty_net(), "cpu")
 
