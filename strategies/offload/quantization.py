@@ -25,6 +25,7 @@ from trainwright.strategies.offload.quantized_layers import (
     flatten_quantized,
     is_quantized,
     plain_linear,
+    unpack_4bit_weights,
 )
 from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.sizes import DType, find_tied_parameters
@@ -334,4 +335,5 @@ def quantized_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     A torchao weight is in pieces (`"weight.qdata"`, `"weight.scale"`, …); bitsandbytes has its own pieces already.
     """
+    unpack_4bit_weights(model)
     return flatten_quantized(model.state_dict())

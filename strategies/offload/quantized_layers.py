@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -136,6 +137,9 @@ def plain_linear(module: Any) -> nn.Linear:
     return nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
 
 
+_PACKED_ROWS = 32  # of weights that bitsandbytes packs together for a CPU
+
+
 class Bnb4Bit:
     """bitsandbytes' 4-bit layers."""
 
@@ -173,12 +177,53 @@ class Bnb4Bit:
                 compress_statistics=self.double_quant, module=made,
             ).to(device)  # fmt: skip
         made.bias = _bias(linear, parts, device, dtype)
+        state = made.weight.quant_state
+        if linear.out_features % _PACKED_ROWS or linear.in_features % state.blocksize:
+            made.support_avx512bf16_for_cpu = False  # such a layer cannot be packed, and computes without
+        # Packing puts other tensors into the state, so that keeping these costs memory only from then on.
+        state.trainwright_unpacked = copy.copy(state)
+        made.register_state_dict_pre_hook(_unpack_first)
         layer: nn.Module = made
         return layer
 
     def make_offloaded(self, linear: nn.Linear, parts: Parts) -> nn.Module | None:
         """Leave it as it is: 4-bit weights cannot be brought to a device and back."""
         return None
+
+
+def unpack_4bit_weights(model: nn.Module) -> None:
+    """Undo what bitsandbytes does to 4-bit weights for a CPU that multiplies bfloat16, wherever it has been done.
+
+    It packs them at the first forward without gradients, scales in bfloat16 and transposed, and un-packs them for a
+    state dict with the scales as they are then: wrong ones, in the model as well (bitsandbytes 0.49,
+    `_convert_weight_packed_for_cpu_inverse`). Here scales are again what they were before; those of a layer that
+    somebody else made are what it computes with. The next forward packs the weights as before.
+    """
+    for module in model.modules():
+        state = getattr(module._parameters.get("weight"), "quant_state", None)
+        if getattr(state, "packing_format_for_cpu", False):
+            _unpack(module.weight, state)
+
+
+def _unpack(weight: Any, state: Any) -> None:
+    scratch = copy.copy(state)  # is written to
+    scratch.original_nested = False  # else scales would be quantized, to be thrown away
+    functions: Any = require_package("bitsandbytes.functional", purpose="a model in 4 bits")
+    weight.data, _ = functions._convert_weight_packed_for_cpu_inverse(weight.data, scratch)
+    former = getattr(state, "trainwright_unpacked", None)
+    if former is None:
+        state.absmax = state.absmax.T.float().flatten()
+        state.dtype = state.original_dtype
+    else:
+        former = copy.copy(former)
+        former.to(weight.device)
+        vars(state).update(vars(former))
+    state.packing_format_for_cpu = False
+
+
+def _unpack_first(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """Go before a layer's state dict, which would else un-pack the weight in its own way."""
+    unpack_4bit_weights(module)
 
 
 def _check_backend(bnb: Any, device: torch.device) -> None:

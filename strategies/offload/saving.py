@@ -21,7 +21,12 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.align import offloading_hooks
 from trainwright.strategies.offload.dispatch import left_on_disk
 from trainwright.strategies.offload.mapped_file import Span
-from trainwright.strategies.offload.quantized_layers import Int8Linear, flatten_quantized, to_absmax
+from trainwright.strategies.offload.quantized_layers import (
+    Int8Linear,
+    flatten_quantized,
+    to_absmax,
+    unpack_4bit_weights,
+)
 from trainwright.strategies.offload.slots import stand_in
 
 PathLike = str | os.PathLike[str]
@@ -170,6 +175,7 @@ class _Collected:
         away = dict(_away(model))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         _check_whole(parameters)
+        unpack_4bit_weights(model)
         state = model.state_dict()
         _check_whole(state)
         scales = {

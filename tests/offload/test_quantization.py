@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.offload.nets import files_end_at
@@ -26,7 +28,7 @@ from trainwright import (
     save_model,
     save_quantized_model,
 )
-from trainwright.strategies.offload.quantized_layers import Int8Linear, to_absmax
+from trainwright.strategies.offload.quantized_layers import Int8Linear, flatten_quantized, to_absmax
 
 pytestmark = [
     pytest.mark.requires("bitsandbytes", reason="8 and 4 bit layers"),
@@ -124,6 +126,69 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
     assert torch.equal(again(INPUTS), model(INPUTS))
     with pytest.raises(CheckpointError, match="exists"):
         save_quantized_model(model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_is_saved_after_a_forward_as_before_it_and_computes_the_same_afterwards(
+    name: str, weights: Path, tmp_path: Path
+) -> None:
+    model = load_and_quantize_model(empty_net(), CONFIGS[name][0](), weights_location=weights)
+    save_model(model, tmp_path / "before")
+    with torch.inference_mode():
+        wanted = model(INPUTS)  # bitsandbytes packs 4-bit weights for some CPUs here, and rounds their scales
+    save_model(model, tmp_path / "after")
+    before, after = (load_file(tmp_path / when / "model.safetensors") for when in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+    with torch.inference_mode():
+        assert torch.equal(model(INPUTS), wanted)
+    for state in (model.state_dict(), quantized_state_dict(copy.deepcopy(model))):
+        flat = flatten_quantized(state)
+        assert all(torch.equal(tensor, flat[key]) for key, tensor in before.items())
+    with torch.inference_mode():
+        assert torch.equal(model(INPUTS), wanted)
+
+
+def _pack(layer: Any) -> None:
+    """Do what the first forward does where a CPU multiplies bfloat16."""
+    functional = importlib.import_module("bitsandbytes.functional")
+    layer.weight.data, _ = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+
+
+@pytest.mark.parametrize("name", ["nf4", "fp4", "nf4 twice"])
+def test_what_is_packed_for_a_cpu_has_its_own_scales_in_a_state_dict(name: str, weights: Path) -> None:
+    model = load_and_quantize_model(empty_net(), CONFIGS[name][0](), weights_location=weights)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for _ in range(2):
+        _pack(model.block[0])
+        after = model.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+
+
+@pytest.mark.parametrize("double", [False, True], ids=["once", "twice"])
+def test_a_layer_that_somebody_else_quantized_and_that_is_packed_is_saved_as_it_computes(
+    double: bool, tmp_path: Path
+) -> None:
+    kinds = importlib.import_module("bitsandbytes").nn
+    layer = kinds.Linear4bit(128, 64, compute_dtype=torch.float32, compress_statistics=double, quant_type="nf4")
+    layer.load_state_dict(nn.Linear(128, 64).state_dict())
+    layer = layer.to("cpu").eval()
+    _pack(layer)
+    packed = layer.weight.quant_state.absmax.clone()
+    save_model(nn.Sequential(layer), tmp_path)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight.absmax"], packed.T.float().flatten())
+    _pack(layer)
+    assert torch.equal(layer.weight.quant_state.absmax, packed)
+
+
+def test_a_layer_that_cannot_be_packed_for_a_cpu_computes_nevertheless(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(96, 40), nn.Linear(40, 8)).eval()
+    inputs = torch.randn(4, 96)
+    with torch.no_grad():
+        wanted = net(inputs)
+        found = load_and_quantize_model(net, CONFIGS["nf4"][0]())(inputs)
+    assert 0 < float((found - wanted).abs().max()) < 0.3
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
