@@ -79,6 +79,43 @@ def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
     assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
 
 
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_model_of_images_is_estimated_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = {**_SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "patch_size": 8}))
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2")
+    assert "kv_cache_bytes" not in facts["dtypes"]["float32"]
+    model = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    real = count_activation_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.parametrize(("name", "has_one"), [("BertForMaskedLM", False), ("BertModel", False), ("GPT2Model", True)])
+def test_a_cache_has_what_reads_from_left_to_right(
+    name: str, has_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = "gpt2" if name.startswith("GPT2") else "bert"
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 2} if family == "gpt2" else _SMALL
+    (tmp_path / "config.json").write_text(json.dumps({**names, "model_type": family, "architectures": [name]}))
+    rows = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")["dtypes"]
+    assert all(("kv_cache_bytes" in row) is has_one for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
+    assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
+    assert "Wav2Vec2ForCTC takes input_values" in capsys.readouterr().err
+
+
 def test_activations_are_what_a_backward_needs() -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
     inputs = torch.randn(8, 100)
@@ -136,6 +173,9 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["{folder}"], "holds no safetensors file"),
         (["{folder}/config.json"], "no JSON file"),
         ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
+        (["torch.nn:Linear"], "cannot be made without arguments: missing a required argument: 'in_features'"),
+        (["torch.nn:functional"], "is not a callable object"),
+        ([f"{__name__}:LargeTask", "--batch-size", "0"], "--batch-size 0"),
     ],
 )
 def test_what_cannot_be_estimated_is_one_readable_line(

@@ -91,7 +91,7 @@ def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
             "total_bytes": count.total_bytes(dtype),
             "training_adam_bytes": count.training_bytes(dtype),
         }
-        if wanted.batch_size is not None and model.config is not None:
+        if wanted.batch_size is not None and model.config is not None and _keeps_keys_and_values(model.module):
             shape = {"batch_size": wanted.batch_size, "sequence_length": wanted.sequence_length}
             cache = kv_cache_bytes(model.config, dtype=dtype, **shape)
             if cache is not None:
@@ -159,6 +159,8 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, l
 
     from trainwright.strategies.offload.estimates import count_activation_bytes
 
+    if batch_size < 1 or sequence_length < 1:
+        raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
     if model.module is None or model.config is None:
         raise ConfigurationError("--batch-size needs a transformers model: others say nothing about their inputs.")
     module: Any = copy.deepcopy(model.module)
@@ -167,28 +169,64 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, l
     with FakeTensorMode():
         module = module.float().train()
         module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
-        tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
-        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
-        if model.config.get("is_encoder_decoder"):
-            inputs["decoder_input_ids"] = tokens
-        elif "past_key_values" in inspect.signature(module.forward).parameters:
-            # An empty one: without it, models look for several sequences in one row, in values that are not there.
-            caches = require_package("transformers", purpose=_PURPOSE)
-            inputs["past_key_values"] = caches.DynamicCache(config=module.config)
+        inputs = _inputs(module, model.config, batch_size, sequence_length)
         if loss and type(module).__name__.endswith(_OF_TOKENS):
-            inputs["labels"] = tokens
+            inputs["labels"] = inputs["input_ids"]
         try:
             return count_activation_bytes(lambda: module(**inputs), module)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
             positions = _num_positions(model.config)
             hint = (
                 ""
                 if positions is None
                 else f" It has {positions} positions: pass --sequence-length {positions} or less."
             )
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))
             raise ConfigurationError(
-                f"this model does not take {batch_size} sequences of {sequence_length} tokens: {error}.{hint}"
+                f"{type(module).__name__} does not take {shapes}: {error}.{hint} Without --batch-size its weights are "
+                "estimated alone."
             ) from error
+
+
+def _inputs(module: Any, config: dict[str, Any], batch_size: int, sequence_length: int) -> dict[str, Any]:
+    """Return what a forward of a transformers model takes: tokens, or images where it has no tokens."""
+    import torch
+
+    takes = inspect.signature(module.forward).parameters
+    if "input_ids" not in takes:
+        height, width = _image_size(module, config)
+        images = torch.zeros(batch_size, config.get("num_channels") or 3, height, width)
+        return {"pixel_values": images}
+    tokens = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if config.get("is_encoder_decoder"):
+        inputs["decoder_input_ids"] = tokens
+    elif "past_key_values" in takes:
+        # An empty one: without it, models look for several sequences in one row, in values that are not there.
+        caches = require_package("transformers", purpose=_PURPOSE)
+        inputs["past_key_values"] = caches.DynamicCache(config=module.config)
+    return inputs
+
+
+def _image_size(module: Any, config: dict[str, Any]) -> tuple[int, int]:
+    """Return the height and width of the images that a model takes, in pixels."""
+    main = getattr(module, "main_input_name", None)
+    size = config.get("image_size")
+    if main != "pixel_values" or not size:
+        lack = f"takes {main}" if main != "pixel_values" else "takes images, and its configuration has no image_size"
+        raise ConfigurationError(
+            f"--batch-size: {type(module).__name__} {lack}; only the sizes of tokens and of such images follow from a "
+            "configuration. Leave it out for an estimate of the weights alone."
+        )
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def _keeps_keys_and_values(module: Any) -> bool:
+    """Say whether a transformers model can cache what it has read; encoders and models of images cannot."""
+    if "past_key_values" not in inspect.signature(module.forward).parameters:
+        return False
+    return bool(module.can_generate() or getattr(module.config, "is_decoder", True))
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
@@ -308,6 +346,12 @@ def _make_task(name: str) -> nn.Module:
         kind = import_object(name)
     except (ImportError, AttributeError) as error:
         raise ConfigurationError(f"{name!r} cannot be imported: {error}. Write package.module:Class.") from error
+    try:
+        inspect.signature(kind).bind()
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"{name!r} cannot be made without arguments: {error}. Write a class of your own that needs none."
+        ) from error
     with init_empty_weights():
         task = kind()
         if not isinstance(task, nn.Module):
