@@ -216,7 +216,8 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def bring(self, module: nn.Module, device: torch.device | None = None) -> None:
-        """Put the weights into the module, unless they are there; until `give_back` is called as often by this thread.
+        """Put the weights into the module until this thread has called `give_back` as often. Where they are there for
+        another use, they stay on the device that they are on.
 
         Args:
             module: the hook's.
