@@ -17,6 +17,7 @@ from trainwright.strategies.offload.mapped_file import Span
 from trainwright.strategies.offload.moving import Device, find_device, move_inputs, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
 from trainwright.strategies.offload.slots import Slot, like, owner_of, put
+from trainwright.strategies.offload.stored_weights import StoredWeights
 
 WeightsMap = Mapping[str, torch.Tensor]
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
@@ -177,6 +178,38 @@ class AlignDevicesHook(ModelHook):
             shown = slot.table(module).get(slot.leaf)
             placeholder = slot.placeholder if shown is None or not shown.is_meta else shown
             yield slot.name, placeholder, self.weights_map[slot.name], self._spans.get(slot.name)
+
+    def replace(self, module: nn.Module, name: str, value: torch.Tensor, span: Span | None) -> None:
+        """Keep another value of a weight from now on, for a placeholder that stands in the module already.
+
+        Args:
+            module: the hook's.
+            name: of the weight within the module.
+            value: of its shape; `span` says where it lies in a file, if it does.
+        """
+        weights = StoredWeights()
+        for known, _, former, place in self.offloaded(module):
+            weights.add(known, *((value, span) if known == name else (former, place)))
+        self.weights_map = weights
+        self._slots = [slot.replaced(module, value, span) if slot.name == name else slot for slot in self._slots]
+        self._spans = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was fetched ahead, whose values have changed."""
+        if self.prefetcher is not None:
+            self.prefetcher.forget()
+        self._number = -1
+        self._note_places()
+
+    def remembered(self) -> dict[str, Any]:
+        """Return what `replace` changes, to be given to `remember` if the weights must be as they are now."""
+        return {"weights_map": self.weights_map, "_slots": self._slots, "_spans": self._spans}
+
+    def remember(self, remembered: dict[str, Any]) -> None:
+        """Keep the weights again that were kept when `remembered` was called."""
+        self.__dict__.update(remembered)
+        self.forget()
 
     def fetch(self) -> Fetched:
         """Bring the weights to the execution device; called by the prefetcher too, from its thread."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,19 @@ from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import check_devices, resolve_device_map
-from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk
+from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk, left_on_disk
 from trainwright.strategies.offload.moving import Device, check_present, to_device
 from trainwright.strategies.offload.rollback import restored_on_failure
-from trainwright.strategies.offload.slots import like, put
 from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
+from trainwright.strategies.offload.targets import (
+    Target,
+    assign,
+    fill,
+    find_targets,
+    keep_away,
+    lies_in_a_file,
+    new_value,
+)
 from trainwright.strategies.offload.weights_map import OffloadedWeightsLoader, offload_state_dict, read_offload_index
 
 PathLike = str | os.PathLike[str]
@@ -34,18 +42,6 @@ class LoadedKeys(NamedTuple):
 
     missing_keys: list[str]
     unexpected_keys: list[str]
-
-
-@dataclass(slots=True)
-class _Target:
-    """A parameter or buffer to be filled: its names in the model (several where modules share it) and what is there."""
-
-    tensor: torch.Tensor
-    is_buffer: bool
-    names: list[str] = field(default_factory=list)
-    source: str | None = None  # its name in the checkpoint
-    device: torch.device | None = None  # None: on the disk
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +76,13 @@ def load_checkpoint_in_model(
     safetensors file as they are; those of other files are written to `offload_folder`, once.
 
     Args:
-        model: is changed. Weights that are on their device already are written over in place.
+        model: is changed. Weights that are on their device already are written over in place; hooks that keep some
+            away keep the new ones.
         checkpoint: a file of weights, an index, or a folder; see `read_checkpoint`.
-        device_map: module name → device, `"cpu"` or `"disk"`; unless given, weights stay on their devices, and those
-            on the meta device come to the CPU.
+        device_map: module name → device, `"cpu"` or `"disk"`; unless given, weights stay where they are or are kept,
+            and those on the meta device come to the CPU.
         offload_folder: for parts on the disk of a checkpoint that is not safetensors.
-        dtype: floating-point weights become this; the model's own dtype unless given.
+        dtype: floating-point weights and buffers become this; the model's own dtype unless given.
         offload_state_dict: is accepted and changes nothing: a state dict never stands in memory as a whole.
         offload_buffers: leave buffers on the disk too.
         keep_in_fp32_modules: names of modules (parts of dotted names) that stay float32 whatever `dtype`.
@@ -124,7 +121,7 @@ def load_stored_weights(
 
 
 def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options: _Options) -> LoadedKeys:
-    targets = _targets(model)
+    targets = find_targets(model)
     if options.device_map is not None:
         _check_map(targets, options.device_map)
     keys = _match(targets, stored)
@@ -137,16 +134,18 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
     _compare(found, stored, checkpoint)
     on_disk = [target for target in found if target.device is None]
     left = _keep_on_disk(on_disk, stored, options, checkpoint)
-    values = {id(target): _value(target, stored) for target in found if target.device is not None}
+    values = {id(target): new_value(target, stored) for target in found if target.device is not None}
     for target in found:
         if target.device is None:
-            _assign(model, target, torch.empty(target.tensor.shape, dtype=target.dtype, device="meta"))
-        elif (value := values[id(target)]) is not None:
-            _assign(model, target, value)
+            keep_away(model, target, left[target.names[0]], left.locate(target.names[0]))
+        elif (value := values[id(target)]) is not None and target.kept:
+            keep_away(model, target, value, None)
+        elif value is not None:
+            assign(model, target, value)
         else:
-            _fill(target, stored)
+            fill(model, target, stored)
     if on_disk:
-        leave_on_disk(model, left)
+        _remember(model, left)
     return keys
 
 
@@ -179,21 +178,7 @@ def _load_distributed(
     return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
 
 
-def _targets(model: nn.Module) -> list[_Target]:
-    """Return the model's parameters and persistent buffers, each once, with all its names."""
-    found: dict[int, _Target] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found.setdefault(id(parameter), _Target(parameter, False)).names.append(prefix + name)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.setdefault(id(buffer), _Target(buffer, True)).names.append(prefix + name)
-    return list(found.values())
-
-
-def _check_map(targets: list[_Target], device_map: Mapping[str, Device]) -> None:
+def _check_map(targets: list[Target], device_map: Mapping[str, Device]) -> None:
     check_devices(device_map)
     lost = [name for target in targets for name in target.names if innermost(name, device_map) is None]
     if lost:
@@ -203,10 +188,10 @@ def _check_map(targets: list[_Target], device_map: Mapping[str, Device]) -> None
     check_present(device_map)
 
 
-def _check_that_it_can_run(targets: list[_Target], checkpoint: PathLike, options: _Options) -> None:
+def _check_that_it_can_run(targets: list[Target], checkpoint: PathLike, options: _Options) -> None:
     """Refuse what dispatching would refuse after weights have been written over."""
     left = [target for target in targets if target.source is None]
-    empty = [target.names[0] for target in left if target.tensor.is_meta]
+    empty = [target.names[0] for target in left if target.tensor.is_meta and not target.kept]
     if empty:
         raise CheckpointError(
             f"{checkpoint} does not hold {_list(empty)}, and the model has no values for them either: they are on the "
@@ -214,7 +199,7 @@ def _check_that_it_can_run(targets: list[_Target], checkpoint: PathLike, options
         )
     for target in left:
         _decide(target, options)
-    to_write = [target.names[0] for target in left if target.device is None]
+    to_write = [target.names[0] for target in left if target.device is None and not lies_in_a_file(target)]
     if to_write and options.folder is None:
         raise ConfigurationError(
             f"the map puts {_list(to_write)} on the disk, and {checkpoint} does not hold them: pass offload_folder, a "
@@ -222,7 +207,7 @@ def _check_that_it_can_run(targets: list[_Target], checkpoint: PathLike, options
         )
 
 
-def _match(targets: list[_Target], stored: StoredWeights) -> LoadedKeys:
+def _match(targets: list[Target], stored: StoredWeights) -> LoadedKeys:
     missing: list[str] = []
     known: set[str] = set()
     for target in targets:
@@ -256,13 +241,16 @@ def _list(names: list[str]) -> str:
     return ", ".join(repr(name) for name in names[:_SHOWN]) + more
 
 
-def _decide(target: _Target, options: _Options) -> None:
+def _decide(target: Target, options: _Options) -> None:
     """Find a target's device and dtype."""
     target.dtype = target.tensor.dtype
-    if target.tensor.is_floating_point() and options.dtype is not None and not target.is_buffer:
+    if target.tensor.is_floating_point() and options.dtype is not None:
         target.dtype = options.dtype
     if target.tensor.is_floating_point() and any(_within(name, options.keep_in_fp32) for name in target.names):
         target.dtype = torch.float32
+    if options.device_map is None and target.kept:
+        target.device = None if lies_in_a_file(target) else target.kept[0].value.device
+        return
     if options.device_map is None:
         target.device = torch.device("cpu") if target.tensor.is_meta else target.tensor.device
         return
@@ -279,7 +267,7 @@ def _within(name: str, modules: tuple[str, ...]) -> bool:
     return any(name == module or f".{module}." in f".{name}" for module in modules)
 
 
-def _compare(targets: list[_Target], stored: StoredWeights, checkpoint: PathLike) -> None:
+def _compare(targets: list[Target], stored: StoredWeights, checkpoint: PathLike) -> None:
     wrong: list[str] = []
     for target in targets:
         assert target.source is not None
@@ -299,7 +287,7 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def _keep_on_disk(
-    targets: list[_Target], stored: StoredWeights, options: _Options, checkpoint: PathLike
+    targets: list[Target], stored: StoredWeights, options: _Options, checkpoint: PathLike
 ) -> StoredWeights:
     """Return where the weights of parts on the disk lie: in place, or in files that they are written to now."""
     left = StoredWeights()
@@ -346,31 +334,13 @@ def _origin(checkpoint: Path) -> str:
     return f"{checkpoint.resolve()} {facts}"
 
 
-def _value(target: _Target, stored: StoredWeights) -> torch.Tensor | None:
-    """Return a new value for a target; None where its own memory is written over instead."""
-    assert target.source is not None
-    assert target.device is not None
-    if not target.tensor.is_meta and target.tensor.device == target.device and target.tensor.dtype == target.dtype:
-        return None
-    value = stored[target.source]
-    # safetensors files are replaced when they are written; torch.save cuts the file that it writes to, and touching a
-    # view of a file beyond its end kills the process.
-    is_of_torch = stored.locate(target.source) is None
-    return value.to(target.device, target.dtype, copy=is_of_torch and value.device == target.device)
-
-
-def _assign(model: nn.Module, target: _Target, value: torch.Tensor) -> None:
-    """Put a new value into all of a target's places."""
-    new = like(target.tensor, value)
-    for name in target.names:
-        put(model, name, new)
-
-
-@torch.no_grad()
-def _fill(target: _Target, stored: StoredWeights) -> None:
-    """Write over the memory of a target."""
-    assert target.source is not None
-    target.tensor.copy_(stored[target.source])
+def _remember(model: nn.Module, left: StoredWeights) -> None:
+    """Leave weights on the disk, beside those of the model that an earlier call has left there."""
+    both = StoredWeights()
+    for stored in (left_on_disk(model), left):
+        for name in stored:
+            both.add(name, stored[name], stored.locate(name))
+    leave_on_disk(model, both)
 
 
 def load_checkpoint_and_dispatch(
@@ -474,7 +444,7 @@ def load_offloaded_weights(
     if not index:
         return
     loader = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
-    for target in _targets(model):
+    for target in find_targets(model):
         name = next((name for name in target.names if name in index), None)
         if name is not None:
-            _assign(model, target, loader[name].to(target.tensor.dtype))
+            assign(model, target, loader[name].to(target.tensor.dtype))

@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from trainwright.strategies.offload.align import offloading_hooks
 from trainwright.strategies.offload.hooks import drop_hook, is_hooked
 
 
 @contextlib.contextmanager
 def restored_on_failure(model: nn.Module) -> Iterator[None]:
-    """Undo what the block did to a model if it raises: modules, parameters, buffers, devices, and hooks on modules
-    that had none. Values that were written over in place stay.
+    """Undo what the block did to a model if it raises: modules, parameters, buffers, devices, hooks on modules that
+    had none, and what hooks keep away. Values that were written over in place stay.
 
     Args:
         model: its present tensors are kept until the block ends.
@@ -24,6 +25,7 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
     ]
     devices = [(parameter, parameter.device) for parameter in model.parameters()]
+    kept = [(hook, hook.remembered()) for module in model.modules() for hook in offloading_hooks(module)]
     try:
         yield
     except BaseException:
@@ -33,6 +35,8 @@ def restored_on_failure(model: nn.Module) -> Iterator[None]:
             _refill(module._parameters, parameters)
             _refill(module._buffers, buffers)
             _refill(module._modules, modules)
+        for hook, remembered in kept:
+            hook.remember(remembered)
         for parameter, device in devices:
             if parameter.device != device:  # moved in place, so that whoever else holds it follows
                 parameter.data = parameter.data.to(device)

@@ -72,6 +72,15 @@ class Slot:
         owner = module.get_submodule(self.path) if self.path else module
         return owner._buffers if self.is_buffer else owner._parameters
 
+    def replaced(self, module: nn.Module, value: torch.Tensor, span: Any) -> Slot:
+        """Return the slot for another value, whose placeholder stands in the module; `span` says where it lies in a
+        file, and is None for one in memory, which is put back into memory in the end.
+        """
+        former = self.original if self.former is None else TensorWeakRef(self.former)
+        shown = self.table(module)[self.leaf]
+        new = replace(self, placeholder=shown, former=None, original=former, is_shared=False, kept=None)
+        return new if span is not None else replace(new, device=value.device)
+
     def weight(self, shown: torch.Tensor, value: torch.Tensor, *, records: bool, by_hand: bool) -> torch.Tensor:
         """Return what is put in the place of `shown`; called outside of inference mode, where nothing is recorded.
 
