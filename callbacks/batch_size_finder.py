@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.tuned_attribute import TunedAttribute
-from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning, nearest
+from trainwright.core.errors import BatchSizeError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.run import Rehearsal, Run, Stage
 from trainwright.core.task import TaskModule
 
@@ -43,7 +43,7 @@ class BatchSizeFinder(Callback):
     Raises:
         ConfigurationError: an argument out of range; in a run: the attribute is nowhere, loaders were handed over
             ready-made or do not follow it, or the strategy cannot try steps on one process alone.
-        TrainwrightError: in a run: not even one sample fits.
+        BatchSizeError: in a run: not even one sample fits.
     """
 
     order = Order.FIRST
@@ -135,7 +135,7 @@ class BatchSizeFinder(Callback):
             else:
                 high = size
             if low == 0 and size == 1:
-                raise TrainwrightError(f"BatchSizeFinder: not even one sample fits into memory: {tries.reason}")
+                raise BatchSizeError(f"BatchSizeFinder: not even one sample fits into memory: {tries.reason}")
             size = self._next(low, high, limit)
             if not low < size or fitted >= self._max_trials:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.device_copies import Fetched, fetch_to
 from trainwright.strategies.offload.hooks import ModelHook, SequentialHook
 from trainwright.strategies.offload.mapped_file import Span
@@ -90,6 +91,20 @@ class AlignDevicesHook(ModelHook):
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.offload:
+            raise ConfigurationError(
+                "a model whose weights are offloaded cannot be pickled, by torch.save or to another process: they are "
+                "in files or memory of this one. Use save_model(model, folder) and load_checkpoint_and_dispatch, save "
+                "model.state_dict() after remove_hook_from_submodules(model), or dispatch it in the other process."
+            )
+        return self._state()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AlignDevicesHook:
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._state(), memo))
+        return twin
+
+    def _state(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -257,9 +257,17 @@ def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
     """Check that a device map names devices; whether this machine has them is not asked.
 
     Raises:
-        ConfigurationError: one is none; the message says under which name.
+        ConfigurationError: one is none; the message says under which name. Or this is no map from names.
     """
+    if not isinstance(device_map, Mapping):
+        raise ConfigurationError(
+            f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Words "
+            f"({', '.join(DEVICE_MAPS)}) are taken by load_checkpoint_and_dispatch and dispatch_model, and "
+            "infer_auto_device_map makes a map."
+        )
     for name, device in device_map.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"device_map has the key {name!r}, expected the name of a module, or '' for all.")
         try:
             parse_device(device)
         except ConfigurationError as error:

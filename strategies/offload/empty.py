@@ -56,6 +56,7 @@ _SHAPE_QUESTIONS = {
     ),
 }
 _TWIN = "_trainwright_moved_to"
+_entered = threading.local()
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
             them. Those that no checkpoint holds (`persistent=False`) always keep their values.
 
     Yields:
-        None. Other threads are not affected; a context inside of another one is.
+        None. Other threads are not affected. Inside of this or of `init_on_device`, the innermost context decides.
     """
     with init_on_device(_META, include_buffers=include_buffers):
         yield
@@ -86,22 +87,22 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             module takes it, and buffers stay where they are made.
 
     Yields:
-        None. Other threads are not affected.
+        None. Other threads are not affected. Of contexts inside of one another, the innermost one decides.
 
     Raises:
         RuntimeError: torch does not have the device.
     """
     target = torch.device(device)
-    building = _EmptyBuilding(include_buffers=bool(include_buffers)) if target == _META else None
-    thread = threading.get_ident()
+    token = object()
+    building = _EmptyBuilding(token, include_buffers=bool(include_buffers)) if target == _META else None
 
     def take_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if threading.get_ident() != thread or parameter.device == target:
+        if not _is_innermost(token) or parameter.device == target:
             return None  # the same object: it may be tied
         return _moved_parameter(parameter, target)
 
     def take_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        if threading.get_ident() != thread or buffer is None:
+        if not _is_innermost(token) or buffer is None:
             return None
         if building is not None:
             building.note_buffer(module, name, buffer)
@@ -109,6 +110,8 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         return buffer.to(target) if include_buffers else None
 
     with ExitStack() as stack:
+        _contexts().append(token)
+        stack.callback(_contexts().remove, token)
         # torch annotates what a hook returns as None and takes what it returns all the same.
         parameters: Any = take_parameter
         buffers: Any = take_buffer
@@ -121,6 +124,17 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         yield
         if building is not None:
             building.settle()
+
+
+def _contexts() -> list[object]:
+    """Return the contexts that this thread is in, innermost last."""
+    found: list[object] = _entered.__dict__.setdefault("contexts", [])
+    return found
+
+
+def _is_innermost(token: object) -> bool:
+    contexts = _contexts()
+    return bool(contexts) and contexts[-1] is token
 
 
 def _moved_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
@@ -162,8 +176,9 @@ class _Recipe:
 class _EmptyBuilding(TorchFunctionMode):
     """Postpones large tensors, and makes those whose values are needed."""
 
-    def __init__(self, *, include_buffers: bool) -> None:
+    def __init__(self, token: object, *, include_buffers: bool) -> None:
         super().__init__()
+        self.token = token
         self.include_buffers = include_buffers
         self.recipes: dict[int, _Recipe] = {}  # by the id of a postponed tensor that is alive
         self.buffers: dict[tuple[int, str], nn.Module] = {}
@@ -201,9 +216,10 @@ class _EmptyBuilding(TorchFunctionMode):
         if not args and func in _FILLS and "tensor" in kwargs:  # torch's init functions pass on names alone
             kwargs = dict(kwargs)
             args = (kwargs.pop("tensor"),)
-        if func in _FACTORIES and kwargs.keys() <= _KEPT_KEYWORDS and not kwargs.get("requires_grad"):
+        is_innermost = _is_innermost(self.token)
+        if is_innermost and func in _FACTORIES and kwargs.keys() <= _KEPT_KEYWORDS and not kwargs.get("requires_grad"):
             return self._postpone(func, args, kwargs)
-        if func in _LIKE and len(args) >= 1 and args[0].is_meta and id(args[0]) not in self.recipes:
+        if is_innermost and func in _LIKE and len(args) >= 1 and args[0].is_meta and id(args[0]) not in self.recipes:
             options = {"dtype": args[0].dtype, **{k: v for k, v in kwargs.items() if k != "memory_format"}}
             if options.keys() <= _KEPT_KEYWORDS:
                 return self._postpone(_LIKE[func], (args[0].shape, *args[1:]), options)

@@ -150,16 +150,21 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
 
 
 def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return a dtype of torch by its name.
+    """Return a dtype of torch, which may be given by its name.
 
     Raises:
-        ConfigurationError: torch has none of that name.
+        ConfigurationError: torch has none of that name, or it is none of weights.
     """
     if isinstance(dtype, str):
         found = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
             raise ConfigurationError(f"dtype={dtype!r} is none of torch's. Examples: 'float32', 'bfloat16', 'float16'.")
-        return found
+        dtype = found
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)):
+        raise ConfigurationError(
+            f"dtype={dtype!r}, expected a floating-point dtype of torch, such as torch.bfloat16. Weights of fewer bits "
+            "are what load_and_quantize_model makes."
+        )
     return dtype
 
 

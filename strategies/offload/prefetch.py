@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from typing import Any, Protocol
 
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.memory import is_out_of_memory
 from trainwright.strategies.offload.device_copies import Fetched
 
@@ -58,9 +59,18 @@ class Prefetcher:
     Args:
         budget_bytes: how much may wait to be used at a time; 0 fetches nothing ahead. Unless told, twice the largest
             unit, and at least 64 MiB.
+
+    Raises:
+        ConfigurationError: the budget is no whole number, or negative.
     """
 
     def __init__(self, budget_bytes: int | None = None) -> None:
+        whole = isinstance(budget_bytes, int) and not isinstance(budget_bytes, bool)
+        if budget_bytes is not None and (not whole or budget_bytes < 0):
+            raise ConfigurationError(
+                f"prefetch_bytes={budget_bytes!r}, expected whole bytes, such as {MIN_BUDGET_BYTES}; 0 reads nothing "
+                "ahead, and None leaves it to the largest layer."
+            )
         self._fixed_budget = budget_bytes
         self._largest = 0
         self._condition = threading.Condition()

@@ -45,7 +45,8 @@ class BnbQuantizationConfig:
         bnb_4bit_quant_type: `"fp4"` or `"nf4"` (NormalFloat, the better one for weights of a normal distribution).
         bnb_4bit_use_double_quant: quantize the scales too.
         bnb_4bit_compute_dtype: of the multiplication: `"fp16"`, `"bf16"`, `"fp32"`, or a dtype of torch.
-        torch_dtype: of everything that is not quantized; float16 for 8 bits, the compute dtype for 4 bits unless given.
+        torch_dtype: of everything that is not quantized, written as the compute dtype is; float16 for 8 bits, the
+            compute dtype for 4 bits unless given.
         skip_modules: names of modules (parts of dotted names) that are not quantized; unless given, the last module and
             those with tied weights. `[]` skips none.
         keep_in_fp32_modules: names of modules that are not quantized and stay float32.
@@ -60,7 +61,7 @@ class BnbQuantizationConfig:
     bnb_4bit_quant_type: str = "fp4"
     bnb_4bit_use_double_quant: bool = False
     bnb_4bit_compute_dtype: str | torch.dtype = "fp16"
-    torch_dtype: torch.dtype | None = None
+    torch_dtype: str | torch.dtype | None = None
     skip_modules: list[str] | None = None
     keep_in_fp32_modules: list[str] | None = None
 
@@ -74,16 +75,11 @@ class BnbQuantizationConfig:
             )
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ConfigurationError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r}, expected 'fp4' or 'nf4'.")
-        if isinstance(self.bnb_4bit_compute_dtype, str):
-            if self.bnb_4bit_compute_dtype not in _COMPUTE_DTYPES:
-                raise ConfigurationError(
-                    f"bnb_4bit_compute_dtype={self.bnb_4bit_compute_dtype!r}, expected one of "
-                    f"{', '.join(map(repr, _COMPUTE_DTYPES))} or a dtype of torch."
-                )
-            self.bnb_4bit_compute_dtype = _COMPUTE_DTYPES[self.bnb_4bit_compute_dtype]
+        self.bnb_4bit_compute_dtype = _to_dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         if self.torch_dtype is None:
             self.torch_dtype = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
-        _check_dtype(self.torch_dtype)
+        self.torch_dtype = _to_dtype("torch_dtype", self.torch_dtype)
+        _check_names(self)
 
     def layers(self) -> QuantizedLayers:
         """Return what makes the quantized layers."""
@@ -101,7 +97,8 @@ class TorchaoQuantizationConfig:
         quant_type: `"int8_weight_only"`, `"int8_dynamic"` (activations too, by row, as they come),
             `"float8_weight_only"`, or `"int4_weight_only"` (on accelerators that torchao has kernels for).
         group_size: weights that share a scale, for int4; the width of a layer must be a multiple.
-        torch_dtype: of everything that is not quantized, and of what is computed; the model's own unless given.
+        torch_dtype: of everything that is not quantized, and of what is computed, of torch or as `"bf16"`; the model's
+            own unless given.
         skip_modules: see `BnbQuantizationConfig`.
         keep_in_fp32_modules: as there.
 
@@ -113,7 +110,7 @@ class TorchaoQuantizationConfig:
         "int8_weight_only"
     )
     group_size: int = 128
-    torch_dtype: torch.dtype | None = None
+    torch_dtype: str | torch.dtype | None = None
     skip_modules: list[str] | None = None
     keep_in_fp32_modules: list[str] | None = None
 
@@ -124,7 +121,8 @@ class TorchaoQuantizationConfig:
                 f"{', '.join(map(repr, TORCHAO_TYPES))}."
             )
         if self.torch_dtype is not None:
-            _check_dtype(self.torch_dtype)
+            self.torch_dtype = _to_dtype("torch_dtype", self.torch_dtype)
+        _check_names(self)
 
     def layers(self) -> QuantizedLayers:
         """Return what makes the quantized layers."""
@@ -134,9 +132,23 @@ class TorchaoQuantizationConfig:
 QuantizationConfig = BnbQuantizationConfig | TorchaoQuantizationConfig
 
 
-def _check_dtype(dtype: Any) -> None:
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigurationError(f"torch_dtype={dtype!r}, expected a floating-point dtype of torch.")
+def _to_dtype(argument: str, dtype: Any) -> torch.dtype:
+    found = _COMPUTE_DTYPES.get(dtype, getattr(torch, dtype, None)) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"{argument}={dtype!r}, expected one of {', '.join(map(repr, _COMPUTE_DTYPES))} or a floating-point dtype "
+            "of torch."
+        )
+    return found
+
+
+def _check_names(config: QuantizationConfig) -> None:
+    for argument in ("skip_modules", "keep_in_fp32_modules"):
+        names = getattr(config, argument)
+        if names is None:
+            continue
+        if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            raise ConfigurationError(f"{argument}={names!r}, expected a list of names of modules, such as ['lm_head'].")
 
 
 def load_and_quantize_model(
@@ -176,6 +188,8 @@ def load_and_quantize_model(
     """
     config = bnb_quantization_config
     layers = config.layers()
+    dtype = config.torch_dtype
+    assert not isinstance(dtype, str)  # it is a dtype since the configuration was made
     stored = _stored_weights(model, weights_location)
     linears = _linears_to_quantize(model, config, may_be_quantized=weights_location is not None)
     places = _resolve_map(model, config, linears, layers, device_map, no_split_module_classes, max_memory)
@@ -191,13 +205,13 @@ def load_and_quantize_model(
             if away:
                 made = layers.make_offloaded(linear, parts)
             else:
-                made = layers.make(linear, parts, to_device(device), config.torch_dtype)
+                made = layers.make(linear, parts, to_device(device), dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{name}.weight: {error}") from error
         if made is not None:
             new[name] = made
     with restored_on_failure(model):
-        _load_rest(model, config, stored, new, places, weights_location, offload_folder)
+        _load_rest(model, config, dtype, stored, new, places, weights_location, offload_folder)
         return dispatch_model(model, places, offload_dir=offload_folder)
 
 
@@ -297,6 +311,7 @@ def _parts(name: str, stored: StoredWeights, layers: QuantizedLayers) -> dict[st
 def _load_rest(
     model: nn.Module,
     config: QuantizationConfig,
+    dtype: torch.dtype | None,
     stored: StoredWeights,
     new: Mapping[str, nn.Module],
     places: Mapping[str, Device],
@@ -315,7 +330,7 @@ def _load_rest(
         str(weights_location or "the model itself"),
         device_map=places,
         offload_folder=offload_folder,
-        dtype=config.torch_dtype,
+        dtype=dtype,
         keep_in_fp32_modules=config.keep_in_fp32_modules,
     )
     for name, module in new.items():

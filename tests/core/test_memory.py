@@ -109,6 +109,7 @@ def test_nothing_fits() -> None:
     train = find_executable_batch_size(lambda batch_size: _raise(_out_of_memory()), starting_batch_size=4)
     with pytest.raises(TrainwrightError, match=r"no batch size fits: <lambda> .* starting from 4") as caught:
         train()
+    assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 

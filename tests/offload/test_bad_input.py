@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +32,7 @@ from tests.offload.nets import (
 from trainwright import (
     CheckpointError,
     ConfigurationError,
+    check_device_map,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -36,6 +40,7 @@ from trainwright import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     offload_state_dict,
+    remove_hook_from_module,
 )
 
 STATE = plain_state(make_net())
@@ -321,3 +326,34 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
         for folder in (tmp_path / "o", tmp_path / "o" / "inner"):
             with pytest.raises(CheckpointError, match="is a file"):
                 disk_offload(net, folder, "cpu")
+
+
+@pytest.mark.parametrize("device_map", ["auto", ["cpu"], {0: "cpu", "": "cpu"}], ids=str)
+def test_what_is_no_map_from_names_is_refused(device_map: Any, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
+        load_checkpoint_in_model(empty_net(), tmp_path, device_map=device_map)
+    with pytest.raises(ConfigurationError, match=r"device_map.*expected"):
+        check_device_map(make_net(), device_map)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, "int8", 8], ids=str)
+def test_a_dtype_that_is_none_of_weights_is_refused(dtype: Any, tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"dtype=.*expected a floating-point dtype.*load_and_quantize_model"):
+        load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map={"": "cpu"}, dtype=dtype)
+
+
+@pytest.mark.parametrize("prefetch_bytes", ["64MB", -1, 1.5, True])
+def test_an_amount_that_is_no_number_of_bytes_is_refused(prefetch_bytes: Any, tmp_path: Path) -> None:
+    net = make_net()
+    with nothing_changes(net, tmp_path), pytest.raises(ConfigurationError, match="expected whole bytes"):
+        cpu_offload(net, "cpu", prefetch_bytes=prefetch_bytes)
+
+
+@pytest.mark.parametrize("save", [pickle.dumps, lambda net: torch.save(net, io.BytesIO())], ids=["pickle", "torch"])
+def test_pickling_an_offloaded_model_says_what_to_do_instead(save: Callable[[Net], Any], tmp_path: Path) -> None:
+    offloaded = cpu_offload(make_net(), "cpu")
+    with pytest.raises(ConfigurationError, match=r"cannot be pickled.*save_model"):
+        save(offloaded)
+    save(copy.deepcopy(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True)))

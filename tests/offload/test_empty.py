@@ -209,3 +209,26 @@ def test_asking_for_a_shape_makes_no_tensor() -> None:
         module.weight = nn.Parameter(weight)
         del weight
     assert module.weight.shape == (10**7, 10**7)
+
+
+@pytest.mark.parametrize("inner_buffers", [False, True])
+@pytest.mark.parametrize("outer_buffers", [False, True])
+def test_of_contexts_inside_of_one_another_the_innermost_decides(outer_buffers: bool, inner_buffers: bool) -> None:
+    with init_on_device("cpu", include_buffers=outer_buffers):
+        with init_empty_weights(include_buffers=inner_buffers):
+            inner = nn.BatchNorm1d(2000)
+        outer = nn.BatchNorm1d(2000)
+    assert inner.weight.is_meta
+    assert inner.running_mean is not None
+    assert inner.running_mean.is_meta is inner_buffers
+    assert not outer.weight.is_meta
+    with init_empty_weights(include_buffers=outer_buffers):
+        with init_on_device("cpu", include_buffers=inner_buffers):
+            inner = nn.BatchNorm1d(2000)
+        outer = nn.BatchNorm1d(2000)
+    assert torch.equal(inner.weight, torch.ones(2000))
+    assert inner.running_mean is not None
+    assert torch.equal(inner.running_mean, torch.zeros(2000))
+    assert outer.weight.is_meta
+    assert outer.running_mean is not None
+    assert outer.running_mean.is_meta is outer_buffers

@@ -283,8 +283,14 @@ def test_a_map_counts_quantized_layers_by_their_width(weights: Path) -> None:
         ({"load_in_8bit": True, "load_in_4bit": True}, "set one of them to True"),
         ({"load_in_8bit": 1}, "expected True or False"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "expected 'fp4' or 'nf4'"),
-        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "expected one of 'fp32', 'fp16', 'bf16'"),
-        ({"load_in_8bit": True, "torch_dtype": torch.int8}, "expected a floating-point dtype"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "halve"}, "expected one of 'fp32', 'fp16', 'bf16'"),
+        (
+            {"load_in_8bit": True, "torch_dtype": torch.int8},
+            "torch_dtype=torch.int8, expected .* a floating-point dtype",
+        ),
+        ({"load_in_8bit": True, "torch_dtype": "half-way"}, "torch_dtype='half-way', expected one of 'fp32'"),
+        ({"load_in_8bit": True, "skip_modules": "head"}, "skip_modules='head', expected a list of names"),
+        ({"load_in_8bit": True, "keep_in_fp32_modules": [1]}, r"keep_in_fp32_modules=\[1\], expected a list of names"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: str) -> None:
@@ -295,6 +301,8 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], text: st
 def test_defaults_are_those_of_the_two_widths() -> None:
     assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype == torch.float16
     assert BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype == torch.bfloat16
+    assert BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32").torch_dtype == torch.float32
+    assert TorchaoQuantizationConfig(torch_dtype="bfloat16").torch_dtype == torch.bfloat16
 
 
 def test_a_torchao_type_that_is_unknown_or_not_for_this_device_is_refused(weights: Path) -> None:

@@ -54,6 +54,10 @@ class RollbackError(TrainwrightError, RuntimeError):
     """A run was to go back to a checkpoint once more than `max_rollbacks` allows."""
 
 
+class BatchSizeError(TrainwrightError, RuntimeError):
+    """Memory runs out even with the smallest batch size."""
+
+
 class WorkerError(TrainwrightError, RuntimeError):
     """A process that the Trainer started has failed; the message holds that process's own traceback and rank."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trainwright.core.errors import ConfigurationError, TrainwrightError
+from trainwright.core.errors import BatchSizeError, ConfigurationError
 
 # What libraries say when an allocation failed, where they raise a plain RuntimeError.
 _OUT_OF_MEMORY = (
@@ -139,8 +139,8 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: in a call: the batch size was handed over too.
-        TrainwrightError: in a call: not even the smallest batch size fits; raised from the last error. Other errors of
-            `function` pass through.
+        BatchSizeError: in a call: not even the smallest batch size fits; it is a RuntimeError, raised from the last
+            error. Other errors of `function` pass through.
     """
     if function is None:
         return functools.partial(
@@ -166,7 +166,7 @@ def find_executable_batch_size(
                 failure = error.with_traceback(None)  # whose frames would keep the failed try's tensors alive
             batch_size = batch_size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
         name = getattr(tried, "__name__", type(tried).__name__)
-        raise TrainwrightError(
+        raise BatchSizeError(
             f"no batch size fits: {name} ran out of memory down to the smallest one, starting from "
             f"{starting_batch_size}. Use a smaller model, a lower precision or a larger device."
         ) from failure
