@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.device_copies import Fetched, fetch_to
-from trainwright.strategies.offload.hooks import ModelHook, SequentialHook
+from trainwright.strategies.offload.hooks import ModelHook, hooks_of
 from trainwright.strategies.offload.mapped_file import Span
 from trainwright.strategies.offload.moving import Device, find_device, move_inputs, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -217,6 +217,34 @@ class AlignDevicesHook(ModelHook):
         self._number = -1
         self._note_places()
 
+    def take_back(
+        self, module: nn.Module, made: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor, Span, bool]]:
+        """Put the weights back into the module, without copying or reading any; the hook stays as it is.
+
+        Args:
+            module: the hook's.
+            made: by the id of a placeholder, that and what stands for it in the model from now on; gets new entries.
+
+        Yields:
+            For what is a part of a file: its name within the module, its value, where it lies, and whether it stands in
+            the module now; what was empty before it was offloaded does not.
+        """
+        weights: WeightsMap = {} if self.weights_map is None else self.weights_map
+        for slot in self._slots:
+            table = slot.table(module)
+            shown = table.get(slot.leaf)
+            if shown is None or not shown.is_meta:
+                continue
+            value, span = weights[slot.name], self._spans.get(slot.name)
+            is_back = span is None or slot.device != _META
+            if is_back:
+                if id(shown) not in made:
+                    made[id(shown)] = (shown, slot.taken_back(shown, value))
+                table[slot.leaf] = made[id(shown)][1]
+            if span is not None:
+                yield slot.name, value, span, is_back
+
     def remembered(self) -> dict[str, Any]:
         """Return what `replace` changes, to be given to `remember` if the weights must be as they are now."""
         return {"weights_map": self.weights_map, "_slots": self._slots, "_spans": self._spans}
@@ -401,17 +429,7 @@ def _place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.dev
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """Return the hooks that offload a module's own weights: one, or one for each that has a place of its own."""
-    hook = module.__dict__.get("_hf_hook")
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return [each for each in _flat(hooks) if isinstance(each, AlignDevicesHook) and each.offload]
-
-
-def _flat(hooks: Iterable[ModelHook | None]) -> Iterator[ModelHook | None]:
-    for hook in hooks:
-        if isinstance(hook, SequentialHook):
-            yield from _flat(hook.hooks)
-        else:
-            yield hook
+    return [each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload]
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,10 +19,12 @@ from trainwright.strategies.offload.attach import (
 from trainwright.strategies.offload.device_map import check_device_map, resolve_device_map
 from trainwright.strategies.offload.filling import fill_empty
 from trainwright.strategies.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
+from trainwright.strategies.offload.left_on_disk import left_on_disk
 from trainwright.strategies.offload.moving import Device, check_present, default_device, present_device, to_device
 from trainwright.strategies.offload.prefetch import Prefetcher
 from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.stored_weights import StoredWeights
+from trainwright.strategies.offload.taking_back import TakenBack, take_back
 from trainwright.strategies.offload.weights_map import (
     OffloadedWeightsLoader,
     offload_state_dict,
@@ -31,19 +32,6 @@ from trainwright.strategies.offload.weights_map import (
 )
 
 PathLike = str | os.PathLike[str]
-
-# What `load_checkpoint_in_model` has left on the disk for a model that is dispatched afterwards.
-_LEFT_ON_DISK: weakref.WeakKeyDictionary[nn.Module, StoredWeights] = weakref.WeakKeyDictionary()
-
-
-def leave_on_disk(model: nn.Module, weights: StoredWeights) -> None:
-    """Remember where the weights of a model lie that were left on the disk, until it is dispatched."""
-    _LEFT_ON_DISK[model] = weights
-
-
-def left_on_disk(model: nn.Module) -> StoredWeights:
-    """Return what `leave_on_disk` was told about a model; nothing unless it was."""
-    return _LEFT_ON_DISK.get(model, StoredWeights())
 
 
 def dispatch_model(
@@ -64,7 +52,8 @@ def dispatch_model(
     """Place each part of a model where a map says, and make the model run across these places.
 
     Args:
-        model: is changed. Parts on the meta device must be on the disk by the map and found there.
+        model: is changed. One that is dispatched or offloaded is placed anew, its weights taken from where they are.
+            Parts on the meta device must be on the disk: left there by a load, in `offload_dir`, or in `state_dict`.
         device_map: module name → device, `"cpu"` or `"disk"`; covers the model. `{"": "disk"}` is fine. Or
             `"auto"` (which None means too), `"balanced"`, `"balanced_low_0"`, `"sequential"`: a map by what is free
             now, with the classes in the model's `_no_split_modules` kept whole.
@@ -72,7 +61,7 @@ def dispatch_model(
             first accelerator of the map unless told, else the CPU.
         state_dict: the values of what is offloaded, and of what is on the meta device; the model's own unless given.
         offload_dir: a folder that parts on the disk are written to, unless they lie on the disk already: in a
-            safetensors checkpoint that was loaded, or in this folder.
+            safetensors checkpoint that was loaded, in an earlier call's folder, or in this folder.
         offload_index: where they lie, in place of the folder's `index.json`.
         offload_buffers: offload buffers too.
         skip_keys: names of arguments that are not moved between devices, such as a cache's.
@@ -92,11 +81,13 @@ def dispatch_model(
     places = _places(model, device_map, offload_buffers, strict)
     devices = set(places.values())
     with restored_on_failure(model):
+        taken = take_back(model)
         if len(devices) == 1 and "disk" not in devices and not force_hooks:
-            return _on_one_device(model, places, state_dict)
+            return _on_one_device(model, places, state_dict, offload_dir, offload_index)
         main = _main_device(list(places.values()), main_device)
         _fill_staying(model, places, _away(main), offload_buffers, state_dict, offload_dir, offload_index)
-        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers)
+        _fill_kept(model, places, _away(main) - {"disk"}, state_dict)
+        weights = _weights_away(model, places, main, state_dict, offload_dir, offload_index, offload_buffers, taken)
         runs_on = {name: main if device in ("cpu", "disk") else to_device(device) for name, device in places.items()}
         runs_on.setdefault("", main)
         _separate_tied(model, places, runs_on)
@@ -144,13 +135,14 @@ def _weights_away(
     folder: PathLike | None,
     index: Mapping[str, Mapping[str, Any]] | None,
     with_buffers: bool,
+    taken: TakenBack,
 ) -> StoredWeights:
     """Return the weights that are not where they are needed, after writing those that belong to the disk."""
     weights = StoredWeights()
     values: Mapping[str, torch.Tensor] = model.state_dict() if state_dict is None else state_dict
     for name, tensor in _in_places(values, device_map, _away(main) - {"disk"}).items():
         weights.add(name, _on_host(name, tensor))
-    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers)
+    _add_from_disk(weights, model, device_map, values, folder, index, with_buffers, taken)
     return weights
 
 
@@ -174,11 +166,27 @@ def _fill_staying(
     fill_empty(model, [name for name in staying if name not in virtual], state_dict or {}, stored)
 
 
+def _fill_kept(
+    model: nn.Module, device_map: Mapping[str, Device], places: set[str], state_dict: Mapping[str, torch.Tensor] | None
+) -> None:
+    """Give empty weights that are kept in some places what was left of them on the disk, if it was."""
+    left = left_on_disk(model)
+    names = [name for name in _in_places(model.state_dict(), device_map, places) if name in left]
+    fill_empty(model, names, state_dict or {}, left)
+
+
 def _on_one_device(
-    model: nn.Module, device_map: Mapping[str, Device], state_dict: Mapping[str, torch.Tensor] | None
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    folder: PathLike | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
 ) -> nn.Module:
     if state_dict is not None:
-        _fill_staying(model, device_map, set(), False, state_dict)
+        _fill_staying(model, device_map, set(), False, state_dict, folder, index)
+    elif torch.device(next(iter(device_map.values()))).type != "meta":
+        stored = OffloadedWeightsLoader(left_on_disk(model), folder, index)
+        fill_empty(model, [name for name in model.state_dict() if name in stored], stored)
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty and torch.device(next(iter(device_map.values()))).type != "meta":
         raise ConfigurationError(
@@ -223,12 +231,17 @@ def _add_from_disk(
     folder: PathLike | None,
     index: Mapping[str, Mapping[str, Any]] | None,
     with_buffers: bool,
+    taken: TakenBack,
 ) -> None:
     """Add the weights of modules that are on the disk, after writing those that are not there yet."""
     wanted = _offloaded_values(model, device_map, values, with_buffers)
     for name, tensor in _shared_with_others(model, device_map, wanted).items():
         weights.add(name, tensor)  # in memory anyway
         del wanted[name]
+    for name, tensor in list(wanted.items()):
+        if (there := taken.find(tensor)) is not None:
+            weights.add(name, *there)
+            del wanted[name]
     if not wanted:
         return
     left = left_on_disk(model)
@@ -348,11 +361,12 @@ def cpu_offload(
         ConfigurationError: the device is not here.
     """
     device = _execution_device(model, execution_device)
-    values = model.state_dict() if state_dict is None else state_dict
     weights = StoredWeights()
-    for name, tensor in values.items():
-        weights.add(name, _on_host(name, tensor))
     with restored_on_failure(model):
+        take_back(model)
+        _fill_kept(model, {"": "cpu"}, {"cpu"}, state_dict)
+        for name, tensor in (model.state_dict() if state_dict is None else state_dict).items():
+            weights.add(name, _on_host(name, tensor))
         _fill_staying(model, {"": "cpu"}, {"cpu"}, offload_buffers, state_dict)
         return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
@@ -387,8 +401,9 @@ def disk_offload(
     device = _execution_device(model, execution_device)
     weights = StoredWeights()
     with restored_on_failure(model):
+        taken = take_back(model)
         _fill_staying(model, {"": "disk"}, {"disk"}, offload_buffers, None, offload_dir)
-        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers)
+        _add_from_disk(weights, model, {"": "disk"}, model.state_dict(), offload_dir, None, offload_buffers, taken)
         return _offloaded(model, weights, device, offload_buffers, preload_module_classes, prefetch_bytes)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -21,7 +22,7 @@ from trainwright.strategies.offload.moving import Device, default_device, move_i
 
 _HOOK = "_hf_hook"  # the name under which other libraries (peft, diffusers) look for it
 _HANDLES = "_hf_hook_handles"
-_MOVES = ("cuda", "xpu", "cpu", "to_empty")
+MOVES = ("cuda", "xpu", "cpu", "to_empty")
 
 
 class Refusal:
@@ -64,8 +65,11 @@ def refuse_moves(module: nn.Module) -> None:
         "this model has weights that are offloaded to the CPU or the disk: it cannot be moved as a whole. Take the "
         "hooks off first (remove_hook_from_submodules), or dispatch it with another device_map."
     )
-    refused: dict[str, Any] = {name: Refusal(message) for name in _MOVES if hasattr(module, name)}
-    module.__dict__.update(refused, to=OnlyDtype(message, module))
+    refused: dict[str, Any] = {name: Refusal(message) for name in MOVES if hasattr(module, name)}
+    refused["to"] = OnlyDtype(message, module)
+    for name, refusal in refused.items():
+        if isinstance(module.__dict__.get(name, refusal), Refusal):  # else it refuses by itself, hook or not
+            module.__dict__[name] = refusal
 
 
 class ModelHook:
@@ -219,14 +223,33 @@ def _unregister(module: nn.Module) -> None:
         del module.__dict__[name]
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Say whether a module has a hook."""
-    return _HOOK in module.__dict__
+def hook_of(module: nn.Module) -> ModelHook | None:
+    """Return a module's hook, or what holds several as one."""
+    found: ModelHook | None = module.__dict__.get(_HOOK)
+    return found
 
 
-def drop_hook(module: nn.Module) -> None:
-    """Take a module's hook off without its `detach_hook`: whoever calls this puts the module's tensors back."""
+def hooks_of(module: nn.Module) -> list[ModelHook]:
+    """Return a module's hooks, one by one, in the order in which they run."""
+    return list(_flat(hook_of(module)))
+
+
+def _flat(hook: ModelHook | None) -> Iterator[ModelHook]:
+    if isinstance(hook, SequentialHook):
+        for each in hook.hooks:
+            yield from _flat(each)
+    elif hook is not None:
+        yield hook
+
+
+def set_hook(module: nn.Module, hook: ModelHook | None) -> None:
+    """Put a hook in the place of a module's present one, or none, without `init_hook` and `detach_hook`: whoever calls
+    this sees to the module's tensors.
+    """
     _unregister(module)
+    if hook is not None:
+        module.__dict__[_HOOK] = hook
+        _register(module, hook)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:

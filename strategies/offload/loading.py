@@ -17,7 +17,8 @@ from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import check_devices, resolve_device_map
-from trainwright.strategies.offload.dispatch import dispatch_model, leave_on_disk, left_on_disk
+from trainwright.strategies.offload.dispatch import dispatch_model
+from trainwright.strategies.offload.left_on_disk import add_left_on_disk
 from trainwright.strategies.offload.moving import Device, check_present, to_device
 from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.stored_weights import StoredWeights, read_checkpoint
@@ -145,7 +146,7 @@ def _load(model: nn.Module, stored: StoredWeights, checkpoint: PathLike, options
         else:
             fill(model, target, stored)
     if on_disk:
-        _remember(model, left)
+        add_left_on_disk(model, left)
     return keys
 
 
@@ -337,15 +338,6 @@ def _origin(checkpoint: Path) -> str:
     stats = [(path.name, path.stat()) for path in files]
     facts = " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
     return f"{checkpoint.resolve()} {facts}"
-
-
-def _remember(model: nn.Module, left: StoredWeights) -> None:
-    """Leave weights on the disk, beside those of the model that an earlier call has left there."""
-    both = StoredWeights()
-    for stored in (left_on_disk(model), left):
-        for name in stored:
-            both.add(name, stored[name], stored.locate(name))
-    leave_on_disk(model, both)
 
 
 def load_checkpoint_and_dispatch(

@@ -19,7 +19,7 @@ from trainwright.checkpoint.weights_folder import Weight, replace_weights
 from trainwright.core.byte_sizes import convert_file_size_to_int
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.align import offloading_hooks
-from trainwright.strategies.offload.dispatch import left_on_disk
+from trainwright.strategies.offload.left_on_disk import left_on_disk
 from trainwright.strategies.offload.mapped_file import Span
 from trainwright.strategies.offload.quantized_layers import (
     Int8Linear,

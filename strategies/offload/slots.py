@@ -108,6 +108,19 @@ class Slot:
         """Keep what `weight` returned for the next forward, if its memory costs nothing and it will be the same."""
         self.kept = weight if is_lasting and (weight is self.former or not self.is_shared) else None
 
+    def taken_back(self, shown: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+        """Return what stood in the module before, as it shows it now, or its like. Its memory is that of `stored`,
+        unless the dtype differs.
+        """
+        original = None if self.original is None else self.original()
+        restored: torch.Tensor | None = self.former if self.former is not None else original
+        if restored is None:
+            return like(shown, stored.detach().to(shown.dtype))
+        _follow(restored, shown)
+        if restored is not self.former:
+            restored.data = stored.to(shown.dtype)
+        return restored
+
     def put_back(self, module: nn.Module, stored: torch.Tensor) -> None:
         """Put back what stood in the module before, with the values `stored`, as what the module shows now. Tensors
         that were on the meta device stay there, and values that somebody has put there stay too.
