@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
+from trainwright.trainer.accelerated_loader import AcceleratedLoader
 from trainwright.trainer.accumulation import Accumulation
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -25,22 +29,42 @@ class AcceleratedModel(nn.Module):
     Args:
         module: the user's model.
         engine: is called in the model's place; the model itself, or a wrapper that holds it.
-        context: of the forward, to be entered any number of times; its outputs become float32.
+        make_context: makes the context of a forward, whose outputs become float32; None: it has none.
     """
 
-    def __init__(self, module: nn.Module, engine: nn.Module, context: AbstractContextManager[Any] | None) -> None:
+    def __init__(
+        self, module: nn.Module, engine: nn.Module, make_context: Callable[[], AbstractContextManager[Any]] | None
+    ) -> None:
         super().__init__()
         self.module = module
-        self._context = context
+        self.make_context = make_context
         object.__setattr__(self, "engine", engine)  # no child: its parameters are the module's
+        self._num_forwards = 0  # that are under way
+        self._guard: Any = None
+        if engine is not module:
+            self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward; collective in training, under a strategy of several processes."""
-        if self._context is None:
-            return self.engine(*args, **kwargs)
-        with self._context:
-            output = self.engine(*args, **kwargs)
+        self._num_forwards += 1
+        try:
+            if self.make_context is None:
+                return self.engine(*args, **kwargs)
+            with self.make_context():
+                output = self.engine(*args, **kwargs)
+        finally:
+            self._num_forwards -= 1
         return map_tensors(_widened, output)
+
+    def release(self) -> None:
+        """Let another object stand for the same model."""
+        if self._guard is not None:
+            self._guard.remove()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of this object is under way."""
+        return self._num_forwards > 0
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves gradients on this rank; see `Accelerator.no_sync`."""
@@ -55,8 +79,17 @@ class AcceleratedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own state dict."""
-        return self.module.state_dict(*args, **kwargs)
+        """Return the model's own state dict; within another module's, names are torch's usual ones."""
+        within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
+        return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's own names and parameters."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's own names and buffers."""
+        return self.module.named_buffers(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of the model's own names, on every rank."""
@@ -70,6 +103,18 @@ class AcceleratedModel(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
+
+
+def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: Any) -> None:
+    """Raise where a model that is trained by several processes runs past what joins them."""
+    owner = prepared()
+    if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
+        return
+    raise ConfigurationError(
+        f"{type(module).__name__} was called past what prepare() returned, by a method of its own or unwrapped: its "
+        "gradients would stay on each process, and the weights would part. Call the prepared model itself, or this one "
+        "under torch.no_grad() or in eval mode."
+    )
 
 
 def _widened(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,6 +202,12 @@ class AcceleratedOptimizer(Optimizer):
         """Show the optimizer."""
         return f"{type(self).__name__}({self.optimizer!r})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the optimizer."""
         if name.startswith("__") or "optimizer" not in vars(self):
@@ -219,8 +270,8 @@ class AcceleratedScheduler:
 class LossScale:
     """The loss scale of fp16, shared by all optimizers of a loop.
 
-    It changes before the next backward and not after an optimizer's step, so that all optimizers of one backward find
-    the scale that their gradients have.
+    It changes before the first backward of a group and not after an optimizer's step, so that all gradients of a group
+    have one scale, whatever number of optimizers they belong to.
 
     Args:
         device_type: torch's.
@@ -229,11 +280,14 @@ class LossScale:
     def __init__(self, device_type: str) -> None:
         self.scaler = torch.amp.GradScaler(device_type)
         self._is_due = False
-        self._unscaled: set[int] = set()
+        self._num_backwards = 0
+        self._unscaled: dict[int, int] = {}  # optimizer → backwards until its gradients were divided
 
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale, which is brought up to date first."""
-        self._catch_up()
+    def scale(self, loss: torch.Tensor, *, starts_group: bool) -> torch.Tensor:
+        """Return the loss times the scale, which is brought up to date where a group begins."""
+        if starts_group:
+            self._catch_up()
+        self._num_backwards += 1
         return self.scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,10 +306,20 @@ class LossScale:
             self._unscaled.clear()
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the scale, once per step."""
-        if id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
+        """Divide an optimizer's gradients by the scale, once per step.
+
+        Raises:
+            ConfigurationError: more has been added to gradients that were divided already.
+        """
+        seen = self._unscaled.get(id(optimizer))
+        if seen is None:
+            self._unscaled[id(optimizer)] = self._num_backwards
             self.scaler.unscale_(optimizer)
+        elif seen != self._num_backwards:
+            raise ConfigurationError(
+                "gradients were added to others that had been unscaled (by clipping) already. Clip, and step, after "
+                "the last backward of an optimizer step alone."
+            )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step an optimizer if all its gradients are finite; returns whether it did. Waits for the device."""
@@ -294,6 +358,17 @@ class _Step:
 def holds_optimizer(scheduler: Any, optimizer: AcceleratedOptimizer) -> bool:
     """Tell whether a scheduler was made for an optimizer, or for what was prepared of it."""
     return getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
+
+
+def prepared_from(value: Any) -> Any:
+    """Return the user's own object that was prepared; None for what was not."""
+    if isinstance(value, AcceleratedModel):
+        return value.module
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    if isinstance(value, AcceleratedScheduler):
+        return value.scheduler
+    return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
 
 
 def is_scheduler(value: Any) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
 from trainwright.trainer.accumulation import Accumulation, Place
@@ -46,15 +48,15 @@ class AcceleratedLoader:
         self._epoch = epoch
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return this loader with a first pass that begins after so many micro-batches, which are not fetched.
+        """Return this loader with a first pass that begins after so many micro-batches.
+
+        They are not fetched, but of iterables, which have to be gone through.
 
         Raises:
-            ConfigurationError: the loader cannot seek, or the number is negative.
+            ConfigurationError: the number is negative.
         """
         if not isinstance(num_batches, int) or num_batches < 0:
             raise ConfigurationError(f"num_batches={num_batches!r}: write a whole number of at least 0.")
-        if self._resume_batch != num_batches:
-            self.prepared.check_resume(num_batches, has_state=False)
         return SkippedStart(self, num_batches)
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,19 +69,21 @@ class AcceleratedLoader:
         Args:
             first: the micro-batch to begin with; None: where a loaded state stood, otherwise the first one.
         """
-        position = self._resumes_at if first in (None, self._resume_batch) else None
+        resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
+        position = self._resumes_at if first in (None, resume_batch) else None
         self._resumes_at = None
         self.prepared.set_epoch(self._epoch, position)
         self._epoch += 1
-        return self._batches((first or 0) if position is None else position["batch"])
-
-    @property
-    def _resume_batch(self) -> int | None:
-        return None if self._resumes_at is None else self._resumes_at["batch"]
+        if position is not None:
+            return self._batches(position["batch"])
+        if first and not self.prepared.can_seek:
+            return itertools.islice(self._batches(0), first, None)
+        return self._batches(first or 0)
 
     def _batches(self, first: int) -> Iterator[Any]:
         accumulation = self._accumulation
-        place = self._place = accumulation.begin_pass(self)
+        outer, place = self._place, accumulation.begin_pass(self)
+        self._place = place
         place.num_batches = first
         try:
             for group in iterate_groups(self.prepared, accumulate=accumulation.num_steps, start_batch=first):
@@ -87,7 +91,10 @@ class AcceleratedLoader:
                 size = len(batches)
                 for i in range(size):
                     batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
-                    _enter(place, 1 / size if weights is None else weights[i], i == size - 1, group.is_last)
+                    place.weight = 1 / size if weights is None else weights[i]
+                    place.starts_group, place.ends_group = i == 0, i == size - 1
+                    place.ends_data = place.ends_group and group.is_last
+                    place.num_batches += 1
                     if self._mover is not None:
                         batch = self._mover(batch)
                     yield batch
@@ -95,7 +102,7 @@ class AcceleratedLoader:
         finally:
             accumulation.end_pass(place)
             if self._place is place:
-                self._place = None
+                self._place = outer
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, after the micro-batch that the loop has been given last; this rank's own.
@@ -119,11 +126,19 @@ class AcceleratedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was called: the next pass begins there.
 
-        Raises:
-            ConfigurationError: the loader can neither seek nor take its own state back.
+        Warns that it begins anew where the data can neither seek nor keeps its own place.
         """
         position, own = state["position"], state["loader"]
-        self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
+        try:
+            self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
+        except ConfigurationError as error:
+            warnings.warn(
+                f"{error} The epoch begins anew, unless skip_first_batches(loader, {position['batch']}) goes through "
+                "what was consumed.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+            position = None
         self._epoch, self._resumes_at = state["epoch"], position
         if own is not None:
             self.prepared.load_state_dict(own, at_epoch_start=position is None)
@@ -161,8 +176,3 @@ class SkippedStart:
         if name.startswith("__") or "loader" not in vars(self):
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-def _enter(place: Place, weight: float, ends_group: bool, is_last_group: bool) -> None:
-    place.weight, place.ends_group, place.ends_data = weight, ends_group, ends_group and is_last_group
-    place.num_batches += 1

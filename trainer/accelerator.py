@@ -15,19 +15,18 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.memory import release_memory
 from trainwright.core.tree import iterate_tensors
-from trainwright.data import CombinedLoader
 from trainwright.strategies.collectives import gather, gather_object, pad_across_processes, reduce
 from trainwright.strategies.offload.saving import save_model
 from trainwright.strategies.partial_state import PartialState
@@ -36,21 +35,18 @@ from trainwright.trainer.accelerated import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     LossScale,
-    holds_optimizer,
-    is_scheduler,
 )
-from trainwright.trainer.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.trainer.accelerated_loader import AcceleratedLoader
+from trainwright.trainer.accelerator_prepare import PreparesObjects
 from trainwright.trainer.accelerator_settings import read_settings, refuse_attribute
 from trainwright.trainer.accelerator_state import LoopObjects, load_loop, save_loop
 from trainwright.trainer.accumulation import Accumulation
 from trainwright.trainer.gathering import gather_real
-from trainwright.trainer.loaders import Ranks
 
 T = TypeVar("T")
-_OURS = (AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler, AcceleratedLoader, SkippedStart)
 
 
-class Accelerator:
+class Accelerator(PreparesObjects):
     """Joins the processes, and makes a loop's objects ready for them.
 
     The names are those of Hugging Face's Accelerate. A step's gradient is the mean over everything it consumed: the
@@ -99,14 +95,14 @@ class Accelerator:
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._precision = settings.precision
-        self._context = settings.precision.forward_context(self.device.type)
+        has_context = settings.precision.autocast_dtype is not None
+        # Made anew for each use: torch's autocast keeps in itself what it has to restore, and must not nest in itself.
+        self._make_context: Callable[[], Any] | None = None
+        if has_context:
+            self._make_context = partial(settings.precision.forward_context, self.device.type)
         self._scale = LossScale(self.device.type) if settings.precision.scaled else None
         self._accumulation = Accumulation(gradient_accumulation_steps)
-        self._ranks = Ranks(
-            self.strategy.dp_rank, self.strategy.dp_size,
-            self.state.processes.broadcast_object(torch.initial_seed() if seed is None else seed),
-            use_distributed_sampler=True, uneven="pad", agree=self.strategy.gather_integers_by_data_rank,
-        )  # fmt: skip
+        self._seed = seed
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
@@ -155,125 +151,6 @@ class Accelerator:
         except AttributeError:
             raise refuse_attribute(name, [*dir(type(self)), *dir(self.state)]) from None
 
-    # Making objects ready
-
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
-        """Return each argument made ready: models, optimizers, DataLoaders and schedulers; others as they are.
-
-        Collective under several processes: every rank prepares the same objects, in the same order. What was prepared
-        already is returned as it is.
-
-        Args:
-            args: in any order; a scheduler follows the optimizer it was made for.
-            device_placement: for each argument or for all, in the place of the constructor's.
-        """
-        placements = (
-            list(device_placement) if isinstance(device_placement, Sequence) else [device_placement] * len(args)
-        )
-        if len(placements) != len(args):
-            raise ConfigurationError(
-                f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
-            )
-        found = list(args)
-        for prepares in (self._prepare_own, self._prepare_follower):
-            for i, value in enumerate(found):
-                found[i] = prepares(value, placements[i])
-        return found[0] if len(found) == 1 else tuple(found)
-
-    def _prepare_own(self, value: Any, placement: bool | None) -> Any:
-        if isinstance(value, nn.Module):
-            return self.prepare_model(value, placement)
-        if isinstance(value, (DataLoader, CombinedLoader)):
-            return self.prepare_data_loader(value, placement)
-        return self.prepare_optimizer(value) if isinstance(value, Optimizer) else value
-
-    def _prepare_follower(self, value: Any, placement: bool | None) -> Any:
-        return self.prepare_scheduler(value) if is_scheduler(value) else value
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Return what the loop calls in the model's place; the model itself where nothing has to be around it.
-
-        Collective under several processes: all start from rank 0's weights.
-
-        Args:
-            model: its parameters stay the same objects.
-            device_placement: move it to the device; a model that `dispatch_model` has placed stays as it is.
-            evaluation_mode: it will not be trained: processes are not joined by its backward.
-        """
-        placed = self.device_placement if device_placement is None else device_placement
-        return self._once(model, lambda: self._make_model(model, placed, evaluation_mode))
-
-    def _make_model(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> nn.Module:
-        several = self.state.num_processes > 1 and not evaluation_mode
-        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        if several and (dispatched or not placed):
-            raise ConfigurationError(
-                "several processes train a model that each of them has whole on its device: it cannot be spread over "
-                "several by a device map, nor be left where it is by device_placement=False. Start one process, or "
-                "pass evaluation_mode=True to prepare_model if it is not trained."
-            )
-        if placed and not dispatched and not evaluation_mode:
-            engine = self.strategy.prepare_model(model)
-        else:
-            engine = model.to(self.device) if placed and not dispatched else model
-        found = model if engine is model and self._context is None else AcceleratedModel(model, engine, self._context)
-        self._models.append(found)
-        return found
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """Return the optimizer such that it steps once per group of micro-batches. Not collective."""
-
-        def make() -> AcceleratedOptimizer:
-            self._optimizers.append(AcceleratedOptimizer(optimizer, self._accumulation, self._scale))
-            return self._optimizers[-1]
-
-        return self._once(optimizer, make)
-
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Return the schedule such that it advances with the optimizer it was made for. Not collective."""
-
-        def make() -> AcceleratedScheduler:
-            own = [optimizer for optimizer in self._optimizers if holds_optimizer(scheduler, optimizer)]
-            of_steps = self.step_scheduler_with_optimizer
-            found = AcceleratedScheduler(
-                scheduler, own or self._optimizers, self._accumulation, steps_with_optimizer=of_steps
-            )
-            self._schedulers.append(found)
-            return found
-
-        return self._once(scheduler, make)
-
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> AcceleratedLoader:
-        """Return a loader of this process's share of the data; see `prepare_loader` for what becomes of it.
-
-        Args:
-            data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
-            device_placement: move batches to the device.
-        """
-        placed = self.device_placement if device_placement is None else device_placement
-
-        def make() -> AcceleratedLoader:
-            mover = self.strategy.batch_mover() if placed else None
-            found = AcceleratedLoader(self._ranks.prepare(data_loader, "train"), self._accumulation, mover)
-            self._dataloaders.append(found)
-            return found
-
-        return self._once(data_loader, make)
-
-    def _once(self, value: Any, make: Callable[[], T]) -> T:
-        """Return what was made of an object before, or the object if it is such a one; else make it."""
-        if isinstance(value, _OURS):
-            return cast(T, value)  # each kind has one maker
-        if id(value) not in self._prepared:  # what is there holds its object: no other can have the address
-            self._prepared[id(value)] = make()
-        return cast(T, self._prepared[id(value)])
-
-    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Return a prepared loader whose first pass begins later; nothing that is skipped is fetched."""
-        return self.prepare_data_loader(dataloader).skip(num_batches)
-
     # The step
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -295,7 +172,7 @@ class Accelerator:
         if weight != 1:
             loss = loss * weight
         if self._scale is not None:
-            loss = self._scale.scale(loss)
+            loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
     @contextmanager
@@ -322,7 +199,7 @@ class Accelerator:
 
     def autocast(self) -> Any:
         """Return a context for computation outside of a model in the mixed precision."""
-        return nullcontext() if self._context is None else self._context
+        return nullcontext() if self._make_context is None else self._make_context()
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide the gradients of optimizers (all unless told) by the loss scale, once per step."""
@@ -332,6 +209,16 @@ class Accelerator:
         for one in [chosen] if isinstance(chosen, Optimizer) else list(chosen):
             self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
+    def _unscale_those_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Unscale the optimizers that hold some of the parameters: others may be in the midst of a group."""
+        found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self._scale is not None:
+            wanted = set(map(id, found))
+            for optimizer in self._optimizers:
+                if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
+                    self.unscale_gradients(optimizer)
+        return found
+
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
@@ -340,13 +227,11 @@ class Accelerator:
         Returns:
             The norm before (0-dim, on the device, alike on every rank). Does not wait for the device.
         """
-        self.unscale_gradients()
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(self._unscale_those_of(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of gradients to ± `clip_value`; call it when `sync_gradients`."""
-        self.unscale_gradients()
-        nn.utils.clip_grad_value_(parameters, clip_value)
+        nn.utils.clip_grad_value_(self._unscale_those_of(parameters), clip_value)
 
     def set_trigger(self) -> None:
         """Note on this rank that something has happened of which all shall hear at `check_trigger`."""
@@ -469,6 +354,8 @@ class Accelerator:
 
         The loop's own references must go too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
+        for loader in self._dataloaders:
+            loader.prepared.close()
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
         self._prepared.clear()
@@ -478,6 +365,10 @@ class Accelerator:
         del objects
         release_memory()
         return found
+
+    def end_training(self) -> None:
+        """Leave the other processes, at the end of a script; does not wait for them."""
+        self.state.destroy_process_group()
 
     def clear(self, *objects: Any) -> list[Any]:
         """Do what `free_memory` does."""

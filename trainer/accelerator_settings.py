@@ -31,7 +31,11 @@ _METHODS = {
     "init_trackers": "a logger of trainwright.loggers",
     "log": "a logger of trainwright.loggers",
     "get_tracker": "a logger of trainwright.loggers",
-    "end_training": "state.destroy_process_group()",
+    "register_save_state_pre_hook": "register_for_checkpointing(object), or code before save_state",
+    "register_load_state_pre_hook": "code before load_state",
+    "trigger_sync_in_backward": "accumulate(), or no_sync() for the other passes",
+    "save": "save_model, or torch.save on is_main_process",
+    "gradient_state": "sync_gradients, gradient_accumulation_steps",
     "join_uneven_inputs": "prepare() on the loader: ranks that run out of data are padded",
     "profile": "torch.profiler",
 }

@@ -61,6 +61,10 @@ class LoopObjects:
             prefix, model = self.named_model(index)
             for name, parameter in model.named_parameters():
                 found.setdefault(parameter, prefix + name)
+        for number, optimizer in enumerate(self.optimizers):  # of no model: a temperature, for example
+            for i, group in enumerate(optimizer.param_groups):
+                for j, parameter in enumerate(group["params"]):
+                    found.setdefault(parameter, f"optimizer_{number}.group_{i}.parameter_{j}")
         return found
 
 
@@ -80,15 +84,16 @@ def save_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes)
         for index in range(len(objects.models)):
             prefix, model = objects.named_model(index)
             weights |= {prefix + name: value for name, value in model.state_dict().items()}
-        entry = {
+        entry: dict[str, Any] = {
             "counts": objects.counts,
             "schedulers": [scheduler.state_dict() for scheduler in objects.schedulers],
             "scale": None if objects.scale is None else objects.scale.state_dict(),
             "others": [other.state_dict() for other in objects.others],
             "loaders": [of_rank["loaders"] for of_rank in of_ranks],
+            "steps": [optimizer.num_steps for optimizer in objects.optimizers],
             "seed": seed,
         }
-        steps = max((optimizer.num_steps for optimizer in objects.optimizers), default=0)
+        steps = max(entry["steps"], default=0)
         snapshot = Snapshot(
             state=TrainState(step=steps).to_dict(),
             model=weights,
@@ -122,9 +127,9 @@ def load_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes)
         weights = {name.removeprefix(prefix): v for name, v in snapshot.model.items() if name.startswith(prefix)}
         load_plain_state(model, weights)
     names = objects.parameter_names()
-    for optimizer, state in zip(objects.optimizers, snapshot.optimizers, strict=True):
+    for optimizer, state, steps in zip(objects.optimizers, snapshot.optimizers, entry["steps"], strict=True):
         load_named_optimizer_state(optimizer.optimizer, state, names)
-        optimizer.num_steps = snapshot.state["step"]
+        optimizer.num_steps = steps
     for kind in ("schedulers", "others"):
         for one, state in zip(getattr(objects, kind), entry[kind], strict=True):
             one.load_state_dict(state)

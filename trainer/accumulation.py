@@ -13,12 +13,14 @@ class Place:
     Attributes:
         weight: of the present micro-batch in its optimizer step, times the number of ranks; 0 for padding, which a
             rank gets that has run out of data before others.
+        starts_group: the first one of its optimizer step.
         ends_group: the optimizer step follows.
         ends_data: no micro-batch follows in this pass.
         num_batches: micro-batches of this pass that the loop has been given, skipped ones too.
     """
 
     weight: float = 1.0
+    starts_group: bool = True
     ends_group: bool = True
     ends_data: bool = False
     num_batches: int = 0
@@ -51,15 +53,27 @@ class Accumulation:
         place = self.place
         return 1 / self.num_steps if place is None else place.weight
 
+    @property
+    def starts_group(self) -> bool:
+        """Whether the present micro-batch is the first one of its optimizer step."""
+        place = self.place
+        return self._num_counted % self.num_steps <= 1 if place is None else place.starts_group
+
     def begin_pass(self, loader: Any) -> Place:
         """Note that a loader is being read, until `end_pass`."""
         place = Place()
+        self._rest()
         self._passes.append((loader, place))
         return place
+
+    def _rest(self) -> None:
+        if not self._passes:  # a pass that was left within a group does not hold the next loop back
+            self.sync_gradients = True
 
     def end_pass(self, place: Place) -> None:
         """Note that a pass is over, or was left."""
         self._passes = [one for one in self._passes if one[1] is not place]
+        self._rest()
 
     def begin_micro_batch(self) -> None:
         """Find out whether an optimizer steps after the micro-batch that begins."""

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.tree import iterate_tensors, map_tensors
 from trainwright.data import pad_to, trim
+from trainwright.strategies.collectives import recursively_apply
 from trainwright.strategies.process_group import Processes
 
 _MAX_DIMS = 8
@@ -30,7 +30,8 @@ def gather_real(tree: Any, is_padding: bool, processes: Processes) -> Any:
     """
     if processes.world_size == 1:
         return tree
-    shapes = [_shape(tensor, is_padding) for tensor in iterate_tensors(tree)]
+    shapes: list[list[int]] = []
+    recursively_apply(lambda leaf: shapes.append(_shape(leaf, is_padding)), tree, test_type=_is_gathered)
     of_ranks = iter(zip(*_exchange(shapes, processes), strict=True))
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -41,7 +42,16 @@ def gather_real(tree: Any, is_padding: bool, processes: Processes) -> Any:
         dist.all_gather(found, padded.contiguous(), group=processes.group_for(padded.device))
         return trim(found, counts)
 
-    return map_tensors(one, tree)
+    return recursively_apply(one, tree)
+
+
+def _is_gathered(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) and leaf is not None:
+        raise ConfigurationError(
+            f"gather_for_metrics got tensors and a {type(leaf).__name__} beside them, which would stay this process's. "
+            "Gather tensors and other objects in two calls, or all with use_gather_object=True."
+        )
+    return leaf is not None
 
 
 def _shape(tensor: torch.Tensor, is_padding: bool) -> list[int]:

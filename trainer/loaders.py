@@ -113,6 +113,7 @@ class Ranks:
     agree: Callable[[list[int]], list[list[int]]] | None
     lockstep_evaluation: bool = False
     per_sample_rng: bool = False
+    outlives_signals: bool = True
 
     def prepare(self, loader: Any, stage: Any, shuffle: bool | None = None) -> PreparedLoader:
         """Prepare one loader for this rank."""
@@ -128,6 +129,7 @@ class Ranks:
             lockstep=None if stage == "train" else self.lockstep_evaluation,
             shuffle=shuffle,
             per_sample_rng=self.per_sample_rng,
+            outlives_signals=self.outlives_signals,
         )
 
 

@@ -27,7 +27,6 @@ from trainwright.data.order import epoch_key
 from trainwright.data.prepared import Agree, LoaderSettings, PreparedLoader, Stage, Uneven
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
 from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, batch_key, fetch_seeded, sample_key
-from trainwright.data.workers import WorkerStart
 
 _STAGE_NAMES = {
     "train": "train_dataloader",
@@ -50,6 +49,7 @@ def prepare_loader(
     agree: Agree | None = None,
     shuffle: bool | None = None,
     per_sample_rng: bool = False,
+    outlives_signals: bool = False,
     name: str | None = None,
 ) -> PreparedLoader:
     """Return `loader` made ready for one data-parallel rank; the user's own object is not changed.
@@ -81,6 +81,7 @@ def prepare_loader(
         per_sample_rng: what `random`, numpy's global generator and torch's CPU generator give while a sample is fetched
             depends on (seed, epoch, the sample's index) alone, and while a batch is collated on its first sample; this
             process's generators are left alone. Costs some 20 µs a sample. For data with indices only.
+        outlives_signals: workers go on after the signals that announce a run's end; the caller ends them by `close`.
         name: of the loader, for messages; by default that of the stage's hook.
 
     Every rank must call it: like `set_epoch` it may communicate through `agree`.
@@ -100,6 +101,7 @@ def prepare_loader(
         agree=agree,
         shuffle=shuffle,
         per_sample_rng=per_sample_rng,
+        outlives_signals=outlives_signals,
         name=name or _STAGE_NAMES.get(stage, "loader"),
     )
     prepared = _prepare(loader, settings)
@@ -146,7 +148,7 @@ class PreparedDataLoader(PreparedLoader):
                 "map-style data is counted in samples and kept in checkpoints: hand over a fresh loader, and pass "
                 "ckpt_path."
             )
-        more: dict[str, Any] = {slot: dealer, "worker_init_fn": WorkerStart(loader.worker_init_fn)}
+        more: dict[str, Any] = {slot: dealer, "worker_init_fn": settings.worker_start(loader.worker_init_fn)}
         if settings.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(loader.dataset)
         self._loader = _with(loader, generator=self._seeds.generator, **more)
@@ -291,7 +293,7 @@ class PreparedIterable(PreparedLoader):
         self._loader = dataset
         if batched:
             self._seeds = _WorkerSeeds(loader)
-            init = WorkerPlace(settings.rank, settings.world, WorkerStart(loader.worker_init_fn))
+            init = WorkerPlace(settings.rank, settings.world, settings.worker_start(loader.worker_init_fn))
             more: dict[str, Any] = {}
             if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts workers anew: what they draw must not hang on what they had drawn.

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.data.sampler import Dealer
+from trainwright.data.workers import WorkerStart
 
 Stage = Literal["train", "validate", "test", "predict"]
 Uneven = Literal["pad", "stop", "error"]
@@ -45,6 +46,7 @@ class LoaderSettings:
     agree: Agree | None = None
     shuffle: bool | None = None
     per_sample_rng: bool = False
+    outlives_signals: bool = False
     name: str = "train_dataloader"
 
     def __post_init__(self) -> None:
@@ -54,6 +56,10 @@ class LoaderSettings:
             raise ConfigurationError(f"uneven={self.uneven!r} is not one of 'pad', 'stop', 'error'.")
         if not 0 <= self.rank < self.world:
             raise ConfigurationError(f"rank={self.rank} is not in [0, world={self.world}).")
+
+    def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
+        """Return what a worker does first, with the user's own function."""
+        return WorkerStart(own) if self.outlives_signals else own
 
 
 class PreparedLoader(ABC):

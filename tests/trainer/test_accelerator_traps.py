@@ -1,0 +1,249 @@
+"""What goes wrong in loops by accident: each is right with `Accelerator`, or an error that says what to do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.rng import seed_everything
+from trainwright.trainer.accelerator import Accelerator
+
+
+def _net() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def _loader(num: int = 8, **options: Any) -> Any:
+    return DataLoader(TensorDataset(torch.ones(num, 4)), **options)
+
+
+_LEFT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Accelerator
+loader = Accelerator(cpu=True).prepare(
+    DataLoader(TensorDataset(torch.arange(40)), batch_size=2, num_workers=2, persistent_workers={persistent})
+)
+batches = enumerate(loader)
+next(batches)
+{ending}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("persistent", "ending", "code"), [(True, "", 0), (False, "raise RuntimeError('left')", 1)])
+def test_a_script_that_leaves_its_workers_ends(persistent: bool, ending: str, code: int) -> None:
+    script = _LEFT.format(persistent=persistent, ending=ending)
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True).returncode == code
+
+
+def test_autocast_around_a_prepared_model_ends() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    net = accelerator.prepare(_net())
+    with accelerator.autocast():
+        net(torch.ones(1, 4))
+        assert torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: Any) -> int:
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    return int(optimizer.num_steps)
+
+
+def test_a_notebook_s_cell_may_be_run_twice() -> None:
+    net: Any = _net()
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader: Any = _loader()
+    for precision in ("bf16", "no"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision=precision)
+        net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+        assert _micro_batches(accelerator, net, optimizer, loader) == 2
+        assert [len(kept) for kept in (accelerator._models, accelerator._optimizers, accelerator._dataloaders)] == [
+            1
+        ] * 3
+    assert type(net) is nn.Linear  # of the second one, without autocast
+    accelerator.free_memory()
+    net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
+    assert _micro_batches(accelerator, net, optimizer, loader) == 2
+    assert len(accelerator._optimizers) == 1
+
+
+class Scores(nn.Module):
+    """A model with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the scores."""
+        return self.layer(x)
+
+    def compute_loss(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss, past whatever wraps the model."""
+        return self(x).sum()
+
+
+def _pass_by() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(Scores())
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        net.compute_loss(x)
+    net.eval().compute_loss(x)
+    net.train()
+    accelerator.backward(net(x).sum())
+    with pytest.raises(ConfigurationError, match="called past what prepare"):
+        net.compute_loss(x)
+    again = Accelerator(cpu=True).prepare(net)
+    again(x).sum().backward()
+    return [type(again).__name__, "" if again.engine is net.engine else "joined twice"]
+
+
+@pytest.mark.distributed
+def test_a_method_that_runs_past_the_replica_is_an_error() -> None:
+    assert run_distributed(_pass_by, 2, init=False) == [["AcceleratedModel", ""]] * 2
+
+
+def test_clipping_amid_a_group_in_fp16_is_an_error() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=2)
+    net: Any = _net()
+    net, _, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), _loader(2))
+
+    def loop() -> None:
+        for (x,) in loader:
+            with accelerator.accumulate(net):
+                accelerator.backward(net(x).sum())
+                accelerator.clip_grad_norm_(net.parameters(), 1.0)
+
+    with pytest.raises(ConfigurationError, match="after the last backward"):
+        loop()
+
+
+def _adversaries(precision: str) -> list[float]:
+    """Return the norms that two optimizers of one loop clip, with accumulation."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    nets = [_net(), _net()]
+    made = accelerator.prepare(*nets, *[torch.optim.SGD(net.parameters(), lr=0.1) for net in nets], _loader(8))
+    if precision == "fp16":
+        accelerator._scale.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1)  # type: ignore[union-attr]
+    norms = []
+    for (x,) in made[-1]:
+        with accelerator.accumulate(*made[:2]):
+            for net, optimizer in zip(made[:2], made[2:4], strict=True):
+                accelerator.backward(net(x).square().sum())
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(net.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return norms
+
+
+def test_two_optimizers_with_accumulation_have_one_scale_in_a_group() -> None:
+    assert _adversaries("fp16") == pytest.approx(_adversaries("no"), rel=0.02)
+
+
+def test_a_model_has_one_set_of_names() -> None:
+    net = Accelerator(cpu=True, mixed_precision="bf16").prepare(nn.BatchNorm1d(3))
+    names = [name for name, _ in [*net.named_parameters(), *net.named_buffers()]]
+    assert names == list(net.state_dict()) == list(nn.BatchNorm1d(3).state_dict())
+    within = nn.ModuleDict({"net": net})
+    within.load_state_dict(within.state_dict())
+    assert list(within.state_dict()) == [name for name, _ in [*within.named_parameters(), *within.named_buffers()]]
+
+
+def test_prepared_optimizers_are_copied_and_pickled() -> None:
+    net = _net()
+    made = Accelerator(cpu=True).prepare(torch.optim.Adam(net.parameters()))
+    for other in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+        assert other.state_dict() == made.state_dict()
+
+
+def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_construction() -> None:
+    def order(seed: int) -> list[Any]:
+        accelerator = Accelerator(cpu=True)
+        seed_everything(seed)
+        return [batch.tolist() for batch in accelerator.prepare(DataLoader(torch.arange(20), shuffle=True))]  # type: ignore[arg-type]
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_a_group_that_was_left_does_not_hold_back_what_follows() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, optimizer, loader = accelerator.prepare(_net(), torch.optim.SGD(_net().parameters(), lr=0.1), _loader())
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).sum())
+        break
+    assert accelerator.sync_gradients
+    optimizer.step()
+    assert optimizer.num_steps == 1
+
+
+class Stream(IterableDataset[int]):
+    """Data that can only be gone through."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def test_an_iterable_is_gone_through_where_batches_are_skipped(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=1))
+    for i, _ in enumerate(loader):
+        if i == 2:
+            accelerator.save_state(tmp_path / "state")
+    again = Accelerator(cpu=True)
+    loader = again.prepare(DataLoader(Stream(), batch_size=1))
+    with pytest.warns(TrainwrightWarning, match=r"skip_first_batches\(loader, 3\)"):
+        again.load_state(tmp_path / "state")
+    assert [int(batch) for batch in again.skip_first_batches(loader, 3)] == [3, 4, 5]
+
+
+def test_an_optimizer_may_hold_parameters_of_no_model(tmp_path: Path) -> None:
+    def made() -> tuple[Accelerator, Any]:
+        net, temperature = _net(), nn.Parameter(torch.ones(()))
+        accelerator = Accelerator(cpu=True)
+        optimizer = torch.optim.Adam([*net.parameters(), temperature])
+        return accelerator, (*accelerator.prepare(net, optimizer), temperature)
+
+    accelerator, (net, optimizer, temperature) = made()
+    accelerator.backward(net(torch.ones(1, 4)).sum() * temperature)
+    optimizer.step()
+    accelerator.save_state(tmp_path / "state")
+    other, (_, optimizer_too, temperature_too) = made()
+    other.load_state(tmp_path / "state")
+    assert torch.equal(optimizer_too.state[temperature_too]["exp_avg"], optimizer.state[temperature]["exp_avg"])
+    assert optimizer_too.num_steps == 1
+
+
+def _gather_mixed() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    rank = torch.tensor([accelerator.process_index])
+    whole = accelerator.gather_for_metrics(UserDict({"a": rank, "nothing": None}))
+    with pytest.raises(ConfigurationError, match="a str beside them"):
+        accelerator.gather_for_metrics({"a": rank, "ids": ["x"]})
+    return [whole["a"].tolist(), whole["nothing"]]
+
+
+@pytest.mark.distributed
+def test_nothing_that_is_gathered_stays_behind_silently() -> None:
+    assert run_distributed(_gather_mixed, 2, init=False) == [[[0, 1], None]] * 2
