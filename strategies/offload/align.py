@@ -254,6 +254,10 @@ class AlignDevicesHook(ModelHook):
         self.__dict__.update(remembered)
         self.forget()
 
+    def places(self, module: nn.Module) -> set[tuple[int, str]]:
+        """Return where the weights that are brought stand: the ids of modules' tables, and names in them."""
+        return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
+
     def fetch(self) -> Fetched:
         """Bring the weights to the execution device; called by the prefetcher too, from its thread."""
         assert self.execution_device is not None

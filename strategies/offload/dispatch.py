@@ -24,6 +24,7 @@ from trainwright.strategies.offload.moving import Device, check_present, default
 from trainwright.strategies.offload.prefetch import Prefetcher
 from trainwright.strategies.offload.rollback import restored_on_failure
 from trainwright.strategies.offload.stored_weights import StoredWeights
+from trainwright.strategies.offload.strays import look_at_first_forward
 from trainwright.strategies.offload.taking_back import TakenBack, take_back
 from trainwright.strategies.offload.weights_map import (
     OffloadedWeightsLoader,
@@ -202,6 +203,7 @@ def _dispatched(model: nn.Module, device_map: Mapping[str, Device]) -> nn.Module
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]  # modules type attributes as tensors
     if any(has_offloaded_params(module) for module in model.modules()):
         refuse_moves(model)
+        look_at_first_forward(model)
     return model
 
 
@@ -426,6 +428,7 @@ def _offloaded(
         prefetcher=Prefetcher(prefetch_bytes),
     )
     refuse_moves(model)
+    look_at_first_forward(model)
     return model
 
 

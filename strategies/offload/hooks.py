@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -176,6 +176,31 @@ class _Calls:
             torch.set_grad_enabled(before.pop())
 
 
+class _Once:
+    """What a module does before its next forward, and not again."""
+
+    def __init__(self, act: Callable[[nn.Module], None]) -> None:
+        self.act = act
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.act(module)
+        _forget_once(module)
+
+
+def before_next_forward(module: nn.Module, act: Callable[[nn.Module], None]) -> None:
+    """Have a module hand itself to a function before its next forward, before all hooks, until that raises nothing.
+
+    Afterwards nothing is left of it, and so it is when hooks are taken off.
+    """
+    _forget_once(module)
+    module.register_forward_pre_hook(_Once(act), prepend=True)
+
+
+def _forget_once(module: nn.Module) -> None:
+    for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, _Once)]:
+        del module._forward_pre_hooks[key]
+
+
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Put a hook on a module.
 
@@ -260,6 +285,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         recurse: those of all modules within it too.
     """
     hook = module.__dict__.get(_HOOK)
+    _forget_once(module)
     if hook is not None:
         hook.detach_hook(module)
         _unregister(module)

@@ -1,0 +1,94 @@
+"""Weights that no hook brings are named before anything is computed with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainwright import ConfigurationError, cpu_offload, disk_offload, dispatch_model, remove_hook_from_submodules
+
+INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))
+
+OFFLOADS: dict[str, Callable[[nn.Module, Path], nn.Module]] = {
+    "cpu_offload": lambda model, folder: cpu_offload(model, "cpu"),
+    "disk_offload": lambda model, folder: disk_offload(model, folder, "cpu"),
+    "dispatch_model": lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+}
+offloads = pytest.mark.parametrize("offload", OFFLOADS.values(), ids=list(OFFLOADS))
+
+
+class Adapter(nn.Module):
+    """A layer and a narrow way beside it, moved to where the layer's weights seem to be."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(4, 2, bias=False).to(base.weight.device)
+        self.up = nn.Linear(2, 4, bias=False).to(base.weight.device)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(inputs) + self.up(self.down(inputs))
+        return result
+
+
+class Block(nn.Module):
+    """A layer in a module of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(inputs)
+        return result
+
+
+def _with_adapter(model: nn.Sequential) -> nn.Sequential:
+    block = model[0]
+    assert isinstance(block, Block)
+    assert isinstance(block.layer, nn.Linear)
+    block.layer = Adapter(block.layer)
+    return model
+
+
+@offloads
+def test_an_adapter_that_is_put_into_an_offloaded_model_is_refused_at_the_first_forward(
+    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(Block(), nn.Linear(4, 4))
+    offload(model, tmp_path)
+    with pytest.raises(
+        ConfigurationError, match=r"2 weights in .*'0\.layer\.down\.weight' first.*before dispatch_model"
+    ):
+        _with_adapter(model)(INPUTS)
+    with pytest.raises(ConfigurationError, match=r"'layer\.down\.weight' first"):
+        model[0](INPUTS)  # as wrappers that call parts of a model do
+
+
+@offloads
+def test_an_adapter_that_is_there_first_is_offloaded_with_its_layer(
+    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    model = _with_adapter(nn.Sequential(Block(), nn.Linear(4, 4)))
+    wanted = model(INPUTS)
+    assert torch.equal(offload(model, tmp_path)(INPUTS), wanted)
+
+
+@offloads
+def test_looking_for_such_weights_leaves_nothing_behind(
+    offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    before = nn.Sequential(Block(), nn.Linear(4, 4))
+    model = offload(copy.deepcopy(before), tmp_path)
+    looking = [len(module._forward_pre_hooks) for module in model.modules()]
+    model(INPUTS)
+    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == sum(looking) - 2
+    assert torch.equal(copy.deepcopy(model)(INPUTS), before(INPUTS))
+    again = offload(copy.deepcopy(before), tmp_path / "again")
+    remove_hook_from_submodules(again)
+    assert not any(module._forward_pre_hooks for module in again.modules())
