@@ -16,12 +16,36 @@ from trainwright.strategies.offload.hooks import before_next_forward
 def look_at_first_forward(model: nn.Module) -> None:
     """Have each part of an offloaded model look at its weights before its first forward, and never again.
 
-    That forward raises ConfigurationError where a weight within the part is on the meta device and no hook brings it.
-    All parts look, not the model alone: wrappers such as peft's go round the model's own call.
+    That forward raises ConfigurationError where a weight within the part is on the meta device and no hook brings it,
+    or where its hook is on a module that is never called, as a ParameterList is not. All parts look, not the model alone: wrappers such as peft's go round the model's own call.
     """
     for module in model.modules():
         if module._modules:
-            before_next_forward(module, _refuse_strays)
+            before_next_forward(module, _look)
+
+
+def _look(module: nn.Module) -> None:
+    _refuse_uncalled(module)
+    _refuse_strays(module)
+
+
+def _refuse_uncalled(module: nn.Module) -> None:
+    for path, part in module.named_modules():
+        names = [slot for hook in offloading_hooks(part) for _, slot in sorted(hook.places(part))]
+        if not names or part is module or _has_forward(part):
+            continue
+        owner = path
+        while not _has_forward(module.get_submodule(owner)) and owner:
+            owner = owner.rpartition(".")[0]
+        raise ConfigurationError(
+            f"{f'{path}.{names[0]}'!r} is offloaded and would not be brought: {type(part).__name__} has no forward, at "
+            "which its weights come. Have them come with those of the module that uses them: "
+            f"preload_module_classes=[{type(module.get_submodule(owner)).__name__!r}]."
+        )
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def _refuse_strays(module: nn.Module) -> None:

@@ -92,3 +92,35 @@ def test_looking_for_such_weights_leaves_nothing_behind(
     again = offload(copy.deepcopy(before), tmp_path / "again")
     remove_hook_from_submodules(again)
     assert not any(module._forward_pre_hooks for module in again.modules())
+
+
+class User(nn.Module):
+    """A module that uses weights which lie in a container."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        weights = [torch.randn(4, 4), torch.randn(4, 4)]
+        self.held: nn.Module = nn.ParameterList(weights)
+        if kind == "dict":
+            self.held = nn.ParameterDict({str(number): weight for number, weight in enumerate(weights)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(inputs)
+        for weight in self.held.parameters():
+            hidden = hidden @ weight
+        return hidden
+
+
+@offloads
+@pytest.mark.parametrize("kind", ["list", "dict"])
+def test_a_container_of_weights_that_is_offloaded_alone_is_refused_with_the_way_out(
+    kind: str, offload: Callable[[nn.Module, Path], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(User(kind), nn.Linear(4, 4))
+    wanted = model(INPUTS)
+    offloaded = offload(copy.deepcopy(model), tmp_path / "a")
+    with pytest.raises(ConfigurationError, match=r"'0\.held\.0' is offloaded.*preload_module_classes=\['User'\]"):
+        offloaded(INPUTS)
+    whole = dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "b", preload_module_classes=["User"])
+    assert torch.equal(whole(INPUTS), wanted)
