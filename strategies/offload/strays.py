@@ -17,7 +17,8 @@ def look_at_first_forward(model: nn.Module) -> None:
     """Have each part of an offloaded model look at its weights before its first forward, and never again.
 
     That forward raises ConfigurationError where a weight within the part is on the meta device and no hook brings it,
-    or where its hook is on a module that is never called, as a ParameterList is not. All parts look, not the model alone: wrappers such as peft's go round the model's own call.
+    or where its hook is on a module that is never called, as a ParameterList is not. All parts look, not the
+    model alone: wrappers such as peft's go round the model's own call.
     """
     for module in model.modules():
         if module._modules:
