@@ -245,3 +245,55 @@ def test_a_big_endian_file_is_refused(tmp_path: Path) -> None:
         archive.writestr("x/byteorder", b"big")
     with pytest.raises(CheckpointError, match="big-endian"):
         read_torch_file(tmp_path / "x.pt")
+
+
+def _former(path: Path, tree: Any) -> Path:
+    """Save as torch did before 1.6."""
+    torch.save(tree, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_the_format_before_1_6_is_read_with_its_dtypes_and_ties(mapped: bool, tmp_path: Path) -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
+    tree = {str(dtype): torch.arange(6).to(dtype).view(2, 3) for dtype in dtypes}
+    shared = torch.arange(10.0)
+    tree |= {"whole": shared, "part": shared[3:7], "transposed": torch.arange(6.0).view(2, 3).T, "none": torch.empty(0)}
+    path = _former(tmp_path / "x.bin", {"state_dict": OrderedDict(tree), "epoch": 3, "p": torch.nn.Parameter(shared)})
+    read, unknown = read_torch_file(path, mapped=mapped)
+    assert (read["epoch"], unknown) == (3, [])
+    assert read["state_dict"].keys() == tree.keys()
+    for name, tensor in tree.items():
+        assert same(read["state_dict"][name], tensor), name
+    read["state_dict"]["whole"].zero_()
+    assert not read["state_dict"]["part"].any()
+    assert same(torch.load(path)["state_dict"]["whole"], shared)
+
+
+def test_the_format_before_1_6_runs_nothing(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    read, unknown = read_torch_file(_former(tmp_path / "x.bin", {"a": torch.ones(1), "evil": Evil()}))
+    assert unknown == ["posix.mkdir"]
+    assert same(read["a"], torch.ones(1))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("cut", [1, 8, 30, 44, 200, 350])
+def test_a_file_of_before_1_6_that_is_cut_is_refused(cut: int, tmp_path: Path) -> None:
+    path = _former(tmp_path / "x.bin", {"a": torch.ones(8), "b": torch.ones(3)})
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match=r"x\.bin"):
+        read_torch_file(path)
+
+
+def test_a_file_of_before_1_6_from_a_big_endian_machine_is_refused(tmp_path: Path) -> None:
+    path = _former(tmp_path / "x.bin", {"a": torch.ones(8)})
+    data = path.read_bytes()
+    place = data.index(b"little_endian")
+    at = data.index(b"\x88", place)  # NEWTRUE
+    path.write_bytes(data[:at] + b"\x89" + data[at + 1 :])
+    with pytest.raises(CheckpointError, match="little_endian"):
+        read_torch_file(path)

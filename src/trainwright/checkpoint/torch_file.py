@@ -1,6 +1,7 @@
 """Reading what `torch.save` wrote, without running anything that the file says.
 
-A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle in it, and unpickling calls whatever the pickle names.
+A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle in it, or, from torch before 1.6, some pickles in a row
+and the storages behind them; and unpickling calls whatever the pickle names.
 Here the pickle is only parsed: each name and each call in it becomes an inert node, and afterwards a closed list of
 names (tensors, plain containers, numbers) is interpreted by functions of this module. Everything else is unknown and
 refused. `torch.load(weights_only=True)` is not used: it builds tensors inside the unpickler, and before torch 2.10 a
@@ -21,7 +22,7 @@ import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, BinaryIO, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,10 @@ from trainwright.core.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 512 * 2**20
 _LOCAL_HEADER = struct.Struct("<26xHH")  # the end of a zip entry's local header: lengths of its name and extra field
+
+_FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # which torch before 1.6 pickled first
+_HEAD_BYTES = 32
+_FORMER_VERSION = 1001
 
 Name = tuple[str, str]
 
@@ -85,11 +90,22 @@ class _Node:
 _STORAGE: Name = ("", "storage")
 
 
+class _Readable(Protocol):
+    """What an unpickler reads from."""
+
+    def read(self, count: int, /) -> bytes:
+        """Return so many bytes, fewer at the end."""
+
+    def readline(self) -> bytes:
+        """Return a line."""
+
+
 class _Parser(pickle.Unpickler):
     """Parses a pickle into plain containers and `_Node`s."""
 
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+    def __init__(self, file: _Readable) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.storages: list[_Node] = []
         self._classes: dict[Name, type[_Node]] = {}
 
     def find_class(self, module: str, name: str) -> type[_Node]:
@@ -101,14 +117,16 @@ class _Parser(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> _Node:
         """Return the node of a storage, which lies beside the pickle in the archive."""
-        return self.find_class(*_STORAGE)(pid)
+        node = self.find_class(*_STORAGE)(pid)
+        self.storages.append(node)
+        return node
 
 
 def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, list[str]]:
     """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
 
     Args:
-        path: a zip archive as torch has written since 1.6, on a little-endian machine.
+        path: a zip archive as torch has written since 1.6, or what it wrote before, on a little-endian machine.
         mapped: False reads every tensor into memory.
 
     Returns:
@@ -120,16 +138,13 @@ def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, li
         CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, or a tensor in
             it reaches beyond its storage.
     """
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(
-            f"{path} is no archive of torch.save: it is a bare pickle (torch before 1.6, or pickle.dump), or damaged. "
-            "A bare pickle can only be executed; do that with --trust-pickle if you trust who made it."
-        )
     try:
-        with zipfile.ZipFile(path) as archive:
-            records = _Records(path, archive, mapped)
-            reader = _Interpreter(records)
-            tree = reader.value(_Parser(records.pickle()).load())
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                reader, tree = _interpreted(_Records(path, archive, mapped))
+        else:
+            with open(path, "rb") as file:
+                reader, tree = _interpreted(_FormerRecords(path, file, mapped))
     except CheckpointError:
         raise
     except (pickle.UnpicklingError, zipfile.BadZipFile, RecursionError, MemoryError, EOFError, OSError) as error:
@@ -138,6 +153,11 @@ def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, li
         # What the parser and torch raise for a pickle that no honest program writes.
         raise CheckpointError(f"{path} is not made as torch.save makes files: {error!r}.") from error
     return tree, sorted(reader.unknown)
+
+
+def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]:
+    reader = _Interpreter(records)
+    return reader, reader.value(records.parsed())
 
 
 class _Records:
@@ -159,7 +179,8 @@ class _Records:
         # Private: whatever is written to a tensor never reaches the file.
         self._file: Any = np.memmap(path, dtype=np.uint8, mode="c")
 
-    def pickle(self) -> bytes:
+    def parsed(self) -> Any:
+        """Return the parsed pickle."""
         info = self._entries.get("data.pkl")
         if info is None:
             raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save has not made it.")
@@ -167,7 +188,7 @@ class _Records:
             raise CheckpointError(
                 f"{self._path}: its data.pkl has {info.file_size} bytes; {MAX_PICKLE_BYTES} are read."
             )
-        return self._archive.read(info)
+        return _Parser(io.BytesIO(self._archive.read(info))).load()
 
     def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
         """Return a storage as a flat tensor of `num` elements."""
@@ -183,16 +204,101 @@ class _Records:
         start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
         if start + need > len(self._file):
             raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
-        piece = self._file[start : start + need]
-        if not self._mapped or start % dtype.itemsize:  # an element must not lie across its own width
-            piece = piece.copy()
-        return torch.frombuffer(piece, dtype=dtype, count=num)
+        return _flat(self._file[start : start + need], start, dtype, self._mapped)
+
+
+class _Pickles:
+    """The pickles at the begin of a file, of bounded length."""
+
+    def __init__(self, path: pathlib.Path, file: BinaryIO) -> None:
+        self._path, self._file = path, file
+
+    def read(self, count: int, /) -> bytes:
+        self._check(count)
+        return self._file.read(count)
+
+    def rewind(self) -> None:
+        self._file.seek(0)
+
+    def position(self) -> int:
+        return self._file.tell()
+
+    def readline(self) -> bytes:
+        self._check(0)
+        return self._file.readline(MAX_PICKLE_BYTES)
+
+    def _check(self, count: int) -> None:
+        if self._file.tell() + count > MAX_PICKLE_BYTES:
+            raise CheckpointError(f"{self._path}: its pickles have more than {MAX_PICKLE_BYTES} bytes, which are read.")
+
+
+class _FormerRecords:
+    """What torch wrote before 1.6: a number, a version, facts of the machine, the tree, the keys of the storages, all
+    pickled one after the other; then each storage as the number of its elements (8 bytes) and these.
+    """
+
+    def __init__(self, path: pathlib.Path, file: BinaryIO, mapped: bool) -> None:
+        self._path = path
+        self._mapped = mapped
+        self._pickles = _Pickles(path, file)
+        self._places: dict[str, tuple[int, int]] = {}  # begin and length, in bytes
+
+    def parsed(self) -> Any:
+        """Return the parsed tree, and find the storages."""
+        head = self._pickles.read(_HEAD_BYTES)
+        if _FORMER_NUMBER not in head:
+            raise CheckpointError(
+                f"{self._path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
+                "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed: if you trust "
+                "who made it, load it with torch.load(…, weights_only=False) and save its tensors anew."
+            )
+        self._pickles.rewind()
+        self._next().load()
+        version, facts, parser = self._next().load(), self._next().load(), self._next()
+        if version != _FORMER_VERSION or facts.get("little_endian") is not True:
+            raise CheckpointError(
+                f"{self._path} is of version {version!r} and made on a machine of {facts!r}; expected version "
+                f"{_FORMER_VERSION} and little_endian."
+            )
+        tree = parser.load()
+        kinds = {node.args[0][2]: _STORAGE_DTYPES[node.args[0][1].name] for node in parser.storages}
+        keys = self._next().load()
+        self._bytes: Any = np.memmap(self._path, dtype=np.uint8, mode="c")  # writes never reach the file
+        start = self._pickles.position()
+        for key in keys:
+            num = int.from_bytes(self._bytes[start : start + 8].tobytes(), "little")
+            num_bytes = num * (kinds[key] or torch.uint8).itemsize
+            if start + 8 + num_bytes > len(self._bytes):
+                raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+            self._places[key] = (start + 8, num_bytes)
+            start += 8 + num_bytes
+        return tree
+
+    def _next(self) -> _Parser:
+        return _Parser(self._pickles)
+
+    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
+        """Return a storage as a flat tensor of `num` elements."""
+        start, num_bytes = self._places[key]
+        need = num * dtype.itemsize
+        if num < 0 or num_bytes < need:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {num_bytes} bytes, expected {need}.")
+        return _flat(self._bytes[start : start + need], start, dtype, self._mapped)
+
+
+def _flat(piece: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
+    """Return a part of a file, from its byte `start` on, as a flat tensor."""
+    if not len(piece):
+        return torch.empty(0, dtype=dtype)
+    if not mapped or start % dtype.itemsize:  # an element must not lie across its own width
+        piece = piece.copy()
+    return torch.frombuffer(piece, dtype=dtype)
 
 
 class _Interpreter:
     """Turns nodes into values by the closed list, and remembers what was not in it."""
 
-    def __init__(self, records: _Records) -> None:
+    def __init__(self, records: _Records | _FormerRecords) -> None:
         self.records = records
         self.unknown: set[str] = set()
         self._made: dict[int, Any] = {}  # id of a node → its value, so that what was one object stays one
@@ -227,7 +333,7 @@ class _Interpreter:
 
     def flat(self, node: _Node, dtype: torch.dtype | None) -> torch.Tensor:
         """Return the flat tensor of a storage node; `dtype` is for storages that do not say theirs."""
-        _, kind, key, _, num = node.args[0]
+        _, kind, key, _, num, *view = node.args[0]
         own = _STORAGE_DTYPES[kind.name]
         wanted = own or dtype
         if node.name != _STORAGE or wanted is None or not isinstance(key, str):
@@ -236,7 +342,11 @@ class _Interpreter:
         count = _whole(num) if own is not None else _whole(num) // wanted.itemsize
         if (key, wanted) not in self._storages:
             self._storages[key, wanted] = self.records.storage(key, wanted, count)
-        return self._storages[key, wanted]
+        flat = self._storages[key, wanted]
+        if not view or view[0] is None:
+            return flat
+        _, start, length = view[0]  # torch before 0.4 pickled storages that are parts of others
+        return flat[_whole(start) : _whole(start) + _whole(length)]
 
     def tensor(self, node: _Node) -> torch.Tensor:
         """Build a tensor after checking that it lies in its storage."""
