@@ -88,8 +88,9 @@ def load_checkpoint_in_model(
         offload_buffers: leave buffers on the disk too.
         keep_in_fp32_modules: names of modules (parts of dotted names) that stay float32 whatever `dtype`.
         strict: raise where the checkpoint and the model do not have the same names. Otherwise a warning names them.
-        full_state_dict: False for a model of DTensors whose ranks each read their own shard.
-        broadcast_from_rank0: for a model of DTensors: only rank 0 reads the file; every rank must call this.
+        full_state_dict: False for a model of DTensors whose ranks each read their own shard; changes nothing for
+            others, nor with a `device_map`.
+        broadcast_from_rank0: only rank 0 reads the file; every rank must call this. With a `device_map` each reads it.
 
     Returns:
         The names that are missing in the checkpoint and those that the model has no use for.
@@ -99,10 +100,10 @@ def load_checkpoint_in_model(
             `strict`, names differ. The model and the files are as before.
         ConfigurationError: an argument cannot be meant, or `offload_folder` is needed.
     """
-    if not full_state_dict or broadcast_from_rank0:
-        return _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
     keep = tuple(keep_in_fp32_modules or ())
     options = _Options(device_map, offload_folder, to_dtype(dtype), offload_buffers, keep, strict)
+    if _is_for_torch(model, options, full_state_dict, broadcast_from_rank0):
+        return _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
     return _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
 
 
@@ -169,18 +170,39 @@ def to_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return dtype
 
 
+def _is_for_torch(model: nn.Module, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool) -> bool:
+    """Say whether torch has to cut or to send the weights. A map is for a model that each rank has as a whole."""
+    if options.device_map is not None:
+        return False
+    return broadcast_from_rank0 or (not full_state_dict and any(map(_is_cut, model.parameters())))
+
+
+def _is_cut(tensor: torch.Tensor) -> bool:
+    return type(tensor).__module__.startswith("torch.distributed")
+
+
 def _load_distributed(
-    model: nn.Module, checkpoint: Path, strict: bool, full_state_dict: bool, broadcast_from_rank0: bool
+    model: nn.Module, checkpoint: Path, options: _Options, full_state_dict: bool, broadcast_from_rank0: bool
 ) -> LoadedKeys:
     """Let torch cut the weights for a model of DTensors."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+    targets = [target for target in find_targets(model) if target.tensor.is_floating_point()]
+    for target in targets:
+        _decide(target, options)
+    other = [target for target in targets if target.dtype != target.tensor.dtype]
+    if other:
+        raise ConfigurationError(
+            f"dtype={options.dtype}: {other[0].names[0]!r} and {len(other) - 1} other tensors are "
+            f"{other[0].tensor.dtype}, and torch loads sharded or broadcast weights into what is there. Convert the "
+            "model before it is sharded."
+        )
     reads = not broadcast_from_rank0 or dist.get_rank() == 0
     stored: dict[str, Any] = dict(read_checkpoint(checkpoint)) if reads else {}
-    options = StateDictOptions(
-        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+    how = StateDictOptions(
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=options.strict
     )
-    result = set_model_state_dict(model, stored, options=options)
+    result = set_model_state_dict(model, stored, options=how)
     return LoadedKeys(list(result.missing_keys), list(result.unexpected_keys))
 
 
@@ -407,8 +429,8 @@ def load_checkpoint_and_dispatch(
         places, offload_folder, to_dtype(dtype), offload_buffers, keep, strict, will_run=places is not None
     )
     with restored_on_failure(model):
-        if not full_state_dict or broadcast_from_rank0:
-            _load_distributed(model, Path(checkpoint), strict, full_state_dict, broadcast_from_rank0)
+        if _is_for_torch(model, options, full_state_dict, broadcast_from_rank0):
+            _load_distributed(model, Path(checkpoint), options, full_state_dict, broadcast_from_rank0)
         else:
             _load(model, read_checkpoint(Path(checkpoint)), checkpoint, options)
         if places is None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.offload.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
 from trainwright.checkpoint.model import write_model
@@ -38,6 +40,12 @@ def _bin(folder: Path) -> Path:
     return folder
 
 
+def _former_bin(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(STATE, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return folder
+
+
 def _nested(folder: Path) -> Path:
     folder.mkdir()
     torch.save({"state_dict": STATE}, folder / "weights.pt")
@@ -57,6 +65,7 @@ FORMS: dict[str, Callable[[Path], Path]] = {
     "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
     "a plain index": lambda folder: save_sharded(folder, STATE, plain=True),
     "bin": _bin,
+    "bin of torch before 1.6": _former_bin,
     "bin shards": lambda folder: save_sharded(folder, STATE, pickled=True),
     "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
     "nested in a pt file": _nested,
@@ -293,4 +302,32 @@ def test_auto_places_by_the_budgets(tmp_path: Path) -> None:
         net, folder, device_map="auto", max_memory={"cpu": 900}, no_split_module_classes=["Sequential"]
     )
     assert "disk" in net.hf_device_map.values()
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
+def test_a_model_that_is_not_sharded_takes_map_and_dtype_whatever_is_said_of_shards(
+    places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    net = empty_net()
+    path = _bin(tmp_path / "c")
+    load_checkpoint_and_dispatch(
+        net, path, places, dtype=torch.bfloat16, offload_folder=tmp_path / "o", full_state_dict=False
+    )
+    with torch.no_grad():
+        assert torch.equal(net(TOKENS), make_net().bfloat16()(TOKENS))
+
+
+def test_a_model_of_sharded_tensors_is_loaded_as_it_is_and_refuses_another_dtype(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    path = _single(tmp_path / "c")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = make_net()
+    with torch.no_grad():
+        net.embed.weight.zero_()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ConfigurationError, match=r"dtype=torch\.bfloat16.*before it is sharded"):
+        load_checkpoint_in_model(net, path, dtype="bfloat16", broadcast_from_rank0=True)
+    load_checkpoint_in_model(net, path, dtype="float32", broadcast_from_rank0=True)
     assert torch.equal(net(TOKENS), EXPECTED)
