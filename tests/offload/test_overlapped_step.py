@@ -38,10 +38,14 @@ LISTENERS: dict[str, Callable[[], list[Callback]]] = {
 }
 
 
-CASES = [(*places, "nobody") for places in PLACES]
+CASES: list[Any] = [(*places, "nobody") for places in PLACES]
 CASES += [
     (*places, who) for places in (("cpu", "cpu"), ("device", "cpu"), ("disk", "disk")) for who in [*LISTENERS][1:]
 ]
+
+
+QUICK = (("device", "cpu", "nobody"), ("disk", "disk", "nobody"))
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
 
 
 @functools.cache

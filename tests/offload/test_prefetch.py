@@ -234,6 +234,7 @@ for number in (quick, slow, quick):  # what follows is known to be the slow one:
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_the_reader_reads() -> None:
     ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")
