@@ -258,6 +258,11 @@ class AlignDevicesHook(ModelHook):
         """Return where the weights that are brought stand: the ids of modules' tables, and names in them."""
         return {(id(slot.table(module)), slot.leaf) for slot in self._slots}
 
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether weights are used where the map has them, on the CPU."""
+        return self.execution_device == _CPU
+
     def fetch(self) -> Fetched:
         """Bring the weights to the execution device; called by the prefetcher too, from its thread."""
         assert self.execution_device is not None

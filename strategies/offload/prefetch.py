@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import itertools
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from trainwright.strategies.offload.device_copies import Fetched
 
 _IDLE_S = 1.0  # with no unit in use and no work for so long, the reader ends and what nobody came for is dropped
 MIN_BUDGET_BYTES = 64 * 2**20
+# What the system has in memory comes within this; so many in a row, and nothing is brought in ahead until one does not.
+_QUICK_S, _QUICK_BYTES_PER_S, _QUICK_IN_A_ROW = 100e-6, 10e9, 16
 
 
 _prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
@@ -36,6 +39,10 @@ class Unit(Protocol):
     def num_bytes(self) -> int:
         """How much memory it takes while it waits to be used."""
 
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether nothing is copied: what the system has in memory needs no fetching ahead."""
+
     def fetch(self) -> Fetched:
         """Bring it in and return it; called from any thread."""
 
@@ -48,6 +55,7 @@ class _Job:
         self.num_bytes = unit.num_bytes
         self.started = False
         self.done = threading.Event()
+        self.seconds = 0.0  # that it took
         self.value: Fetched | None = None  # None after an error: the caller meets it again itself
 
 
@@ -81,6 +89,7 @@ class Prefetcher:
         self._jobs: OrderedDict[int, _Job] = OrderedDict()  # asked for ahead, oldest first
         self._held_bytes = 0
         self._num_used = 0
+        self._num_quick = 0  # fetches in a row that had nothing to wait for
         self._reader: threading.Thread | None = None
         _prefetchers.add(self)
 
@@ -117,12 +126,13 @@ class Prefetcher:
             self._num_used += 1
             job = self._drop(number)
             self._learn(number)
-            if self._held_bytes * 2 <= self.budget_bytes:
+            if self._held_bytes * 2 <= self.budget_bytes and (self._is_slow or not self._units[number].stays_on_host):
                 self._plan(number)
         try:
             if job is not None and job.started:
                 job.done.wait()
                 if job.value is not None:
+                    self._note(job.num_bytes, job.seconds)
                     return job.value
             return self._fetch(self._units[number])
         except BaseException:
@@ -137,12 +147,28 @@ class Prefetcher:
 
     def _fetch(self, unit: Unit) -> Fetched:
         try:
-            return unit.fetch()
+            return self._timed(unit)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         self.forget()  # what waits to be used takes memory that is needed now
         return unit.fetch()
+
+    def _timed(self, unit: Unit) -> Fetched:
+        """Fetch a unit, and note whether that took longer than what the system has in memory takes."""
+        begin_s = time.perf_counter()
+        found = unit.fetch()
+        self._note(unit.num_bytes, time.perf_counter() - begin_s)
+        return found
+
+    def _note(self, num_bytes: int, seconds: float) -> None:
+        is_quick = seconds <= _QUICK_S + num_bytes / _QUICK_BYTES_PER_S
+        self._num_quick = self._num_quick + 1 if is_quick else 0
+
+    @property
+    def _is_slow(self) -> bool:
+        """Whether something had to be waited for lately: otherwise another thread costs more than it saves."""
+        return self._num_quick < _QUICK_IN_A_ROW
 
     def forget(self) -> None:
         """Drop everything that was brought in ahead; what the reader is at just now is dropped when it is done."""
@@ -238,7 +264,9 @@ def _read(reference: weakref.ref[Prefetcher]) -> None:
             return
         try:
             with contextlib.suppress(Exception):  # who takes the unit fetches it again and meets the error there
+                begin_s = time.perf_counter()
                 job.value = job.unit.fetch()
+                job.seconds = time.perf_counter() - begin_s
         finally:
             job.done.set()
         del job

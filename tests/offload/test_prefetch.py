@@ -29,6 +29,8 @@ class Part:
         self.gate = threading.Event()
         self.gate.set()
 
+    stays_on_host = False
+
     def fetch(self) -> Fetched:
         self.gate.wait(30)
         self.fetched_by.append(threading.current_thread().name)
@@ -205,6 +207,43 @@ def test_threads_with_orders_of_their_own_get_their_weights() -> None:
     _idle(prefetcher)
 
 
+class OnHost(Part):
+    """A unit that is used where it is, and has to be waited for if told."""
+
+    stays_on_host = True
+    slow_s = 0.0
+
+    def fetch(self) -> Fetched:
+        time.sleep(self.slow_s)
+        return super().fetch()
+
+
+def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetch, "_QUICK_S", 0.25)  # however busy this machine is
+    prefetcher = Prefetcher(10**6)
+    parts = [OnHost(i, num_bytes=10**5) for i in range(5)]
+    numbers = [prefetcher.add(part) for part in parts]
+
+    def in_turn(times: int) -> set[str]:
+        for part in parts:
+            part.fetched_by.clear()
+        for _ in range(times):
+            for number in numbers:
+                prefetcher.take(number)
+                time.sleep(0.01)  # computes
+                prefetcher.give_back()
+        return {thread for part in parts for thread in part.fetched_by}
+
+    assert "prefetch" in in_turn(3)
+    in_turn(5)
+    _idle(prefetcher)
+    assert in_turn(2) == {"MainThread"}
+    parts[2].slow_s = 0.3
+    assert "prefetch" in in_turn(2)
+
+
 ENDS = """
 import time
 import torch
@@ -212,6 +251,7 @@ from trainwright.strategies.offload.prefetch import Prefetcher
 
 class Slow:
     num_bytes = 4
+    stays_on_host = False
 
     def fetch(self):
         until = time.monotonic() + 0.5
@@ -221,6 +261,7 @@ class Slow:
 
 class Quick:
     num_bytes = 4
+    stays_on_host = False
 
     def fetch(self):
         return None
