@@ -1,4 +1,8 @@
-"""How a task is trained: the Strategy contract and one file per engine."""
+"""How a task is trained: the Strategy contract and one file or folder per engine.
+
+`strategy.py` is the contract, the files beside it are what engines share, and `processes/` starts and watches the
+processes that they train on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,17 @@ from trainwright.core.registry import Registry, import_object
 
 if TYPE_CHECKING:
     from trainwright.strategies.capabilities import Capabilities
-    from trainwright.strategies.collectives import (
+    from trainwright.strategies.data_parallel import DataParallel
+    from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
+    from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy
+    from trainwright.strategies.ddp.strategy import DDPStrategy
+    from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
+    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from trainwright.strategies.engine_settings import EngineSettings
+    from trainwright.strategies.fsdp.strategy import FSDPStrategy
+    from trainwright.strategies.offload.training import OffloadStrategy
+    from trainwright.strategies.precision import Precision
+    from trainwright.strategies.processes.collectives import (
         broadcast,
         broadcast_object_list,
         concatenate,
@@ -21,31 +35,21 @@ if TYPE_CHECKING:
         send_to_device,
         wait_for_everyone,
     )
-    from trainwright.strategies.comm_hooks import DDPCommunicationHookType, DistributedDataParallelKwargs
-    from trainwright.strategies.data_parallel import DataParallel
-    from trainwright.strategies.ddp import DDPStrategy
-    from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
-    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
-    from trainwright.strategies.distributed_type import DistributedType
-    from trainwright.strategies.engine_settings import EngineSettings
-    from trainwright.strategies.fsdp import FSDPStrategy
-    from trainwright.strategies.local_sgd import LocalSGDStrategy
-    from trainwright.strategies.offload.training import OffloadStrategy
-    from trainwright.strategies.partial_state import PartialState
-    from trainwright.strategies.precision import Precision
+    from trainwright.strategies.processes.distributed_type import DistributedType
+    from trainwright.strategies.processes.partial_state import PartialState
     from trainwright.strategies.single import SingleDeviceStrategy
     from trainwright.strategies.strategy import Strategy
-    from trainwright.strategies.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
-    from trainwright.strategies.tp_ready import ready_plan
-    from trainwright.strategies.tp_sizes import need_divisible
+    from trainwright.strategies.tensor_parallel.ready import ready_plan
+    from trainwright.strategies.tensor_parallel.sizes import need_divisible
+    from trainwright.strategies.tensor_parallel.strategy import ModelParallelStrategy, TensorParallelStrategy
 
 STRATEGIES: Registry[Any] = Registry(
     "strategy",
     {
         "single": "trainwright.strategies.single:SingleDeviceStrategy",
-        "ddp": "trainwright.strategies.ddp:DDPStrategy",
-        "local_sgd": "trainwright.strategies.local_sgd:LocalSGDStrategy",
-        "fsdp": "trainwright.strategies.fsdp:FSDPStrategy",
+        "ddp": "trainwright.strategies.ddp.strategy:DDPStrategy",
+        "local_sgd": "trainwright.strategies.ddp.local_sgd:LocalSGDStrategy",
+        "fsdp": "trainwright.strategies.fsdp.strategy:FSDPStrategy",
         "deepspeed": "trainwright.strategies.deepspeed.strategy:DeepSpeedStrategy",
         "deepspeed_stage_1": "trainwright.strategies.deepspeed.presets:ZeroStage1",
         "deepspeed_stage_1_offload": "trainwright.strategies.deepspeed.presets:ZeroStage1Offload",
@@ -55,8 +59,8 @@ STRATEGIES: Registry[Any] = Registry(
         "deepspeed_stage_3_offload": "trainwright.strategies.deepspeed.presets:ZeroStage3Offload",
         "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
         "offload": "trainwright.strategies.offload.training:OffloadStrategy",
-        "tp": "trainwright.strategies.tensor_parallel:TensorParallelStrategy",
-        "fsdp_cpu_offload": "trainwright.strategies.fsdp:FSDPOffloadStrategy",
+        "tp": "trainwright.strategies.tensor_parallel.strategy:TensorParallelStrategy",
+        "fsdp_cpu_offload": "trainwright.strategies.fsdp.strategy:FSDPOffloadStrategy",
     },
 )
 
@@ -78,36 +82,36 @@ for _start in ("ddp", "ddp_spawn", "ddp_fork", "ddp_notebook"):
 
 _PUBLIC = {
     "Capabilities": "trainwright.strategies.capabilities",
-    "DDPCommunicationHookType": "trainwright.strategies.comm_hooks",
-    "DDPStrategy": "trainwright.strategies.ddp",
+    "DDPCommunicationHookType": "trainwright.strategies.ddp.comm_hooks",
+    "DDPStrategy": "trainwright.strategies.ddp.strategy",
     "DataParallel": "trainwright.strategies.data_parallel",
-    "DistributedDataParallelKwargs": "trainwright.strategies.comm_hooks",
+    "DistributedDataParallelKwargs": "trainwright.strategies.ddp.comm_hooks",
     "DeepSpeedStrategy": "trainwright.strategies.deepspeed.strategy",
-    "DistributedType": "trainwright.strategies.distributed_type",
+    "DistributedType": "trainwright.strategies.processes.distributed_type",
     "DummyOptim": "trainwright.strategies.deepspeed.placeholders",
     "DummyScheduler": "trainwright.strategies.deepspeed.placeholders",
     "EngineSettings": "trainwright.strategies.engine_settings",
-    "FSDPStrategy": "trainwright.strategies.fsdp",
-    "LocalSGDStrategy": "trainwright.strategies.local_sgd",
-    "ModelParallelStrategy": "trainwright.strategies.tensor_parallel",
+    "FSDPStrategy": "trainwright.strategies.fsdp.strategy",
+    "LocalSGDStrategy": "trainwright.strategies.ddp.local_sgd",
+    "ModelParallelStrategy": "trainwright.strategies.tensor_parallel.strategy",
     "OffloadStrategy": "trainwright.strategies.offload.training",
-    "PartialState": "trainwright.strategies.partial_state",
+    "PartialState": "trainwright.strategies.processes.partial_state",
     "Precision": "trainwright.strategies.precision",
     "SingleDeviceStrategy": "trainwright.strategies.single",
     "Strategy": "trainwright.strategies.strategy",
-    "TensorParallelStrategy": "trainwright.strategies.tensor_parallel",
-    "need_divisible": "trainwright.strategies.tp_sizes",
-    "ready_plan": "trainwright.strategies.tp_ready",
-    "broadcast": "trainwright.strategies.collectives",
-    "broadcast_object_list": "trainwright.strategies.collectives",
-    "concatenate": "trainwright.strategies.collectives",
-    "gather": "trainwright.strategies.collectives",
-    "gather_object": "trainwright.strategies.collectives",
-    "pad_across_processes": "trainwright.strategies.collectives",
-    "recursively_apply": "trainwright.strategies.collectives",
-    "reduce": "trainwright.strategies.collectives",
-    "send_to_device": "trainwright.strategies.collectives",
-    "wait_for_everyone": "trainwright.strategies.collectives",
+    "TensorParallelStrategy": "trainwright.strategies.tensor_parallel.strategy",
+    "need_divisible": "trainwright.strategies.tensor_parallel.sizes",
+    "ready_plan": "trainwright.strategies.tensor_parallel.ready",
+    "broadcast": "trainwright.strategies.processes.collectives",
+    "broadcast_object_list": "trainwright.strategies.processes.collectives",
+    "concatenate": "trainwright.strategies.processes.collectives",
+    "gather": "trainwright.strategies.processes.collectives",
+    "gather_object": "trainwright.strategies.processes.collectives",
+    "pad_across_processes": "trainwright.strategies.processes.collectives",
+    "recursively_apply": "trainwright.strategies.processes.collectives",
+    "reduce": "trainwright.strategies.processes.collectives",
+    "send_to_device": "trainwright.strategies.processes.collectives",
+    "wait_for_everyone": "trainwright.strategies.processes.collectives",
 }
 __all__ = [
     "STRATEGIES",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 
 class AbsentOthers(Processes):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
-from trainwright.strategies.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
+from trainwright.strategies.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
 from trainwright.strategies.strategy import Strategy
 
 

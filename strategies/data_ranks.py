@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright.loggers.metric_slot import is_metric_object
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 
 class DataRanks:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.launcher import set_variable
+from trainwright.strategies.processes.launcher import set_variable
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
 

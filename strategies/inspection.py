@@ -10,7 +10,7 @@ from trainwright.checkpoint.model import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import is_cut
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 
 class Inspectable:

@@ -9,7 +9,7 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology, detect
 from trainwright.strategies import STRATEGIES
-from trainwright.strategies.comm_hooks import DistributedDataParallelKwargs
+from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.devices import device_indices, device_type
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision

@@ -44,7 +44,7 @@ from trainwright.strategies.inspection import Inspectable
 from trainwright.strategies.non_finite import FiniteCheck
 from trainwright.strategies.own_loop import OwnLoop
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 from trainwright.strategies.saves_pieces import SavesPieces
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.transfer import make_transfer

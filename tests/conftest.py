@@ -142,7 +142,7 @@ def _signal_handlers_restored() -> Iterator[None]:
 def _process_group_destroyed() -> Iterator[None]:
     """Destroy a process group that a test has left initialised in this process, and forget a script's state of it."""
     yield
-    partial_state = sys.modules.get("trainwright.strategies.partial_state")
+    partial_state = sys.modules.get("trainwright.strategies.processes.partial_state")
     if partial_state is not None:
         partial_state.PartialState._reset_state()
     if dist.is_available() and dist.is_initialized():

@@ -199,11 +199,11 @@ def test_one_file_reads_the_environment_and_one_writes_it() -> None:
         ("core.process", "os.environ.update(RANK='0')"),
         ("core.process", "os.environ |= {'RANK': '0'}"),
         ("core.process", "os.unsetenv('RANK')"),
-        ("strategies.launcher", "os.environ.get('RANK')"),
-        ("strategies.launcher", "rank = os.environ['RANK']"),
-        ("strategies.launcher", "'RANK' in os.environ"),
-        ("strategies.launcher", "dict(os.environ)"),
-        ("strategies.launcher", "os.getenv('RANK')"),
+        ("strategies.processes.launcher", "os.environ.get('RANK')"),
+        ("strategies.processes.launcher", "rank = os.environ['RANK']"),
+        ("strategies.processes.launcher", "'RANK' in os.environ"),
+        ("strategies.processes.launcher", "dict(os.environ)"),
+        ("strategies.processes.launcher", "os.getenv('RANK')"),
     ],
 )
 def test_a_second_reader_or_writer_of_the_environment_is_caught(module: str, text: str) -> None:
@@ -214,7 +214,10 @@ def test_a_second_reader_or_writer_of_the_environment_is_caught(module: str, tex
     ("module", "text"),
     [
         ("core.process", "os.environ.get('RANK')\n'RANK' in os.environ\nenviron = os.environ if x is None else x"),
-        ("strategies.launcher", "os.environ.update(values)\nos.environ['RANK'] = '0'\ndel os.environ['RANK']"),
+        (
+            "strategies.processes.launcher",
+            "os.environ.update(values)\nos.environ['RANK'] = '0'\ndel os.environ['RANK']",
+        ),
         ("core.x", "import os\nos.path.join('a', 'b')"),
     ],
 )

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.memory import release_memory
 from trainwright.core.tree import iterate_tensors
-from trainwright.strategies.collectives import gather, gather_object, pad_across_processes, reduce
 from trainwright.strategies.offload.saving import save_model
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.processes.collectives import gather, gather_object, pad_across_processes, reduce
+from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerated import (
     AcceleratedModel,
     AcceleratedOptimizer,

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import CombinedLoader
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.accelerated import (
     AcceleratedModel,

@@ -16,7 +16,7 @@ from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_o
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 from trainwright.trainer.accelerated import AcceleratedOptimizer, AcceleratedScheduler, LossScale
 from trainwright.trainer.accelerated_loader import AcceleratedLoader
 from trainwright.trainer.checkpointing import on_main_rank

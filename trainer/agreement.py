@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 _PERIOD_S = 1.0  # how long a wish of one rank may stay unheard
 

@@ -19,7 +19,7 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
 from trainwright.trainer.saved_entries import Entries

@@ -25,7 +25,7 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange, Flushed
 from trainwright.strategies.gradients import GradientClip
-from trainwright.strategies.standing import Position
+from trainwright.strategies.processes.standing import Position
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.job import Attempt
 from trainwright.trainer.loaders import EvaluationData, Sources, TrainData

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import pad_to, trim
-from trainwright.strategies.collectives import recursively_apply
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.collectives import recursively_apply
+from trainwright.strategies.processes.process_group import Processes
 
 _MAX_DIMS = 8
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from trainwright.checkpoint import find_checkpoints, read_checkpoint, verify
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.process import job
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 _fits = 0  # in this process: the n-th fit of an attempt at a job is the n-th of the others
 

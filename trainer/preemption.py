@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from trainwright.core.errors import CheckpointError, Preempted
 from trainwright.core.process import slurm_job
 from trainwright.core.run import SaveRequest
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainwright.checkpoint.hashing import hash_files
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.process_group import Processes
 
 
 class SharedHashing:

@@ -35,7 +35,7 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange
 from trainwright.strategies.devices import kernel_choice
-from trainwright.strategies.launcher import run_in_processes
+from trainwright.strategies.processes.launcher import run_in_processes
 from trainwright.trainer import checkpointing
 from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.assembly import with_task_callbacks

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.shard_units import matching
+from trainwright.strategies.units import matching
 
 _NOT_THEIRS = ("optimizer", "scheduler")
 

@@ -46,10 +46,10 @@ from trainwright.strategies.gradients import GradientClip, clip_gradients, param
 from trainwright.strategies.non_finite import NonFinite
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.saves_pieces import state_dict_type_name
-from trainwright.strategies.shard_units import matching, replace_parameters
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 from trainwright.strategies.transfer import make_transfer
+from trainwright.strategies.units import matching, replace_parameters
 
 
 class DeepSpeedStrategy(DataParallel):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.strategies.offload.sizes import read_outline
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.processes.partial_state import PartialState
 
 
 def prepare_pippy(

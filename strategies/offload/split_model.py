@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.tp_check import PlannedMesh
-from trainwright.strategies.tp_plan import SplitLayers
-from trainwright.strategies.tp_ready import ready_plan
+from trainwright.strategies.tensor_parallel.check import PlannedMesh
+from trainwright.strategies.tensor_parallel.plan import SplitLayers
+from trainwright.strategies.tensor_parallel.ready import ready_plan
 
 _ENDS = ("embedding", "colwise_gathered")  # styles of layers that are called with whole tensors, or make such
 

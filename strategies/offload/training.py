@@ -25,8 +25,8 @@ from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.homes import PLACES, Home
 from trainwright.strategies.offload.portions import Portion, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
-from trainwright.strategies.shard_units import WrapPolicy, find_units
 from trainwright.strategies.strategy import MakeOptimizers, Strategy
+from trainwright.strategies.units import WrapPolicy, find_units
 
 # What may run between a step of the optimizer and the next forward without the strategy being told.
 _BETWEEN_STEPS = (

@@ -23,7 +23,8 @@ from trainwright.cli.parity_compare import COPY, GRADIENT, LOSS, NORM, PARAMETER
 from trainwright.cli.parity_run import Plan, load_strategy
 from trainwright.cli.parity_tape import StepTape, Tape
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies import DDPStrategy, launcher
+from trainwright.strategies import DDPStrategy
+from trainwright.strategies.processes import launcher
 
 _MICRO_BATCHES = 2
 _STEPS = 4
@@ -395,7 +396,7 @@ def test_a_task_that_cannot_be_trained_is_no_parity(project: Path, capsys: pytes
 def test_a_strategy_that_cannot_train_is_told_beside_the_others(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = "trainwright.strategies.fsdp:NoSuchStrategy"
+    broken = "trainwright.strategies.fsdp.strategy:NoSuchStrategy"
     assert main(["parity", "config.yaml", "--devices", "1", "--strategies", f"single,single,{broken}"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^single +1 +.* equal$", printed, re.MULTILINE)
@@ -445,7 +446,7 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
         return load_strategy(Plan(name, 3, 1, 0, {}, [], []))
 
     assert load("single")[1] == 1
-    made, devices = load("trainwright.strategies.ddp:DDPStrategy")
+    made, devices = load("trainwright.strategies.ddp.strategy:DDPStrategy")
     assert isinstance(made, DDPStrategy)
     assert devices == 3
     with pytest.raises(ConfigurationError, match="a dict is no Strategy"):

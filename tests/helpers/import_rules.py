@@ -32,7 +32,7 @@ _LAZY_MODULES = ("torch.utils.tensorboard", "torch._dynamo", "torch._inductor", 
 _INSTALLED = _EAGER | {"jinja2", "jsonargparse", "rich", "tensorboard", "torchmetrics", "tqdm"}
 
 _READER = "trainwright.core.process"
-_WRITER = "trainwright.strategies.launcher"
+_WRITER = "trainwright.strategies.processes.launcher"
 _WRITING_METHODS = {"update", "setdefault", "pop", "popitem", "clear"}
 _READING_METHODS = {"get", "keys", "items", "values", "copy"}
 
@@ -160,7 +160,7 @@ def _imported_by_call(source: Source) -> Iterator[str]:
 
 
 def environment_breaches(source: Source) -> list[Breach]:
-    """Law 11: core/process.py alone reads the environment, strategies/launcher.py alone writes it."""
+    """Law 11: core/process.py alone reads the environment, strategies/processes/launcher.py alone writes it."""
     found = [
         source.breach(entry.line, f"import of {entry.target}; write os.{entry.target[3:]} where it is allowed")
         for entry in source.imports
@@ -173,7 +173,8 @@ def environment_breaches(source: Source) -> list[Breach]:
             continue
         found.append(
             source.breach(
-                node, f"{use}s the environment: only core/process.py reads it, only strategies/launcher.py writes it"
+                node,
+                f"{use}s the environment: only core/process.py reads it, only processes/launcher.py writes it",
             )
         )
     return found

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Accelerator, find_executable_batch_size
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.processes.partial_state import PartialState
 
 
 @pytest.fixture(autouse=True)

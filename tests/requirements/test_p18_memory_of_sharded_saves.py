@@ -21,8 +21,8 @@ from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.host_buffers import BLOCK_BYTES
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
-from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.tensor_parallel.strategy import TensorParallelStrategy
 
 pytestmark = [
     pytest.mark.slow,

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 
 class Mixed(TaskModule):

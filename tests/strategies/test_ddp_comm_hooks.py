@@ -19,7 +19,7 @@ from tests.helpers.tasks import RegressionTask, regression_data, regression_load
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPCommunicationHookType, DDPStrategy, DistributedDataParallelKwargs
-from trainwright.strategies.comm_hooks import CommHook
+from trainwright.strategies.ddp.comm_hooks import CommHook
 
 _FULL_RANK = {"matrix_approximation_rank": 8, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}
 _RANK_ONE = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 0.0}

@@ -26,7 +26,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, NonFiniteError
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 _OPTIONS: dict[str, dict[str, Any]] = {
     "units of the task": {},

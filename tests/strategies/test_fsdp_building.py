@@ -19,14 +19,14 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.nn import functional
 
-import trainwright.strategies.fsdp as fsdp_module
+import trainwright.strategies.fsdp.strategy as fsdp_module
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.sharded import Block, Blocks
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.shard_units import find_units, warn_of_large_rest
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.units import find_units, warn_of_large_rest
 
 _WIDTH, _NUM_BLOCKS = 64, 6
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 
 from tests.strategies.sharded import Block
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 _BF16 = torch.bfloat16
 

@@ -14,9 +14,9 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.strategies.sharded import Blocks, assert_trained_alike, batches, train
 from trainwright.callbacks.callback import Callback
-from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.shard_units import find_units
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.shards import local_piece
+from trainwright.strategies.units import find_units
 
 
 class Adapted(nn.Module):

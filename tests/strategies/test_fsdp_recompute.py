@@ -16,7 +16,7 @@ from tests.helpers.runs import quiet_trainer, weights_of
 from tests.strategies.sharded import Blocks, batches
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 
 class OpsInBackward(TorchDispatchMode, Callback):

@@ -22,11 +22,19 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import Topology
-from trainwright.strategies import DDPStrategy, hang_detector
-from trainwright.strategies.hang_detector import HangDetector
-from trainwright.strategies.hang_report import Failure, hang_report, ranks_text
-from trainwright.strategies.process_group import ProcessGroup
-from trainwright.strategies.standing import Position, ProcessMark, Standing, activity_of, collective_of, frames_of
+from trainwright.strategies import DDPStrategy
+from trainwright.strategies.processes import hang_detector
+from trainwright.strategies.processes.hang_detector import HangDetector
+from trainwright.strategies.processes.hang_report import Failure, hang_report, ranks_text
+from trainwright.strategies.processes.process_group import ProcessGroup
+from trainwright.strategies.processes.standing import (
+    Position,
+    ProcessMark,
+    Standing,
+    activity_of,
+    collective_of,
+    frames_of,
+)
 
 _ENOUGH_S = 20.0
 

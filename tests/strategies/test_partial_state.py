@@ -26,7 +26,7 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
-from trainwright.strategies.process_shares import share_of
+from trainwright.strategies.processes.process_shares import share_of
 
 # One process
 

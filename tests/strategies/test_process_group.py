@@ -14,8 +14,8 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.core.process import Topology
-from trainwright.strategies.process_group import Processes, ProcessGroup
-from trainwright.strategies.standing import Position
+from trainwright.strategies.processes.process_group import Processes, ProcessGroup
+from trainwright.strategies.processes.standing import Position
 
 _STAGES = 12
 

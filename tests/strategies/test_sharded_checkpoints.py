@@ -22,7 +22,7 @@ from trainwright.checkpoint.diff import diff_checkpoints
 from trainwright.checkpoint.export import export_weights
 from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 pytestmark = pytest.mark.distributed
 

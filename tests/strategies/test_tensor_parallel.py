@@ -22,13 +22,13 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
-from trainwright.strategies.tp_check import check_plan
-from trainwright.strategies.tp_plan import SplitLayers
-from trainwright.strategies.tp_sizes import need_divisible
-from trainwright.strategies.tp_styles import LossParallel
+from trainwright.strategies.tensor_parallel.check import check_plan
+from trainwright.strategies.tensor_parallel.plan import SplitLayers
+from trainwright.strategies.tensor_parallel.sizes import need_divisible
+from trainwright.strategies.tensor_parallel.strategy import ModelParallelStrategy, TensorParallelStrategy
+from trainwright.strategies.tensor_parallel.styles import LossParallel
 
 _VOCABULARY, _LENGTH, _WIDTH = 24, 8, 16
 

@@ -12,9 +12,9 @@ from tests.helpers.distributed import run_distributed
 from tests.strategies.test_tensor_parallel import _PLAN, Gpt, train
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
-from trainwright.strategies.fsdp import FSDPStrategy
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.shards import local_piece
-from trainwright.strategies.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.tensor_parallel.strategy import TensorParallelStrategy
 
 
 class Untied(Gpt):

@@ -12,7 +12,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.tp_ready import ready_plan
+from trainwright.strategies.tensor_parallel.ready import ready_plan
 
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": {

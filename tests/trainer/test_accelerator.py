@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.strategies.comm_hooks import DistributedDataParallelKwargs
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator import Accelerator
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies.partial_state import PartialState
+from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator import Accelerator
 
 

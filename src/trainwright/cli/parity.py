@@ -165,7 +165,7 @@ def _check_strategies(labels: Sequence[str]) -> list[str]:
 def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
     """Run one strategy; returns what it recorded, or what went wrong."""
     from trainwright.cli.parity_tape import Tape
-    from trainwright.strategies.launcher import run_module
+    from trainwright.strategies.processes.launcher import run_module
 
     print(f"parity: {label} …", file=sys.stderr)
     folder.mkdir()

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.process_group import Processes
-from trainwright.strategies.shard_ending import GIVEN_UP, give_up
-from trainwright.strategies.shard_units import replace_parameters
+from trainwright.strategies.fsdp.ending import GIVEN_UP, give_up
+from trainwright.strategies.processes.process_group import Processes
+from trainwright.strategies.units import replace_parameters
 
 
 class MetaBuilding:

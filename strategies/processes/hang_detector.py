@@ -32,8 +32,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, not
 
 from trainwright.core.errors import WorkerError
 from trainwright.core.process import in_notebook
-from trainwright.strategies.hang_report import Failure, hang_report
-from trainwright.strategies.standing import (
+from trainwright.strategies.processes.hang_report import Failure, hang_report
+from trainwright.strategies.processes.standing import (
     Position,
     ProcessMark,
     Standing,

@@ -12,9 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.tp_plan import Plan
-from trainwright.strategies.tp_sizes import need_divisible
-from trainwright.strategies.tp_styles import DivideAttributes, FusedColwise, LossParallel
+from trainwright.strategies.tensor_parallel.plan import Plan
+from trainwright.strategies.tensor_parallel.sizes import need_divisible
+from trainwright.strategies.tensor_parallel.styles import DivideAttributes, FusedColwise, LossParallel
 
 # What a transformers config calls its `model_type`.
 LLAMA_FAMILY = ("llama", "mistral", "qwen2")

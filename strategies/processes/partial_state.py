@@ -20,9 +20,9 @@ import torch.distributed as dist
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.process import Topology, detect, variable
 from trainwright.strategies.devices import device_type
-from trainwright.strategies.distributed_type import DistributedType
-from trainwright.strategies.process_group import Processes, ProcessGroup, length_of_time
-from trainwright.strategies.process_shares import share_of
+from trainwright.strategies.processes.distributed_type import DistributedType
+from trainwright.strategies.processes.process_group import Processes, ProcessGroup, length_of_time
+from trainwright.strategies.processes.process_shares import share_of
 
 _JOINED = "torch.distributed's process group, which the script had made"
 _OPTIONS = ("backend", "timeout", "init_method")

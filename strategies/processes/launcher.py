@@ -101,7 +101,13 @@ class _Children:
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "trainwright.strategies.worker", str(file), str(self._error_file(rank))]
+        command = [
+            sys.executable,
+            "-m",
+            "trainwright.strategies.processes.worker",
+            str(file),
+            str(self._error_file(rank)),
+        ]
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
     def _error_file(self, rank: int) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
-from trainwright.strategies.standing import Standing
+from trainwright.strategies.processes.standing import Standing
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,12 @@ from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.data_ranks import metrics_over
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp_options import (
+from trainwright.strategies.fsdp.build import MetaBuilding, materialize
+from trainwright.strategies.fsdp.clip import clip_pieces
+from trainwright.strategies.fsdp.ending import check_not_given_up, end_pieces
+from trainwright.strategies.fsdp.mesh import AXES, data_axes, forget_groups, make_mesh, mesh_shape
+from trainwright.strategies.fsdp.optimizers import check_optimizers, forget_one_by_one, step_one_by_one
+from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     RESHARDING,
     check_arguments,
@@ -55,30 +60,25 @@ from trainwright.strategies.fsdp_options import (
     refuse_removed,
     sharding_strategy_name,
 )
+from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
+from trainwright.strategies.fsdp.scaler import ShardScaler
+from trainwright.strategies.fsdp.traces import ShardTraces, forget_sums
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.saves_pieces import state_dict_type_name
-from trainwright.strategies.shard_build import MetaBuilding, materialize
-from trainwright.strategies.shard_clip import clip_pieces
-from trainwright.strategies.shard_ending import check_not_given_up, end_pieces
-from trainwright.strategies.shard_mesh import AXES, data_axes, forget_groups, make_mesh, mesh_shape
-from trainwright.strategies.shard_optimizers import check_optimizers, forget_one_by_one, step_one_by_one
-from trainwright.strategies.shard_recompute import Recomputed, SavePolicy
-from trainwright.strategies.shard_scaler import ShardScaler
-from trainwright.strategies.shard_traces import ShardTraces, forget_sums
-from trainwright.strategies.shard_units import (
+from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
+from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.strategy import MakeOptimizers
+from trainwright.strategies.tensor_parallel.check import check_plan
+from trainwright.strategies.tensor_parallel.plan import Plan, SplitLayers
+from trainwright.strategies.tensor_parallel.ready import find_plan
+from trainwright.strategies.tensor_parallel.sizes import check_tp_size
+from trainwright.strategies.units import (
     WrapPolicy,
     check_compilable,
     check_no_scalars,
     find_units,
     warn_of_large_rest,
 )
-from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
-from trainwright.strategies.step_module import StepModule
-from trainwright.strategies.strategy import MakeOptimizers
-from trainwright.strategies.tp_check import check_plan
-from trainwright.strategies.tp_plan import Plan, SplitLayers
-from trainwright.strategies.tp_ready import find_plan
-from trainwright.strategies.tp_sizes import check_tp_size
 
 
 class FSDPStrategy(DataParallel):

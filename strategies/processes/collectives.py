@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.tree import is_container, rebuild
-from trainwright.strategies.partial_state import PartialState
-from trainwright.strategies.process_group import Processes
+from trainwright.strategies.processes.partial_state import PartialState
+from trainwright.strategies.processes.process_group import Processes
 
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -17,10 +17,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
-from trainwright.strategies.hang_detector import HangDetector
-from trainwright.strategies.hang_report import ranks_text
-from trainwright.strategies.launcher import failure_of_started
-from trainwright.strategies.standing import Position
+from trainwright.strategies.processes.hang_detector import HangDetector
+from trainwright.strategies.processes.hang_report import ranks_text
+from trainwright.strategies.processes.launcher import failure_of_started
+from trainwright.strategies.processes.standing import Position
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)

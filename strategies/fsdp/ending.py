@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from trainwright.core.errors import CheckpointError
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
-from trainwright.strategies.shard_units import replace_parameters
 from trainwright.strategies.shards import whole
+from trainwright.strategies.units import replace_parameters
 
 GIVEN_UP = "_weights_given_up"  # stands in a task whose weights only checkpoints have
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.task import TaskModule
-from trainwright.strategies.tp_sizes import need_divisible
-from trainwright.strategies.tp_styles import (
+from trainwright.strategies.tensor_parallel.sizes import need_divisible
+from trainwright.strategies.tensor_parallel.styles import (
     STYLES,
     Conv1DRowwise,
     DivideAttributes,

@@ -18,10 +18,15 @@ from torch.optim import Optimizer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.bucket_order import BucketOrder
-from trainwright.strategies.comm_hooks import CommHook, DDPCommunicationHookType, DistributedDataParallelKwargs, Hook
+from trainwright.strategies.ddp.bucket_order import BucketOrder
+from trainwright.strategies.ddp.comm_hooks import (
+    CommHook,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    Hook,
+)
+from trainwright.strategies.ddp.replicas import Replicas, broadcast_from_main
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.replicas import Replicas, broadcast_from_main
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 

@@ -14,9 +14,9 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.ddp.replicas import Replicas
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip, stack_counts
-from trainwright.strategies.replicas import Replicas
 from trainwright.strategies.strategy import MakeOptimizers
 
 _CHUNK_BYTES = 25 * 2**20  # of weights that are averaged in one exchange, as in DistributedDataParallel's buckets

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.core.task import TaskModule
-from trainwright.strategies.tp_plan import Plan, SplitLayers
-from trainwright.strategies.tp_ready import find_plan
+from trainwright.strategies.tensor_parallel.plan import Plan, SplitLayers
+from trainwright.strategies.tensor_parallel.ready import find_plan
 
 
 class PlannedMesh:

@@ -16,10 +16,10 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp import FSDPStrategy
-from trainwright.strategies.shard_units import WrapPolicy
-from trainwright.strategies.tp_plan import Plan
-from trainwright.strategies.tp_sizes import check_tp_size
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.tensor_parallel.plan import Plan
+from trainwright.strategies.tensor_parallel.sizes import check_tp_size
+from trainwright.strategies.units import WrapPolicy
 
 
 class TensorParallelStrategy(FSDPStrategy):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.shard_units import WrapPolicy, matching, replace_module
+from trainwright.strategies.units import WrapPolicy, matching, replace_module
 
 SavePolicy = Collection[Any] | Callable[..., CheckpointPolicy]
 """Operators whose results are kept, as objects (`torch.ops.aten.mm`) or names (`"aten.mm"`); or torch's policy

@@ -1,4 +1,4 @@
-"""A process that the Trainer started: `python -m trainwright.strategies.worker WORK ERROR`."""
+"""A process that the Trainer started: `python -m trainwright.strategies.processes.worker WORK ERROR`."""
 
 from __future__ import annotations
 
