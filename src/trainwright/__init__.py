@@ -119,9 +119,11 @@ if TYPE_CHECKING:
         save_quantized_model,
         set_module_tensor_to_device,
     )
-    from trainwright.trainer.accelerated import AcceleratedModel, AcceleratedOptimizer, AcceleratedScheduler
-    from trainwright.trainer.accelerated_loader import AcceleratedLoader
-    from trainwright.trainer.accelerator import Accelerator
+    from trainwright.trainer.accelerator.accelerator import Accelerator
+    from trainwright.trainer.accelerator.loader import AcceleratedLoader
+    from trainwright.trainer.accelerator.model import AcceleratedModel
+    from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+    from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
     from trainwright.trainer.trainer import Trainer
     from trainwright.trainer.tuner import Tuner
 
@@ -131,11 +133,11 @@ _SUBMODULES = ("callbacks", "checkpoint", "cli", "core", "data", "loggers", "str
 
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
-    "AcceleratedLoader": "trainwright.trainer.accelerated_loader",
-    "AcceleratedModel": "trainwright.trainer.accelerated",
-    "AcceleratedOptimizer": "trainwright.trainer.accelerated",
-    "AcceleratedScheduler": "trainwright.trainer.accelerated",
-    "Accelerator": "trainwright.trainer.accelerator",
+    "AcceleratedLoader": "trainwright.trainer.accelerator.loader",
+    "AcceleratedModel": "trainwright.trainer.accelerator.model",
+    "AcceleratedOptimizer": "trainwright.trainer.accelerator.optimizer",
+    "AcceleratedScheduler": "trainwright.trainer.accelerator.scheduler",
+    "Accelerator": "trainwright.trainer.accelerator.accelerator",
     "add_hook_to_module": "trainwright.strategies.offload",
     "align_module_device": "trainwright.strategies.offload",
     "AlignDevicesHook": "trainwright.strategies.offload",

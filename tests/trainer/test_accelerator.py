@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.processes.partial_state import PartialState
-from trainwright.trainer.accelerator import Accelerator
+from trainwright.trainer.accelerator.accelerator import Accelerator
 
 
 @pytest.fixture(autouse=True)

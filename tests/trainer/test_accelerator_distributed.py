@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.trainer.accelerator import Accelerator
+from trainwright.trainer.accelerator.accelerator import Accelerator
 
 pytestmark = pytest.mark.distributed
 

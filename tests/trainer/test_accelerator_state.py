@@ -15,7 +15,7 @@ from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.processes.partial_state import PartialState
-from trainwright.trainer.accelerator import Accelerator
+from trainwright.trainer.accelerator.accelerator import Accelerator
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import seed_everything
-from trainwright.trainer.accelerator import Accelerator
+from trainwright.trainer.accelerator.accelerator import Accelerator
 
 
 def _net() -> nn.Linear:

@@ -30,18 +30,16 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.strategies.offload.saving import save_model
 from trainwright.strategies.processes.collectives import gather, gather_object, pad_across_processes, reduce
 from trainwright.strategies.processes.partial_state import PartialState
-from trainwright.trainer.accelerated import (
-    AcceleratedModel,
-    AcceleratedOptimizer,
-    AcceleratedScheduler,
-    LossScale,
-)
-from trainwright.trainer.accelerated_loader import AcceleratedLoader
-from trainwright.trainer.accelerator_prepare import PreparesObjects
-from trainwright.trainer.accelerator_settings import read_settings, refuse_attribute
-from trainwright.trainer.accelerator_state import LoopObjects, load_loop, save_loop
-from trainwright.trainer.accumulation import Accumulation
-from trainwright.trainer.gathering import gather_real
+from trainwright.trainer.accelerator.accumulation import Accumulation
+from trainwright.trainer.accelerator.gathering import gather_real
+from trainwright.trainer.accelerator.loader import AcceleratedLoader
+from trainwright.trainer.accelerator.loss_scale import LossScale
+from trainwright.trainer.accelerator.model import AcceleratedModel
+from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+from trainwright.trainer.accelerator.prepare import PreparesObjects
+from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
+from trainwright.trainer.accelerator.settings import read_settings, refuse_attribute
+from trainwright.trainer.accelerator.state import LoopObjects, load_loop, save_loop
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
-from trainwright.trainer.accumulation import Accumulation, Place
+from trainwright.trainer.accelerator.accumulation import Accumulation, Place
 
 
 class AcceleratedLoader:

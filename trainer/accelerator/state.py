@@ -17,8 +17,10 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
 from trainwright.strategies.processes.process_group import Processes
-from trainwright.trainer.accelerated import AcceleratedOptimizer, AcceleratedScheduler, LossScale
-from trainwright.trainer.accelerated_loader import AcceleratedLoader
+from trainwright.trainer.accelerator.loader import AcceleratedLoader
+from trainwright.trainer.accelerator.loss_scale import LossScale
+from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
 from trainwright.trainer.checkpointing import on_main_rank
 
 _ENTRY = "loop"  # of the trainer part

@@ -17,17 +17,12 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.data import CombinedLoader
 from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.accelerated import (
-    AcceleratedModel,
-    AcceleratedOptimizer,
-    AcceleratedScheduler,
-    LossScale,
-    holds_optimizer,
-    is_scheduler,
-    prepared_from,
-)
-from trainwright.trainer.accelerated_loader import AcceleratedLoader, SkippedStart
-from trainwright.trainer.accumulation import Accumulation
+from trainwright.trainer.accelerator.accumulation import Accumulation
+from trainwright.trainer.accelerator.loader import AcceleratedLoader, SkippedStart
+from trainwright.trainer.accelerator.loss_scale import LossScale
+from trainwright.trainer.accelerator.model import AcceleratedModel
+from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.trainer.loaders import Ranks
 
 T = TypeVar("T")
@@ -208,3 +203,14 @@ class PreparesObjects:
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
         """Return a prepared loader whose first pass begins later; nothing that is skipped is fetched."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
+
+
+def prepared_from(value: Any) -> Any:
+    """Return the user's own object that was prepared; None for what was not."""
+    if isinstance(value, AcceleratedModel):
+        return value.module
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    if isinstance(value, AcceleratedScheduler):
+        return value.scheduler
+    return value.prepared.raw if isinstance(value, AcceleratedLoader) else None

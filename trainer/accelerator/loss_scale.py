@@ -1,0 +1,99 @@
+"""The scale of a float16 loss, one for all optimizers of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.core.errors import ConfigurationError
+
+
+class LossScale:
+    """The loss scale of fp16, shared by all optimizers of a loop.
+
+    It changes before the first backward of a group and not after an optimizer's step, so that all gradients of a group
+    have one scale, whatever number of optimizers they belong to.
+
+    Args:
+        device_type: torch's.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self.scaler = torch.amp.GradScaler(device_type)
+        self._is_due = False
+        self._num_backwards = 0
+        self._unscaled: dict[int, int] = {}  # optimizer → backwards until its gradients were divided
+
+    def scale(self, loss: torch.Tensor, *, starts_group: bool) -> torch.Tensor:
+        """Return the loss times the scale, which is brought up to date where a group begins."""
+        if starts_group:
+            self._catch_up()
+        self._num_backwards += 1
+        return self.scaler.scale(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale and how it grows, as the next backward finds it. Waits for the device."""
+        self._catch_up()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.scaler.load_state_dict(state)
+
+    def _catch_up(self) -> None:
+        if self._is_due:
+            self.scaler.update()
+            self._is_due = False
+            self._unscaled.clear()
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients by the scale, once per step.
+
+        Raises:
+            ConfigurationError: more has been added to gradients that were divided already.
+        """
+        seen = self._unscaled.get(id(optimizer))
+        if seen is None:
+            self._unscaled[id(optimizer)] = self._num_backwards
+            self.scaler.unscale_(optimizer)
+        elif seen != self._num_backwards:
+            raise ConfigurationError(
+                "gradients were added to others that had been unscaled (by clipping) already. Clip, and step, after "
+                "the last backward of an optimizer step alone."
+            )
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Step an optimizer if all its gradients are finite; returns whether it did. Waits for the device."""
+        done = _Step(optimizer, closure)
+        before = vars(optimizer).get("step")
+        optimizer.step = done  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            if before is None:
+                del optimizer.step
+            else:
+                optimizer.step = before  # type: ignore[method-assign]  # a scheduler counts there
+        self._is_due = True
+        return done.was_taken
+
+
+class _Step:
+    """Stands in for an optimizer's `step` while the scaler decides."""
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+        self._optimizer, self._step, self._closure = optimizer, optimizer.step, closure
+        self._was_called = False
+        self._found_inf: torch.Tensor | None = None
+
+    def __call__(self) -> Any:
+        self._was_called = True
+        self._found_inf = getattr(self._optimizer, "found_inf", None)  # a fused kernel's, which decides by itself
+        return self._step() if self._closure is None else self._step(self._closure)
+
+    @property
+    def was_taken(self) -> bool:
+        return self._was_called and not (self._found_inf is not None and bool(self._found_inf))

@@ -1,0 +1,77 @@
+"""What `Accelerator.prepare` makes of a learning-rate schedule: it counts the steps that were taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.trainer.accelerator.accumulation import Accumulation
+from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+
+
+class AcceleratedScheduler:
+    """A learning-rate schedule that advances once per optimizer step, whatever the accumulation or number of processes.
+
+    Args:
+        scheduler: the user's.
+        optimizers: prepared; a step that any of them left out is not counted.
+        accumulation: says when a step is due.
+        steps_with_optimizer: False: every call counts, as in a schedule by epochs.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: list[AcceleratedOptimizer],
+        accumulation: Accumulation,
+        *,
+        steps_with_optimizer: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self._optimizers = optimizers
+        self._accumulation = accumulation
+        self._steps_with_optimizer = steps_with_optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if an optimizer step is due at this micro-batch and was not left out."""
+        if self._steps_with_optimizer:
+            due = self._accumulation.sync_gradients
+            if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
+                return
+        self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state."""
+        found: dict[str, Any] = self.scheduler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        found: list[float] = self.scheduler.get_last_lr()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the user's scheduler."""
+        if name.startswith("__") or "scheduler" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+def holds_optimizer(scheduler: Any, optimizer: AcceleratedOptimizer) -> bool:
+    """Tell whether a scheduler was made for an optimizer, or for what was prepared of it."""
+    return getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
+
+
+def is_scheduler(value: Any) -> bool:
+    """Tell whether `value` is a learning-rate schedule, of torch or of the same manner."""
+    if isinstance(value, LRScheduler):
+        return True
+    has = ("step", "state_dict", "load_state_dict", "optimizer")
+    return not isinstance(value, (Optimizer, nn.Module)) and all(hasattr(value, name) for name in has)
