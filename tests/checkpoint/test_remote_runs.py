@@ -165,6 +165,7 @@ class Breaks(Callback):
         self.steps = trainer.global_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [0, 1, 3])
 @pytest.mark.parametrize(("epoch", "steps"), [(1, 3 * STEPS), (3, 4 * STEPS)], ids=["at the next save", "at the end"])
 def test_an_upload_that_fails_is_an_error_of_the_run_and_the_earlier_ones_stay(

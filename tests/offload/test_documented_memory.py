@@ -23,6 +23,7 @@ def fresh_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
+@pytest.mark.slow
 def test_a_training_function_tries_smaller_batches_until_one_fits() -> None:
     tried: list[int] = []
     models: list[Any] = []

@@ -177,6 +177,7 @@ def test_a_reader_does_not_keep_a_model_s_weights_alive() -> None:
     assert len(prefetcher._units) == 0
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=6), st.integers(0, 60))
 def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], budget: int) -> None:
     prefetcher = Prefetcher(budget)

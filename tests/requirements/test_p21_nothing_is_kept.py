@@ -122,6 +122,7 @@ class _Weighs(Callback):
             self.peaks_bytes.append(peak * (1 if sys.platform == "darwin" else 1024))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_memory_is_flat_over_a_thousand_steps(accumulate: int) -> None:
     class Task(RegressionTask):

@@ -112,6 +112,7 @@ def test_ten_times_the_data_takes_the_same_tensors(stage: str, writes: bool, inf
     assert peaks[1] - peaks[0] < _OUTPUT_BYTES  # not one output more
 
 
+@pytest.mark.slow
 @STAGES
 def test_ten_times_the_data_takes_the_same_host_memory(stage: str, writes: bool) -> None:
     peaks = []

@@ -101,6 +101,7 @@ def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
     _compare(tmp_path)
 
 
+@pytest.mark.slow
 def test_more_values_than_are_folded_at_a_time_come_to_the_very_same_numbers(tmp_path: Path) -> None:
     from trainwright.loggers import metric_slot
 
