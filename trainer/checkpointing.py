@@ -101,7 +101,7 @@ def _collect(
     if strategy.saves_pieces:
         model, optimizers = strategy.in_pieces((model, optimizers))
     return Snapshot(
-        state=run.state.to_dict(),
+        state=run.progress(),
         model=model,
         optimizers=optimizers,
         trainer=trainer,
@@ -185,6 +185,7 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     saved = Entries(snapshot.trainer, path, request.allow_missing)
     restore_weights(run, snapshot, path, request)
     run.state.load_dict(snapshot.state)
+    run.load_metrics(snapshot.metrics)
     fresh = _restore_optimizers(run, snapshot, path, request)
     _restore_schedules(run, saved, fresh)
     saved.restore_strategy(run)

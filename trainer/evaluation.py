@@ -31,6 +31,7 @@ def evaluate(
     max_batches: int | None = None,
     keep: bool = False,
     abandon: Callable[[int, int], bool] | None = None,
+    taken: Callable[[], None] | None = None,
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data.
 
@@ -42,6 +43,7 @@ def evaluate(
         max_batches: at most so many batches of each loader, besides the data's own limits.
         keep: return what the step returned.
         abandon: asked before each batch (with its loader's index and its own) whether to break off.
+        taken: called once the metrics are known, before `on_*_end`.
 
     Raises:
         Abandoned: `abandon` said so; on every rank alike.
@@ -82,6 +84,8 @@ def evaluate(
             run.take_metrics(metrics.flush_step(run.exchange), kind)
             flushed = metrics.flush_epoch(run.exchange)
             run.take_metrics(flushed, kind)
+            if taken is not None:
+                taken()
             run.fire(f"on_{name}_end")
         finally:
             run.evaluating = None

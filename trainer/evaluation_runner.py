@@ -41,19 +41,25 @@ class EvaluationRunner(StageRunner):
 
     def _validate(self) -> None:
         if not self.has_validation:
+            self.state.validation_owed = False
             return
+        self.state.validation_owed = True  # a checkpoint that is written meanwhile does not know what it comes to
         in_step, self.metrics.in_step = self.metrics.in_step, False
         data, generators = self.evaluation_data("validate"), rng_state(self.device)
         try:
             watch = EvaluationWatch(self.preemption, self.strategy.processes, data)
-            evaluation.evaluate(self, "validate", abandon=watch)
+            evaluation.evaluate(self, "validate", abandon=watch, taken=self._note_validation)
         except evaluation.Abandoned:
             set_rng_state(generators, self.device)  # a resume does the whole validation again, as if for the first time
-            self.state.validation_owed = True
             if self.log_every.due(self.state):
                 self._flush_step()
             self._leave()
+        except BaseException:
+            set_rng_state(generators)  # likewise, for who saves now; a device may have failed and is left alone
+            raise
         self.metrics.in_step = in_step
+
+    def _note_validation(self) -> None:
         self.state.validation_owed = False
         self._validated_at = self.state.step
 

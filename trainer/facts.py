@@ -121,6 +121,7 @@ class RunFacts(ABC):
     _sources: Sources
     _train_data: TrainData | None
     _validation: ValidationSchedule | None
+    _group_end: tuple[int, bool] | None  # of the group that was counted last: its length, and whether it is the last
 
     @abstractmethod
     def train_data(self) -> TrainData:
@@ -142,6 +143,10 @@ class RunFacts(ABC):
     @abstractmethod
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
         """Try steps out and leave no trace; see `Run.rehearse`."""
+
+    @abstractmethod
+    def progress(self) -> dict[str, Any]:
+        """Return where training stands, JSON-able, for a checkpoint."""
 
     @abstractmethod
     def data_state(self) -> dict[str, Any]:
@@ -362,6 +367,10 @@ class RunFacts(ABC):
         """Show metrics to callbacks and the progress bar."""
         self._callback_metrics.update(flushed.callback)
         self._progress_bar_metrics.update(flushed.prog_bar)
+
+    def load_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Show callbacks and schedules what they saw when a checkpoint was written."""
+        self._callback_metrics = dict(metrics)
 
     def take_metrics(self, flushed: Flushed, kind: str) -> None:
         """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""

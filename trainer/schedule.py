@@ -90,6 +90,20 @@ class ValidationSchedule:
             return self._interval.due(state) and self.in_epoch(state.epoch)
         if self._clock is not None:
             return self._time_is_up(state) and self.in_epoch(state.epoch)
+        return self._falls_in(state, group_size, is_last)
+
+    def outstanding(self, state: TrainState, group_size: int, is_last: bool) -> bool:
+        """Tell whether the validation that `due` would find, or has found, belongs to this moment; changes nothing.
+
+        Not collective, and so never True of an interval of time.
+        """
+        if self._clock is not None:
+            return False
+        if self._interval is not None:
+            return self._interval.left(state) <= 0 and self.in_epoch(state.epoch)
+        return self._falls_in(state, group_size, is_last)
+
+    def _falls_in(self, state: TrainState, group_size: int, is_last: bool) -> bool:
         if self._at_end:
             return is_last and self.in_epoch(state.epoch)
         if not self.in_epoch(state.epoch):

@@ -120,7 +120,7 @@ class StageRunner(Rollbacks):
         self._origin: Path | None = None
         self._warned_of_loss = False
         self._stop_agreed = False
-        self._validated_at = -1
+        self._validated_at, self._group_end = -1, None
         self.preemption = Preemption(self.settings.preemption_grace_s)
         self._clock = time.perf_counter()
         self.logging: LoggerGroup | None = None
@@ -276,7 +276,7 @@ class StageRunner(Rollbacks):
         self.agreement.begin(self.state.step)
         self.log_every = Interval(Duration(self.log_every_n_steps, "steps"))
         self.log_every.align(self.state)
-        self._validation = None
+        self._validation = self._group_end = None
 
     @property
     def validation(self) -> ValidationSchedule:

@@ -334,6 +334,7 @@ class Trainer(EvaluationRunner):
 
     def _begin_epoch(self) -> Iterable[Group]:
         data, state = self.train_data(), self.state
+        self._group_end = None
         data.begin_epoch(state.epoch, self._take_position())
         self.metrics.begin("train")
         self.safe_point.finish_copy()  # callbacks may give optimizers a new start here
@@ -373,6 +374,7 @@ class Trainer(EvaluationRunner):
         if self.preemption.agreed:
             self._leave()
         if closed:
+            self._group_end = None
             state.begin_next_epoch()
             self._reload_loaders()
 
@@ -395,6 +397,18 @@ class Trainer(EvaluationRunner):
             self.schedules.after_step(state.step, self._callback_metrics)
         if group.is_last:
             self.schedules.after_epoch(state.epoch)
+        self._group_end = n, group.is_last
+
+    def progress(self) -> dict[str, Any]:
+        """Return where training stands, for a checkpoint: with a validation that is due and has not been done."""
+        state, end = self.state, self._group_end
+        owed = state.validation_owed or (
+            end is not None
+            and self._validated_at != state.step
+            and self.has_validation
+            and self.validation.outstanding(state, *end)
+        )
+        return {**state.to_dict(), "validation_owed": owed}
 
     def _read_clock(self) -> None:
         now = time.perf_counter()

@@ -37,6 +37,7 @@ class Counting(TaskModule):
         self.whole_mean = MeanMetric()
         self.pair = MetricCollection({"low": MinMetric(), "mean": MeanMetric()})
         self.epochs: list[dict[str, float]] = []
+        self.has_begun = False
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         """Log numbers of both kinds, with several reductions."""
@@ -57,8 +58,10 @@ class Counting(TaskModule):
         return loss
 
     def on_train_epoch_start(self) -> None:
-        """Take what the epoch before has come to."""
-        self._take()
+        """Take what the epoch before has come to, unless that was before a resume."""
+        if self.has_begun:
+            self._take()
+        self.has_begun = True
 
     def on_train_end(self) -> None:
         """Take what the last epoch has come to."""
@@ -66,8 +69,7 @@ class Counting(TaskModule):
 
     def _take(self) -> None:
         metrics = dict(self.trainer.callback_metrics)
-        if "sum" in metrics:
-            self.epochs.append({name: value for name, value in metrics.items() if not name.startswith("loss_step")})
+        self.epochs.append({name: value for name, value in metrics.items() if not name.startswith("loss_step")})
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return plain SGD."""
