@@ -152,6 +152,18 @@ def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixt
     assert "Did you mean 'resnet50'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.requires("timm", "its own models, which need a torchvision that was built for the torch that is installed")
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
+def test_an_estimate_counts_every_floating_element_of_a_model_of_timm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate-memory", f"timm/{name}", "--dtypes", "float32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["elements"]
+    import timm
+
+    built = timm.create_model(name, pretrained=False)
+    assert found == sum(value.numel() for value in built.state_dict().values() if value.is_floating_point())
+
+
 def test_a_timm_that_cannot_be_imported_is_said_with_what_to_do(timm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     timm.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     assert main(["estimate-memory", "timm/resnet50.a1_in1k", "--library_name", "timm"]) == 2
