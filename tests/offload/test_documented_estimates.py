@@ -155,7 +155,9 @@ def test_a_model_of_timm_is_built_by_timm(timm: Path, capsys: pytest.CaptureFixt
 @pytest.mark.slow
 @pytest.mark.requires("timm", "its own models, which need a torchvision that was built for the torch that is installed")
 @pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224"])
-def test_an_estimate_counts_every_floating_element_of_a_model_of_timm(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_estimate_counts_every_floating_element_of_a_model_of_timm(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["estimate-memory", f"timm/{name}", "--dtypes", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["elements"]
     import timm
