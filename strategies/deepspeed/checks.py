@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import overrides
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import need_closure
 from trainwright.strategies.deepspeed.config import EngineConfig
@@ -14,6 +14,7 @@ from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
+_WHOLE_MATRICES = ("Adafactor", "Muon")  # what they do to an element depends on the rows and columns around it
 _CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad", "ZenFlowCPUAdam")
 
 
@@ -83,6 +84,12 @@ def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: Engi
             f"{name} evaluates the loss several times in a step, which an engine of DeepSpeed cannot. Use "
             "strategy='ddp', or another optimizer."
         )
+    if name in _WHOLE_MATRICES and config.stage > 0:
+        raise ConfigurationError(
+            f"{name} looks at whole matrices, and at stage={config.stage} DeepSpeed hands it pieces of flat vectors, "
+            "which would train otherwise than in one process. Use an optimizer that works element by element, such as "
+            "AdamW, or stage=0, or strategy='ddp'."
+        )
     device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
     if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:
         raise ConfigurationError(
@@ -90,3 +97,31 @@ def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: Engi
             "there. Return deepspeed.ops.adam.DeepSpeedCPUAdam(self.parameters(), lr=…), or DummyOptim with an "
             "'optimizer' in the config."
         )
+
+
+class TrainedParameters:
+    """Which parameters an engine was made to train: it goes on with these, whatever is frozen later.
+
+    Args:
+        task: as the engine takes it.
+    """
+
+    def __init__(self, task: TaskModule) -> None:
+        self._name = type(task).__name__
+        self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in task.named_parameters()]
+
+    def check(self) -> None:
+        """Check that the same parameters are trained. Not collective.
+
+        Raises:
+            TaskError: one was frozen or unfrozen since; no weight has been changed by this step.
+        """
+        for name, parameter, trained in self._flags:
+            if parameter.requires_grad is not trained:
+                what = "frozen" if trained else "unfrozen"
+                fate = "step on, by its momentum and decay" if trained else "leave out"
+                raise TaskError(
+                    f"{self._name}'s {name} was {what} after DeepSpeed's engine had been made, which would {fate}. Say "
+                    "what is trained in __init__ or configure_model, and train the next stage in a fit of its own; or "
+                    "use strategy='ddp' or 'fsdp'."
+                )

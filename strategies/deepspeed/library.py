@@ -88,6 +88,11 @@ def leave(library: Any) -> None:
     library.runtime.zero.parameter_offload.FWD_MODULE_STACK.clear()
     init = library.zero.Init
     init.apply_param_persistence, init.num_persisted_parameters, init.num_persisted_elements = False, 0, 0
+    # Ranks compare the numbers of parameters and modules. They go on from stage to stage in a process that stays, as a
+    # script's own does, and begin at 0 in those that are started for each stage.
+    init.param_id = 0
+    offload = library.runtime.zero.parameter_offload.DeepSpeedZeRoOffload
+    offload._register_deepspeed_module.__defaults__[0][0] = 0
     nn.functional.linear = _own_linear  # stage 3 has put its own there
     # Stage 3 remembers what it may release in an unbounded cache of the class, and with it each run's whole model.
     coordinator = library.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator

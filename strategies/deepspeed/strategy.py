@@ -30,7 +30,8 @@ from trainwright.core.tree import map_tensors
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
-from trainwright.strategies.deepspeed.checks import check_optimizers, check_task, check_unbuilt
+from trainwright.strategies.deepspeed.adagrad import keep_own_adagrad
+from trainwright.strategies.deepspeed.checks import TrainedParameters, check_optimizers, check_task, check_unbuilt
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
 from trainwright.strategies.deepspeed.disk import keep_unaligned_gradients
 from trainwright.strategies.deepspeed.facts import collect_facts
@@ -111,6 +112,7 @@ class DeepSpeedStrategy(DataParallel):
         self._traces: Traces | None = None
         self._frozen: FrozenEngines | None = None
         self._boundary = True
+        self._trained: TrainedParameters | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -210,6 +212,7 @@ class DeepSpeedStrategy(DataParallel):
                 dist_init_required=False,
             )
         keep_unaligned_gradients(self.engine.optimizer)
+        keep_own_adagrad(self.engine)
         self._traces.note()
         self.engine.lr_scheduler = None  # the Trainer steps it, once per unit
         self._take_schedule(schedule, run)
@@ -225,6 +228,7 @@ class DeepSpeedStrategy(DataParallel):
     ) -> None:
         """Find out where the engine has put what was the task's."""
         if trains and self.stage > 0:
+            self._trained = TrainedParameters(self.task)
             kind = ParameterPieces if self.stage == 3 else FlatPieces
             self._pieces = kind(self.engine.optimizer, self.device)
         if self.stage > 0:
@@ -293,6 +297,8 @@ class DeepSpeedStrategy(DataParallel):
     # The step
 
     def _run_backward(self, loss: torch.Tensor) -> None:
+        if self._trained is not None:
+            self._trained.check()
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
@@ -438,7 +444,7 @@ class DeepSpeedStrategy(DataParallel):
         traces, self._traces = self._traces, None
         if traces is not None:
             traces.remove()
-        self._pieces = self._held = None
+        self._pieces = self._held = self._trained = None
         self._step = self._eval_step = None
 
     def teardown(self) -> None:
