@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.ddp.replicas import Replicas
+from trainwright.strategies.ddp.replicas import Replicas, any_trained, frozen_parameters
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.gradients import GradientClip, stack_counts
 from trainwright.strategies.strategy import MakeOptimizers
@@ -54,6 +55,7 @@ class LocalSGDStrategy(Replicas):
             raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
         self.local_sgd_steps = local_sgd_steps
         self._apart = self._states_apart = False
+        self._frozen: list[nn.Parameter] = []
 
     def configure(self, settings: EngineSettings) -> None:
         super().configure(settings)
@@ -67,6 +69,7 @@ class LocalSGDStrategy(Replicas):
         optimizers = super().prepare(task, make_optimizers)
         self._start_equal(task)
         self._apart = self._states_apart = False
+        self._frozen = frozen_parameters(task)  # since the beginning: those that are frozen later have come apart
         return optimizers
 
     # The step: the mean over what this rank consumed
@@ -97,6 +100,8 @@ class LocalSGDStrategy(Replicas):
 
     def _count_step(self) -> None:
         self._apart = self._states_apart = True
+        if any_trained(self._frozen):
+            self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
         if (self.run.state.step + 1) % self.local_sgd_steps == 0 and not self._is_alone:
             self._average_parameters()
@@ -110,7 +115,8 @@ class LocalSGDStrategy(Replicas):
     @torch.no_grad()
     def _average_parameters(self) -> None:
         """Give every rank the mean of all ranks' parameters, and rank 0's buffers. Collective."""
-        self._average(parameter.detach() for parameter in self.task.parameters() if parameter.requires_grad)
+        alike = {id(parameter) for parameter in self._frozen}
+        self._average(parameter.detach() for parameter in self.task.parameters() if id(parameter) not in alike)
         for buffer in self.task.buffers():
             dist.broadcast(buffer, src=0)
         self._apart = False

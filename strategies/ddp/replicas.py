@@ -49,3 +49,16 @@ def broadcast_from_main(module: nn.Module) -> None:
     """Copy rank 0's weights and buffers to the others, as DistributedDataParallel's constructor does. Collective."""
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor.detach(), src=0)
+
+
+def frozen_parameters(task: TaskModule) -> list[nn.Parameter]:
+    """Return the parameters that are not trained now."""
+    return [parameter for parameter in task.parameters() if not parameter.requires_grad]
+
+
+def any_trained(frozen: list[nn.Parameter]) -> bool:
+    """Tell whether one of what `frozen_parameters` has returned is trained by now; asked in each step."""
+    for parameter in frozen:  # noqa: SIM110  # a generator would be a call for each
+        if parameter.requires_grad:
+            return True
+    return False

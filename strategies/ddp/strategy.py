@@ -25,7 +25,7 @@ from trainwright.strategies.ddp.comm_hooks import (
     DistributedDataParallelKwargs,
     Hook,
 )
-from trainwright.strategies.ddp.replicas import Replicas, broadcast_from_main
+from trainwright.strategies.ddp.replicas import Replicas, any_trained, broadcast_from_main, frozen_parameters
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
@@ -87,6 +87,8 @@ class DDPStrategy(Replicas):
         self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()  # of loops of others, with a static graph
         self._was_wrapped = False
         self._bucket_order = BucketOrder()
+        self._frozen: list[nn.Parameter] = []
+        self._wrapped_step: Any = None
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
@@ -114,6 +116,9 @@ class DDPStrategy(Replicas):
             self._wrap()
         else:
             self._start_equal(task)
+        if make_optimizers is not None and task.automatic_optimization and not trains:
+            self._frozen, self._wrapped_step = frozen_parameters(task), StepModule(task)
+            self._step = self._run_thawed
         return optimizers
 
     def _wrap(self) -> None:
@@ -123,9 +128,18 @@ class DDPStrategy(Replicas):
         self._learns_graph = self.ddp_options["static_graph"]
         if self._reorders_buckets:
             self._bucket_order.record(self._replica, self.task)
-        self._step = self._replica if self.compile_options is None else self._compile(self._replica)
+        self._wrapped_step = self._replica if self.compile_options is None else self._compile(self._replica)
+        self._frozen = frozen_parameters(self.task)
+        self._step = self._run_thawed if self._frozen else self._wrapped_step
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
         # itself, so that ranks may evaluate different numbers of batches.
+
+    def _run_thawed(self, *args: Any) -> Any:
+        """Run a step, through a new replica if a parameter has been unfrozen: no other would average its gradients."""
+        if any_trained(self._frozen):
+            self._unwrap()
+            self._wrap()
+        return self._wrapped_step(*args)
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Return a replica that averages gradients, or the model where nothing is trained. Collective.
@@ -231,7 +245,7 @@ class DDPStrategy(Replicas):
 
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""
-        replica, self._replica = self._replica, None
+        replica, self._replica, self._wrapped_step = self._replica, None, None
         self._bucket_order.stop()
         if replica is not None:
             # The replica is part of a reference cycle, which must not be the last to hold the process group: a cycle is
