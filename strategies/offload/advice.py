@@ -65,7 +65,7 @@ def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
     if _madvise is None:
         return
     for tensor in tensors:
-        if tensor.device.type == "cpu" and tensor.nbytes:
+        if tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.nbytes:
             start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             # Advice: whether it is taken is no matter.
             _madvise(start, tensor.data_ptr() + tensor.nbytes - start, mmap.MADV_WILLNEED)

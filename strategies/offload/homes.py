@@ -64,19 +64,30 @@ class Home:
             os.unlink(path)
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor with the same values here."""
-        made = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        """Return a tensor with the same values here, in the same memory format."""
+        made = self.empty_like(tensor)
         made.copy_(tensor)
         return made
 
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of another one's shape, dtype and memory format, without values."""
+        return _laid_out(self.empty(tensor.numel(), tensor.dtype), tensor)
 
-def place_in(flat: torch.Tensor, sizes: Sequence[torch.Size]) -> list[torch.Tensor]:
-    """Return tensors of these sizes that lie one after the other in a flat one of `flat_numel` elements."""
+
+def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors like these that lie one after the other in a flat one of `flat_numel` elements."""
     found, start, step = [], 0, _ALIGN_BYTES // flat.itemsize
-    for size in sizes:
-        found.append(flat[start : start + size.numel()].view(size))
-        start += -(-size.numel() // step) * step
+    for tensor in tensors:
+        found.append(_laid_out(flat[start : start + tensor.numel()], tensor))
+        start += -(-tensor.numel() // step) * step
     return found
+
+
+def _laid_out(flat: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of a flat tensor, with another one's shape and, where that is dense, its order of dimensions:
+    kernels choose by it (channels_last), and add in its order.
+    """
+    return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 def flat_numel(sizes: Sequence[torch.Size], dtype: torch.dtype) -> int:

@@ -63,6 +63,8 @@ class Unit:
         self._versions: list[int] = []  # of the parameters when the copy was queued
         self._expected = 0  # gradients that are still to come in this backward
         self.inputs_to_come = 0  # inputs whose gradient is not there yet
+        self._calls: list[list[tuple[torch.Tensor, Any]]] = []  # that are under way, with their inputs
+        self._leaf_hooks: list[Any] = []
         self._stashed: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._homes: list[torch.Tensor] = [parameter.data for parameter in self.parameters]
         self._views: list[torch.Tensor] = list(self._homes)
@@ -79,11 +81,11 @@ class Unit:
         return sum(there.nbytes for _, there in self.flats)
 
     def _lay_out(self, members: Sequence[int], dtype: torch.dtype, weights: Home) -> None:
-        sizes = [self.parameters[i].shape for i in members]
-        numel = flat_numel(sizes, dtype)
+        tensors = [self.parameters[i].data for i in members]
+        numel = flat_numel([tensor.shape for tensor in tensors], dtype)
         home = weights.empty(numel, dtype)
         there = torch.empty(numel, dtype=dtype, device=self.device)
-        for i, at_home, view in zip(members, place_in(home, sizes), place_in(there, sizes), strict=True):
+        for i, at_home, view in zip(members, place_in(home, tensors), place_in(there, tensors), strict=True):
             at_home.copy_(self.parameters[i].data)
             self.parameters[i].data = self._homes[i] = at_home
             self._views[i] = view
@@ -139,7 +141,8 @@ class Unit:
             if self.stays:
                 self._last_use = self._weights_in.mark()
         if self.in_backward:
-            self.in_backward, self.inputs_to_come = False, 0
+            self.in_backward = False
+            self.forget_inputs()
         if not self.stays:
             self.drop()
 
@@ -179,11 +182,26 @@ class Unit:
             self._expected = len(self._hooks)
 
     def expect_inputs(self, inputs: Any) -> None:
-        """Take note of what the part is called with: with the gradient of that, its backward is over."""
-        for tensor in _differentiable(inputs):
-            if not tensor.is_leaf:
-                self.inputs_to_come += 1
-                tensor.register_hook(self._input_done)
+        """Take note of what a call is made with: with the gradient of that, its backward is over."""
+        tensors = _differentiable(inputs)
+        self._calls.append([(tensor, tensor.register_hook(self._input_done)) for tensor in tensors])
+        self.inputs_to_come += len(tensors)
+
+    def returned(self, *, is_recorded: bool) -> None:
+        """Take note that the call which began last is over, and whether it will have a backward."""
+        for tensor, handle in self._calls.pop() if self._calls else ():
+            if not is_recorded:
+                handle.remove()
+                self.inputs_to_come -= 1
+            elif tensor.is_leaf:  # which outlives the graph: a parameter, or what a checkpoint computes anew from
+                self._leaf_hooks.append(handle)
+
+    def forget_inputs(self) -> None:
+        """Wait for no gradients of inputs any more."""
+        self.inputs_to_come = 0
+        self._calls.clear()
+        while self._leaf_hooks:
+            self._leaf_hooks.pop().remove()
 
     def _input_done(self, gradient: torch.Tensor) -> None:
         self.inputs_to_come -= 1
@@ -200,7 +218,11 @@ class Unit:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # that is what the hook is called for
         before = self._stashed[index]
-        if before is None:
+        if gradient.layout is not torch.strided:  # of an embedding with sparse=True: small, and of any size
+            self.wait_for_gradients()
+            at_home = gradient.to(self._homes[index].device)
+            self._stashed[index] = at_home if before is None else before + at_home
+        elif before is None:
             self._stashed[index] = self._gradient_at_home(index, gradient)
         else:
             fetched, self._gradients_event = self._gradients_out.fetch(gradient)
@@ -212,7 +234,7 @@ class Unit:
     def _gradient_at_home(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
         mine = self._gradients[index]
         if mine is None:
-            mine = self._gradient_home.empty(gradient.numel(), gradient.dtype).view(gradient.shape)
+            mine = self._gradient_home.empty_like(gradient)
             self._gradients[index] = mine
         copy: Callable[[], None] = partial(_copy, mine, gradient)
         self._gradients_event = self._gradients_out.queue(copy, source=gradient)
@@ -302,7 +324,7 @@ class WeightStream:
         """After a backward, or a forward without one: weights are at home, and gradients there or on their way."""
         for unit in self.all_units:
             unit.go()
-            unit.inputs_to_come = 0
+            unit.forget_inputs()
 
     def wait(self) -> None:
         """Return when all gradients are at home, and nothing is copied any more: the host may read and write."""
@@ -361,8 +383,8 @@ class WeightStream:
         outputs = _differentiable(output) if torch.is_grad_enabled() else []
         for tensor in outputs:
             tensor.register_hook(partial(self._begin_backward, unit))
-        if not outputs:
-            unit.inputs_to_come = 0
+        if torch.is_grad_enabled():
+            unit.returned(is_recorded=bool(outputs))
         unit.go()
 
     def _begin_backward(self, unit: Unit, gradient: torch.Tensor) -> None:
