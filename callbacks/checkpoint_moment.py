@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.core.hidden_names import split_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class Moment:
         epoch: 0-based, for names.
         step: completed optimizer steps.
         metrics: the latest values of all metrics.
-        present: names of what lies in the folder.
+        present: names of what lies in the folder (see `names_in`).
         index_holds: names of an index that was loaded mean what lies in the folder.
         stretch_end: how far the run is, in the unit of `keep_every`, when a stretch of it has passed; else None.
     """
@@ -32,6 +35,14 @@ class Moment:
         counters = {"epoch": self.epoch, "step": self.step}
         logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
         return {**self.metrics, **counters, **logged}
+
+
+def names_in(folder: Path | None) -> frozenset[str]:
+    """Return what is called how in a folder, checkpoints that any run is just writing there included."""
+    if folder is None or not folder.is_dir():
+        return frozenset()
+    names = [path.name for path in folder.iterdir()]
+    return frozenset([*names, *(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")])
 
 
 NO_MOMENT = Moment(0, 0, {}, frozenset())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.checkpoint_moment import NO_MOMENT, Moment
+from trainwright.callbacks.checkpoint_moment import NO_MOMENT, Moment, names_in
 from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
 from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
@@ -306,9 +306,7 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             moment = self._moment(trainer, trainer.state.epoch, step)
             name = self._free_name(trainer, moment, self.filename, reuse=None)
-            trainer.emergency_save(
-                SaveRequest(name, self._folder, self.save_weights_only, moment.metrics, remote=self.remote)
-            )
+            trainer.emergency_save(self._new_request(name, moment, None))
 
     def _saves_at_epoch_end(self, run: Run) -> bool:
         return self.save_on_train_epoch_end if self.save_on_train_epoch_end is not None else not run.has_validation
@@ -351,8 +349,7 @@ class ModelCheckpoint(Callback):
             self._request(run, request, moment)
 
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
-        folder = self._folder
-        present = frozenset(path.name for path in folder.iterdir()) if folder and folder.is_dir() else frozenset[str]()
+        present = names_in(self._folder)
         recorded = self._recorded
         # A folder that is gone was moved, and its index with it. One that still stands beside another dirpath was
         # left for good: names that happen to be equal there belong to somebody else and must never be deleted.
@@ -395,7 +392,10 @@ class ModelCheckpoint(Callback):
 
     def _new_request(self, name: str, moment: Moment, gone: str | None) -> SaveRequest:
         remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []
-        return SaveRequest(name, self._folder, self.save_weights_only, dict(moment.metrics), remove, remote=self.remote)
+        fresh = self.enable_version_counter and name not in moment.present
+        return SaveRequest(
+            name, self._folder, self.save_weights_only, dict(moment.metrics), remove, remote=self.remote, fresh=fresh
+        )
 
     def _add_last(self, run: Run, moment: Moment, request: SaveRequest | None) -> None:
         """Ask for `request`, if any, and for what is to be called `last`."""

@@ -25,11 +25,13 @@ class Target:
         path: its folder.
         metrics: for its manifest.
         then: called on the main rank with `path` once it is published.
+        fresh: see `SaveRequest`.
     """
 
     path: Path
     metrics: dict[str, float]
     then: Callable[[Path], None]
+    fresh: bool = False
 
 
 class JointSaves:
@@ -72,7 +74,7 @@ class JointSaves:
             before()
             share.append(plan_share(snapshot, 0))
             for target in targets:
-                drafts.append(Draft(target.path))
+                drafts.append(Draft(target.path, fresh=target.fresh))
                 drafts[-1].make_folders(share[0])
             return [draft.folder for draft in drafts]
 

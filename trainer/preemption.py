@@ -24,7 +24,7 @@ from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.loaders import EvaluationData
 from trainwright.trainer.safe_point import SafePoint
 
-CHECKPOINT_NAME = "preempted"  # one folder, replaced each time, so that they do not pile up
+CHECKPOINT_NAME = "preempted"  # one folder a run, replaced each time, so that they do not pile up
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _ROUNDS = 1000  # of an evaluation, between two exchanges at most
 _MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
@@ -163,8 +163,8 @@ def _save(run: RunFacts, point: SafePoint, preemption: Preemption) -> str:
     if run.is_global_zero:
         # A checkpoint of this step that was written before its validation does not know what that came to.
         held = None if run.state.validation_owed else point.find(run.state.step)
-        plan = held, point.longest_write_s, preemption.remaining_s()
-    written, needed_s, left_s = run.broadcast(plan)
+        plan = held, point.longest_write_s, preemption.remaining_s(), point.free_name(CHECKPOINT_NAME)
+    written, needed_s, left_s, name = run.broadcast(plan)
     if written is not None:
         return f"{written} holds this step already. Go on with fit(ckpt_path='last')."
     if left_s < needed_s + _MARGIN_S:
@@ -173,12 +173,12 @@ def _save(run: RunFacts, point: SafePoint, preemption: Preemption) -> str:
             "s. The earlier ones are whole: go on with fit(ckpt_path='last')."
         )
     try:
-        point.add_save(SaveRequest(CHECKPOINT_NAME))
+        point.add_save(SaveRequest(name))
         point.settle()
         point.finish()
     except (OSError, CheckpointError) as error:
         return f"the checkpoint failed: {error}. The earlier ones are whole."
-    return f"wrote {run.checkpoint_dir / CHECKPOINT_NAME}. Go on with fit(ckpt_path='last')."
+    return f"wrote {run.checkpoint_dir / name}. Go on with fit(ckpt_path='last')."
 
 
 def _requeue() -> str:

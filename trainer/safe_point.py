@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 import warnings
@@ -13,7 +14,9 @@ from functools import partial
 from itertools import groupby
 from pathlib import Path
 
+from trainwright.callbacks.checkpoint_moment import names_in
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
+from trainwright.checkpoint.durable import alone_in, hidden, make_folder
 from trainwright.checkpoint.reader import read_manifest
 from trainwright.checkpoint.remote import remote_names
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
@@ -43,6 +46,7 @@ class SafePoint:
         # Left by the writer's thread for the main one: loggers and warnings are not made for several threads.
         self._published: deque[tuple[Path, tuple[str, ...]]] = deque()
         self._complaints: deque[str] = deque()
+        self._placeholders: list[Path] = []  # of names that are taken and not written yet, for other runs to see
         self._actions: list[Callable[[], None]] = []
         self._saves: list[SaveRequest] = []
         self.longest_write_s = 0.0  # from its collection until it was published; on the main rank
@@ -71,14 +75,47 @@ class SafePoint:
         if self._actions and self._writer is not None:
             self._writer.join()  # actions may look into the folder, and must find the same however slow the disk is
         self._report()
+        if self._actions:
+            with self._choosing_names():
+                self._act()
+        saves, self._saves = self._saves, []
+        for _, alike in groupby(saves, key=lambda request: request.weights_only):
+            self._write(list(alike))
+
+    def _act(self) -> None:
         while self._actions:
             actions, self._actions = self._actions, []
             for action in actions:
                 action()
             self._run.strategy.weights_changed()  # by an action, as far as anybody knows
-        saves, self._saves = self._saves, []
-        for _, alike in groupby(saves, key=lambda request: request.weights_only):
-            self._write(list(alike))
+
+    @contextlib.contextmanager
+    def _choosing_names(self) -> Iterator[None]:
+        """Keep other runs that share a folder from taking the names that callbacks choose meanwhile; not collective."""
+        self._give_names_back()
+        if not self._run.is_global_zero:
+            yield
+            return
+        folders = {folder for callback in self._run.callbacks if (folder := getattr(callback, "local_dirpath", None))}
+        with contextlib.ExitStack() as stack:
+            for folder in sorted({_nearest(folder) for folder in folders}):
+                stack.enter_context(alone_in(folder))
+            yield
+            for request in self._saves:
+                if request.fresh:
+                    self._take_name(self._folder(request) / request.name)
+
+    def _take_name(self, path: Path) -> None:
+        placeholder = hidden(path, "tmp")
+        with contextlib.suppress(OSError):  # the save itself will say what is wrong with the folder
+            make_folder(path.parent)
+            placeholder.mkdir()
+            self._placeholders.append(placeholder)
+
+    def _give_names_back(self) -> None:
+        while self._placeholders:
+            with contextlib.suppress(OSError):  # another run has tidied up
+                self._placeholders.pop().rmdir()
 
     def finish_copy(self) -> None:
         """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
@@ -158,6 +195,13 @@ class SafePoint:
         names = [entry.name for entry in entries if entry.step == step and entry.kind == "full"]
         return folder / names[-1] if names else None
 
+    def free_name(self, name: str) -> str:
+        """Return `name`, or with a version where another run's checkpoint is called so; main rank only."""
+        folder = self._run.checkpoint_dir
+        taken = names_in(folder) - {entry.name for entry in RunIndex(folder, run=self._run.run_id).entries()}
+        versions = (f"{name}-v{number}" for number in itertools.count(1))
+        return next(free for free in itertools.chain((name,), versions) if free not in taken)
+
     def finish(self) -> None:
         """Wait until every checkpoint is published. Collective.
 
@@ -166,10 +210,12 @@ class SafePoint:
         """
         if self._writer is not None:
             checkpointing.on_main_rank(self._run.strategy.processes, self._wait, "write its last checkpoint")
+        self._give_names_back()
 
     def close(self) -> None:
         """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are reported."""
         if self._writer is None:
+            self._give_names_back()
             return
         self._joint.hurry()  # after a stage that went well nothing is left to wait for
         try:
@@ -177,6 +223,7 @@ class SafePoint:
         except CheckpointError as error:
             # The error that ended the stage is the one to raise.
             warnings.warn(str(error), TrainwrightWarning, stacklevel=2)
+        self._give_names_back()
         self._report()
 
     def _wait(self) -> None:
@@ -215,18 +262,19 @@ class SafePoint:
         path = self._folder(request) / request.name
         then = partial(self._keep_books, request=request, run_id=self._run.run_id, aliases=self._aliases(path),
                        since=since)  # fmt: skip
-        return Target(path, request.metrics or snapshot.metrics, then)
+        return Target(path, request.metrics or snapshot.metrics, then, request.fresh)
 
     def _write_alone(self, snapshot: Snapshot, targets: list[Target]) -> None:
         self._wait()
         for number, target in enumerate(targets):
+            path, metrics, then, fresh = target.path, target.metrics, target.then, target.fresh
             if self._writer is None:
-                target.then(write_checkpoint(target.path, replace(snapshot, metrics=target.metrics)))
+                then(write_checkpoint(path, replace(snapshot, metrics=metrics), fresh=fresh))
                 self._report()
             elif number:
-                self._writer.submit_again(target.path, metrics=target.metrics, then=target.then)
+                self._writer.submit_again(path, metrics=metrics, then=then, fresh=fresh)
             else:
-                self._writer.submit(target.path, replace(snapshot, metrics=target.metrics), then=target.then)
+                self._writer.submit(path, replace(snapshot, metrics=metrics), then=then, fresh=fresh)
 
     def _keep_books(
         self, path: Path, *, request: SaveRequest, run_id: str, aliases: tuple[str, ...], since: float
@@ -270,11 +318,16 @@ class SafePoint:
         try:
             since = time.monotonic()
             snapshot = checkpointing.capture_alone(run, request.metrics)
-            write_checkpoint(path, snapshot)
+            write_checkpoint(path, snapshot, fresh=request.fresh)
             self._keep_books(path, request=request, run_id=run.run_id, aliases=self._aliases(path), since=since)
         except (OSError, CheckpointError) as error:
             warnings.warn(f"no checkpoint {path} of the failed run: {error}", TrainwrightWarning, stacklevel=2)
         self._report()
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or the one above it that exists."""
+    return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path.cwd())
 
 
 def _link(link: Path, target: str) -> None:

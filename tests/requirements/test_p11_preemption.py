@@ -121,6 +121,15 @@ def test_a_signal_to_either_of_two_ranks_ends_both_and_both_go_on(
 # One process and the machine
 
 
+def test_another_runs_preempted_checkpoint_in_the_same_folder_stays(tmp_path: Path) -> None:
+    assert run(tmp_path, Victim("train step")) == "SIGTERM"
+    theirs = (tmp_path / "preempted" / "manifest.json").read_bytes()
+    assert run(tmp_path, Victim("train step")) == "SIGTERM"
+    assert run(tmp_path, Victim("late validation"), resume=True) == "SIGTERM"  # replaces its own
+    assert (tmp_path / "preempted" / "manifest.json").read_bytes() == theirs
+    assert sorted(path.name for path in tmp_path.glob("preempted*")) == ["preempted", "preempted-v1"]
+
+
 def test_without_time_for_a_checkpoint_none_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Slow(Victim):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import verify
+from trainwright.checkpoint import RunIndex, set_fault_hook, verify
+from trainwright.checkpoint.durable import held
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
@@ -146,3 +149,58 @@ def _claim(index: Path) -> None:
     values["checkpoints"] = [entry for entry in values["checkpoints"] if entry["name"] != "theirs"]
     values["checkpoints"][-1]["name"] = "theirs"
     index.write_text(json.dumps(values))
+
+
+def test_a_name_under_which_another_run_is_just_writing_is_taken(tmp_path: Path) -> None:
+    theirs = tmp_path / f".step=2.tmp-{'0' * 16}"
+    theirs.mkdir(parents=True)
+    with held(theirs):
+        fit(tmp_path, 2, save_top_k=-1)
+    assert saved(tmp_path) == ["step=1", "step=2-v1"]
+    assert theirs.is_dir()
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_what_another_run_writes_under_the_same_name_meanwhile_is_not_replaced(
+    async_save: bool, tmp_path: Path
+) -> None:
+    run, theirs = tmp_path / "run", write_small(tmp_path, 9)
+
+    def come_between(event: str, path: Path) -> None:
+        if event == "open" and path.name == "manifest.json" and not (run / "step=2").exists():
+            shutil.copytree(theirs, run / "step=2")
+
+    callback = ModelCheckpoint(run, filename="{step}", every_n_train_steps=2)
+    trainer = quiet_trainer(max_epochs=1, max_steps=2, callbacks=[callback], async_save=async_save)
+    set_fault_hook(come_between)
+    try:
+        with pytest.raises(CheckpointError, match=r"another run has written .*step=2.* not replaced"):
+            trainer.fit(RegressionTask(), regression_loader(16))
+    finally:
+        set_fault_hook(None)
+    assert (run / "step=2" / "manifest.json").read_bytes() == (theirs / "manifest.json").read_bytes()
+    assert [path.name for path in run.iterdir()] == ["step=2"]
+
+
+def test_runs_that_enter_checkpoints_at_the_same_moment_keep_each_others_entries(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write_small(tmp_path, step)
+    other = threading.Thread(target=lambda: RunIndex(tmp_path, run="other").add(tmp_path / "step-00000002"))
+
+    def come_between(event: str, path: Path) -> None:
+        if event == "open" and "index.json" in path.name and other.ident is None:
+            other.start()
+            other.join(timeout=0.5)  # it waits for us, or it would be through by now
+
+    set_fault_hook(come_between)
+    try:
+        RunIndex(tmp_path, run="one").add(tmp_path / "step-00000001")
+    finally:
+        set_fault_hook(None)
+    other.join()
+    assert [len(RunIndex(tmp_path, run=run).entries()) for run in ("one", "other")] == [1, 1]
+
+
+def test_a_run_leaves_no_trace_of_the_names_that_it_had_taken(tmp_path: Path) -> None:
+    fit(tmp_path, 3, save_top_k=2, monitor="train_loss", save_last=True)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []

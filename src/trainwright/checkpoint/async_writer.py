@@ -69,7 +69,7 @@ class AsyncWriter:
         with self._lock:
             return self._thread is not None
 
-    def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None) -> Path:
+    def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
         """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
 
         Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
@@ -84,6 +84,7 @@ class AsyncWriter:
             snapshot: what to save.
             then: called with `path` in the writing thread once the checkpoint is published. What it raises is an error
                 of the save.
+            fresh: see `Draft`.
 
         Returns:
             `path`.
@@ -96,7 +97,7 @@ class AsyncWriter:
         path = Path(path)
         check_target(path)
         self._stage(plan_checkpoint(snapshot, max_shard_bytes=self._max_shard_bytes))
-        self._write(path, then)
+        self._write(path, then, fresh)
         return path
 
     def stage(self, contents: Contents) -> None:
@@ -131,13 +132,19 @@ class AsyncWriter:
         if self._later is not None and self._guard is None:
             self._guard = register_optimizer_step_pre_hook(_Guard(self))
 
-    def _write(self, path: Path, then: Then | None, **changes: Any) -> None:
+    def _write(self, path: Path, then: Then | None, fresh: bool, **changes: Any) -> None:
         assert self._contents is not None  # staged before
         # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
-        self._start(_Job(path, partial(write_contents, path, replace(self._contents, **changes), threads=False), then))
+        contents = replace(self._contents, **changes)
+        self._start(_Job(path, partial(write_contents, path, contents, threads=False, fresh=fresh), then))
 
     def submit_again(
-        self, path: Path | str, *, metrics: Mapping[str, Any] | None = None, then: Then | None = None
+        self,
+        path: Path | str,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        then: Then | None = None,
+        fresh: bool = False,
     ) -> Path:
         """Write the snapshot of the last `submit` as a further checkpoint, after the others; waits for nothing.
 
@@ -145,6 +152,7 @@ class AsyncWriter:
             path: the checkpoint's folder.
             metrics: for its manifest, unless they are the snapshot's own.
             then: see `submit`.
+            fresh: see `Draft`.
 
         Raises:
             CheckpointError: there is no such snapshot, something that is no checkpoint lies at `path`, or one of the
@@ -154,7 +162,7 @@ class AsyncWriter:
             raise CheckpointError(f"there is no snapshot in memory to write as {path}: call submit first.")
         path = Path(path)
         check_target(path)
-        self._write(path, then, **({} if metrics is None else {"metrics": plain_metrics(metrics)}))
+        self._write(path, then, fresh, **({} if metrics is None else {"metrics": plain_metrics(metrics)}))
         return path
 
     def wait(self) -> None:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from trainwright.checkpoint.layout import FileEntry, check_relative
 from trainwright.checkpoint.planned_file import write_files
-from trainwright.checkpoint.staging import split_hidden
 from trainwright.checkpoint.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hidden_names import split_hidden
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
 

@@ -8,6 +8,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -235,6 +236,34 @@ def held(folder: Path) -> Iterator[None]:
         # A file system without locks only loses the protection against a cleaner that runs at the same moment.
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
+    """Let one process at a time through this block, of those that name the same folder.
+
+    Blocks until the others are through, for so many seconds at most: one that was stopped holds nobody up for ever. On
+    file systems without locks nobody waits.
+    """
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.002)
+            except OSError:
+                break
         yield
     finally:
         os.close(handle)

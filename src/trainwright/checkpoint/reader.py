@@ -31,11 +31,12 @@ from trainwright.checkpoint.layout import (
 )
 from trainwright.checkpoint.model import read_model
 from trainwright.checkpoint.piece_files import RANK_STEM, PieceFiles
-from trainwright.checkpoint.staging import split_hidden, stepped_aside
+from trainwright.checkpoint.staging import stepped_aside
 from trainwright.checkpoint.trees import read_tree
 from trainwright.checkpoint.upgrade import NewerFormatError, upgraded
 from trainwright.checkpoint.writer import PROGRESS, Snapshot
 from trainwright.core.errors import CheckpointError, TrainwrightWarning, nearest
+from trainwright.core.hidden_names import split_hidden
 from trainwright.core.tree import map_tensors
 
 # What becomes of the wish for a checkpoint that turns out to be damaged: an error, or the newest one that is whole.

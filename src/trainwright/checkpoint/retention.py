@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainwright.checkpoint.durable import make_folder, replace_file
+from trainwright.checkpoint.durable import alone_in, make_folder, replace_file
 from trainwright.checkpoint.layout import (
     MAX_MANIFEST_BYTES,
     PARTS,
@@ -93,7 +94,8 @@ class RunIndex:
             dict(manifest.metrics),
             self.run,
         )
-        self._store([*(known for known in self._load() if known.name != entry.name), entry])
+        with self._alone():
+            self._store([*(known for known in self._load() if known.name != entry.name), entry])
         return entry
 
     def delete(self, name: str) -> None:
@@ -116,7 +118,8 @@ class RunIndex:
             raise CheckpointError(f"{target} is no longer the checkpoint that this run wrote; it is not deleted.")
         if target.is_dir():
             remove_folder(target)
-        self._store([known for known in entries if known is not entry])
+        with self._alone():
+            self._store([known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)])
 
     def ranked(self, monitor: str, mode: Literal["min", "max"] = "min") -> list[IndexEntry]:
         """Return this run's checkpoints that have the metric `monitor`, the best first.
@@ -157,8 +160,14 @@ class RunIndex:
                 f"{origin} is damaged: {error!r}. If you remove it, the checkpoints stay and are no longer managed."
             ) from error
 
-    def _store(self, entries: list[IndexEntry]) -> None:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other runs that share the folder from changing the index meanwhile; waits for those that do."""
         make_folder(self.folder)
+        with alone_in(self.folder):
+            yield
+
+    def _store(self, entries: list[IndexEntry]) -> None:
         items = [
             {
                 "name": entry.name,

@@ -8,20 +8,12 @@ then take it, and `clean_stale` puts it back.
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
 from trainwright.checkpoint.durable import fault_point, hidden, is_held, rename
 from trainwright.checkpoint.layout import MANIFEST, RUN_INDEX, TOP_LEVEL
-
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old|del)-[0-9a-f]{16}")
-
-
-def split_hidden(name: str) -> tuple[str, str] | None:
-    """Return the visible name and the role in a hidden name of ours; None for any other name."""
-    match = _HIDDEN.fullmatch(name)
-    return (match["name"], match["role"]) if match else None
+from trainwright.core.hidden_names import split_hidden
 
 
 def remove_folder(folder: Path) -> None:

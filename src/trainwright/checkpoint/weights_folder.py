@@ -40,9 +40,9 @@ from trainwright.checkpoint.durable import (
 from trainwright.checkpoint.layout import dump_json
 from trainwright.checkpoint.planned_file import flat_bytes
 from trainwright.checkpoint.safetensors_io import plan_safetensors
-from trainwright.checkpoint.staging import split_hidden
 from trainwright.core.byte_sizes import format_bytes
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hidden_names import split_hidden
 
 # What a model consists of in such a folder; the second group is in the longer names.
 _OURS = re.compile(

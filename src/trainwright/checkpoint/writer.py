@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import importlib.metadata
 import os
 import platform
@@ -172,7 +173,9 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Path:
+def write_checkpoint(
+    path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES, fresh: bool = False
+) -> Path:
     """Write `snapshot` as the checkpoint folder `path`; when this returns it is on the disk.
 
     Whatever happens on the way, even a kill or a power failure, `path` holds what it held before or all of the new
@@ -184,6 +187,7 @@ def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: i
         path: the folder to make; missing parents are made too. A checkpoint there is replaced.
         snapshot: what to write.
         max_shard_bytes: see `plan_model`.
+        fresh: see `Draft`.
 
     Returns:
         `path`.
@@ -194,18 +198,19 @@ def write_checkpoint(path: Path | str, snapshot: Snapshot, *, max_shard_bytes: i
         OSError: the disk is full, not writable, ...
     """
     check_target(Path(path))
-    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes))
+    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), fresh=fresh)
 
 
-def write_contents(path: Path | str, contents: Contents, *, threads: bool = True) -> Path:
+def write_contents(path: Path | str, contents: Contents, *, threads: bool = True, fresh: bool = False) -> Path:
     """Write what `plan_checkpoint` returned; the rest is as in `write_checkpoint`.
 
     Args:
         path: the folder to make.
         contents: its files.
         threads: hash in a second thread; False where no thread may be started any more, and where nobody waits.
+        fresh: see `Draft`.
     """
-    with Draft(path) as draft:
+    with Draft(path, fresh=fresh) as draft:
         draft.publish(contents, draft.write(contents, threads=threads))
     return draft.path
 
@@ -217,14 +222,16 @@ class Draft:
 
     Args:
         path: the folder to make in the end.
+        fresh: nothing was there when the name was chosen: a checkpoint that lies there in the end is not replaced.
 
     Raises:
         CheckpointError: `path` holds something that is no checkpoint.
         OSError: the folder cannot be made.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
         self.path = Path(path)
+        self.fresh = fresh
         check_target(self.path)
         make_folder(self.path.parent)
         self.folder = hidden(self.path, "tmp")
@@ -266,6 +273,9 @@ class Draft:
         Args:
             contents: of this process; the manifest's facts are taken from it.
             entries: every file in the folder, of this process and of others.
+
+        Raises:
+            CheckpointError: the draft is `fresh`, and another checkpoint has taken its place.
         """
         folders = self._folders(contents)
         for sub in folders:
@@ -291,7 +301,7 @@ class Draft:
         sync_folder(self.folder)
         write_file(self.folder / MANIFEST, manifest.to_bytes())
         sync_folder(self.folder)
-        _publish(self.folder, self.path)
+        _publish(self.folder, self.path, fresh=self.fresh)
         self._published = True
 
     def _folders(self, contents: Contents) -> list[Path]:
@@ -346,9 +356,17 @@ def _versions() -> dict[str, str]:
     return {"trainwright": own, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
-def _publish(temporary: Path, path: Path) -> None:
-    if not (path.is_dir() and any(path.iterdir())):
-        rename(temporary, path)
+def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
+    if fresh or not (path.is_dir() and any(path.iterdir())):
+        try:
+            rename(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"another run has written {path} since this one chose the name; it is not replaced. Give each run a "
+                "folder of its own (default_root_dir, or ModelCheckpoint's dirpath or filename)."
+            ) from error
         return
     aside = hidden(path, "old")
     with held(path):

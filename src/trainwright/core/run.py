@@ -55,8 +55,10 @@ class SaveRequest:
         remote: URL of a folder to which the checkpoint is uploaded once it stands; what `remove` names is deleted
             there too. That of the run's ModelCheckpoint, if it has one, when `folder` is None.
         link: name of a relative symbolic link in the same folder that is put to this checkpoint once it stands.
+        fresh: the name was free when it was chosen. What lies there once the checkpoint is complete was written by
+            another run, and stays: the save is an error.
 
-    A `name` that exists already is replaced once the new checkpoint is complete.
+    Unless it is `fresh`, a `name` that exists already is replaced once the new checkpoint is complete.
     """
 
     name: str
@@ -66,6 +68,7 @@ class SaveRequest:
     remove: list[str] = field(default_factory=list)
     link: str | None = None
     remote: str | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True, slots=True)
