@@ -78,6 +78,7 @@ def _collect(
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
         "hyper_parameters": dict(task.hparams),
+        **({} if (name := vars(task).get("_hparams_name")) is None else {"hyper_parameters_name": name}),
         "task": {key: value for key, value in shown.items() if key not in _OWN_KEYS},
     }
     if not weights_only:

@@ -96,7 +96,7 @@ def check_early(request: LoadRequest, stage: Stage) -> None:
     """
     if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):
         return  # what lies elsewhere is fetched by one process, and checked then
-    path = Path(str(request.ckpt_path))
+    path = Path(str(request.ckpt_path)).expanduser()
     try:
         read_manifest(path)
     except CheckpointError:
@@ -144,7 +144,7 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFi
     if place == "best":
         return _best(run, request, stage, hash_files)
     path = whole_checkpoint(
-        place,
+        Path(str(place)).expanduser(),
         kind=kind,
         parts=parts,
         allow_missing=allow_missing,

@@ -158,7 +158,7 @@ class SafePoint:
         Returns:
             Its folder on this machine.
         """
-        path = remote_saves.twin(self._run, place) if is_url(place) else Path(place)
+        path = remote_saves.twin(self._run, place) if is_url(place) else Path(place).expanduser()
         with self._reunited():
             snapshot = checkpointing.capture(self._run, weights_only=weights_only)
 

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from tests.checkpoint.snapshots import same, write_small
+from tests.helpers.runs import quiet_trainer
 from trainwright.checkpoint import load_task_from_checkpoint
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.hyperparameters import Hyperparameters
+from trainwright.core.task import TaskModule
 
 
 class Task(nn.Module):
@@ -129,3 +132,43 @@ def test_hyper_parameters_that_are_no_dict_are_an_error(tmp_path: Path) -> None:
 def test_a_missing_checkpoint_is_file_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         load_task_from_checkpoint(Task, tmp_path / "none")
+
+
+class FromOne(TaskModule):
+    """Takes all of its settings in one argument, and is lenient about weights."""
+
+    def __init__(self, config: Any, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters(config)
+        self.strict_loading = False
+        self.scale = scale
+        self.net = nn.Linear(config["width"], config.outputs)
+
+
+def test_settings_that_were_one_argument_are_handed_over_as_that_argument(tmp_path: Path) -> None:
+    task = FromOne(Hyperparameters(width=3, outputs=2))
+    trainer = quiet_trainer(max_epochs=0)
+    task.training_step = lambda batch, batch_idx: task.net(batch).sum()  # type: ignore[method-assign]
+    task.configure_optimizers = lambda: None  # type: ignore[method-assign]
+    with pytest.warns(TrainwrightWarning, match="without an optimizer"):
+        trainer.fit(task, [torch.ones(1, 3)])
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    back = FromOne.load_from_checkpoint(path, lr=0.5, scale=2.0)
+    assert back.hparams == {"width": 3, "outputs": 2, "lr": 0.5}
+    assert back.scale == 2.0
+    assert same(back.net.state_dict(), task.net.state_dict())
+
+
+def test_a_task_that_says_in_its_constructor_that_it_is_lenient_is_loaded_so(tmp_path: Path) -> None:
+    weights = {"net.weight": torch.ones(2, 3)}
+    path = write_small(tmp_path, trainer={"hyper_parameters": {}}, model=weights, optimizers=[])
+    task = FromOne.load_from_checkpoint(path, config=Hyperparameters(width=3, outputs=2))
+    assert same(task.net.weight.detach(), weights["net.weight"])
+    with pytest.raises(CheckpointError, match=r"net\.bias"):
+        FromOne.load_from_checkpoint(path, strict=True, config=Hyperparameters(width=3, outputs=2))
+
+
+def test_the_users_home_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    saved(tmp_path, Task(3), {"width": 3})
+    assert load_task_from_checkpoint(Task, "~/step-00000001").net.in_features == 3

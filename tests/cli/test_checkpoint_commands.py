@@ -145,6 +145,15 @@ def test_show_prints_what_a_resume_restores(tmp_path: Path, capsys: pytest.Captu
     assert any(name.startswith("ModelCheckpoint") for name in facts["callbacks"])
 
 
+def test_show_tells_the_latest_metrics_from_what_an_epoch_has_aggregated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_rank = {"logged": {"loss": {"sum": 1.0}}, "objects": {}}
+    facts = _json(capsys, "show", write_small(tmp_path, 4, trainer={"metrics": [of_rank]}))
+    assert facts["metrics"] == {"loss": 0.25}
+    assert facts["aggregated"] == ["rank 0: loss"]
+
+
 def test_show_is_readable_without_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("show", write_small(tmp_path, 5)) == 0
     lines = capsys.readouterr().out.splitlines()

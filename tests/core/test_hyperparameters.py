@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -151,3 +153,45 @@ def test_data_modules_have_them_too() -> None:
             self.save_hyperparameters()
 
     assert Data("x").hparams == {"folder": "x"}
+
+
+class Level(enum.StrEnum):
+    """Text with a name."""
+
+    LOW = "low"
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    left: int
+    right: int
+
+
+class Settings(dict[str, Any]):
+    """A dict of a class of its own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (Level.LOW, "its value is 'low'"),
+        (Pair(1, 2), r"tuple\(\) makes a plain one"),
+        (Settings(a=1), r"dict\(\) makes a plain one"),
+        (Hyperparameters(a=1), r"dict\(\) makes a plain one"),
+        ({"deep": [Level.LOW]}, r"extra\.deep\[0\] is a Level"),
+        (argparse.Namespace(a=1), r"vars\(\) makes a dict"),
+    ],
+)
+def test_what_a_checkpoint_would_not_give_back_is_refused_at_once(value: Any, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        Task(1, extra=value)
+
+
+def test_the_entries_of_a_namespace_are_taken() -> None:
+    class Spaced(TaskModule):
+        def __init__(self, args: argparse.Namespace) -> None:
+            super().__init__()
+            self.save_hyperparameters(args)
+
+    assert Spaced(argparse.Namespace(lr=1, width=2)).hparams == {"lr": 1, "width": 2}

@@ -179,6 +179,8 @@ def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: lis
         "hyper_parameters": tree.get("hyper_parameters") or {},
         "task": {key: value for key, value in tree.items() if key not in _LIGHTNING_KEYS},
     }
+    if tree.get("hparams_name") not in (None, "kwargs"):
+        trainer["hyper_parameters_name"] = str(tree["hparams_name"])
     scaler = tree.get("MixedPrecision") or tree.get("native_amp_scaling_state")
     return _with_optimizers(
         Snapshot(state=state.to_dict(), model=weights, trainer=trainer),

@@ -14,9 +14,11 @@ from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.reader import read_checkpoint
 from trainwright.checkpoint.remote import download_checkpoint
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hyperparameters import Hyperparameters
 from trainwright.core.urls import is_url
 
 HYPER_PARAMETERS = "hyper_parameters"
+HYPER_PARAMETERS_NAME = "hyper_parameters_name"
 
 TaskT = TypeVar("TaskT", bound=torch.nn.Module)
 
@@ -26,7 +28,7 @@ def load_task_from_checkpoint(
     path: Path | str,
     *,
     map_location: torch.device | str | None = None,
-    strict: bool = True,
+    strict: bool | None = True,
     hparams_file: Path | str | None = None,
     hparams_overrides: Mapping[str, Any] | None = None,
 ) -> TaskT:
@@ -34,10 +36,11 @@ def load_task_from_checkpoint(
 
     Args:
         cls: the task's class. Saved hyper-parameters that its constructor does not take are left out, unless it takes
-            `**kwargs`. If it defines `configure_model`, that is called before loading.
+            `**kwargs`; those that were the entries of one mapping are handed over as that argument. If it defines
+            `configure_model`, that is called before loading.
         path: a checkpoint folder of either kind, or the URL of one.
         map_location: the device for the task; None leaves it where it builds itself.
-        strict: raise when names of weights are missing or left over.
+        strict: raise when names of weights are missing or left over; None: as the task's `strict_loading` says.
         hparams_file: a YAML or JSON file of hyper-parameters to take instead of the saved ones.
         hparams_overrides: values that replace saved hyper-parameters, or that were not saved.
 
@@ -57,13 +60,17 @@ def load_task_from_checkpoint(
                 hparams_file=hparams_file,
                 hparams_overrides=hparams_overrides,
             )
+    path = Path(path).expanduser()
     snapshot = read_checkpoint(path, parts=("trainer", "model"), copy_model=False)
     origin = path if hparams_file is None else hparams_file
     saved = snapshot.trainer.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
     saved = {} if saved is None else saved
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
-    task = cls(**_arguments(cls, saved, hparams_overrides or {}, path))
+    overrides, name = dict(hparams_overrides or {}), snapshot.trainer.get(HYPER_PARAMETERS_NAME)
+    if isinstance(name, str) and name in inspect.signature(cls).parameters and name not in overrides:
+        saved, overrides = _in_one(cls, name, saved, overrides)
+    task = cls(**_arguments(cls, saved, overrides, path))
     configure_model = getattr(task, "configure_model", None)
     if callable(configure_model):
         configure_model()
@@ -78,8 +85,18 @@ def load_task_from_checkpoint(
     }
     if callable(on_load):
         on_load(shown)
+    strict = getattr(task, "strict_loading", True) if strict is None else strict
     load_plain_state(task, shown["state_dict"], strict=strict)
     return task
+
+
+def _in_one(
+    cls: type, name: str, saved: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hyper-parameters as the one argument that they came from, and the overrides of other arguments."""
+    known = inspect.signature(cls).parameters
+    inside = {key: value for key, value in overrides.items() if key not in known}
+    return {name: Hyperparameters({**saved, **inside})}, {key: overrides[key] for key in overrides if key in known}
 
 
 def _read_file(path: Path) -> Any:

@@ -245,13 +245,19 @@ def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
     for name, value in tree.items():
         if name == PROGRESS:
             continue
-        if isinstance(value, dict):
+        if name == "metrics":  # what an epoch has aggregated so far; the latest values are the manifest's
+            facts["aggregated"] = [f"rank {rank}: {_aggregated(item)}" for rank, item in enumerate(value)]
+        elif isinstance(value, dict):
             facts[name] = {str(key): _nested(item) for key, item in value.items()}
         elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
             facts[name] = [{str(key): _short(item) for key, item in one.items()} for one in value]
         else:
             facts[name] = _short(value)
     return facts
+
+
+def _aggregated(item: dict[str, Any]) -> str:
+    return ", ".join([*map(str, item.get("logged", ())), *map(str, item.get("objects", ()))]) or "nothing"
 
 
 def _nested(value: Any) -> Any:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import enum
 import inspect
 import math
 import types
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ class HyperparametersMixin:
     _hparams: Hyperparameters
     _hparams_initial: Hyperparameters
     _hparams_log: bool
+    _hparams_name: str | None
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -64,20 +68,27 @@ class HyperparametersMixin:
         too.
 
         Args:
-            args: names of the arguments to keep; all when none is given. One mapping is taken as it is.
+            args: names of the arguments to keep; all when none is given. The entries of one mapping, or of one
+                `argparse.Namespace`, are taken as they are; if it is an argument of `__init__`, loading a task from a
+                checkpoint hands it over as that argument.
             ignore: names to leave out.
             frame: the frame of `__init__`; the caller's unless told.
             logger: also hand them to the loggers when training starts.
 
         Raises:
-            ConfigurationError: a value that JSON cannot hold (a module, a tensor, a function), naming the argument.
+            ConfigurationError: a value that JSON cannot hold (a module, a tensor, a function), or would give back as
+                another type (an enumeration, a named tuple), naming the argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        if len(args) == 1 and isinstance(args[0], dict):
-            found = dict(args[0])
+        caller = frame or inspect.currentframe()
+        arguments = _init_arguments(self, caller if frame is not None or caller is None else caller.f_back)
+        origin = None
+        if len(args) == 1 and isinstance(args[0], (Mapping, argparse.Namespace)):
+            whole = args[0]
+            origin = next((name for name, value in arguments.items() if value is whole), None)
+            found = dict(whole) if isinstance(whole, Mapping) else dict(vars(whole))
         else:
-            caller = frame or inspect.currentframe()
-            found = _init_arguments(self, caller if frame is not None or caller is None else caller.f_back)
+            found = arguments
             unknown = [name for name in args if name not in found]
             if unknown:
                 raise ConfigurationError(
@@ -90,6 +101,7 @@ class HyperparametersMixin:
         for name, value in found.items():
             _require_jsonable(value, name)
         self.hparams.update(found)
+        object.__setattr__(self, "_hparams_name", origin)
         object.__setattr__(self, "_hparams_initial", copy.deepcopy(self.hparams))
         object.__setattr__(self, "_hparams_log", logger)
 
@@ -114,24 +126,39 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 
 def _require_jsonable(value: Any, path: str) -> None:
-    if value is None or isinstance(value, (bool, int, str, Path)):
+    kind = type(value)
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigurationError(f"save_hyperparameters: {path} is NaN, which JSON cannot hold.")
+    # Exact types: a checkpoint gives back no other. NumPy's own numbers and texts are Python's with a name.
+    if value is None or kind in _PLAIN or (isinstance(value, (float, str)) and kind.__module__ == "numpy"):
         return
-    if isinstance(value, float):
-        if math.isnan(value):
-            raise ConfigurationError(f"save_hyperparameters: {path} is NaN, which JSON cannot hold.")
-        return
-    if isinstance(value, (list, tuple)):
+    if kind in (list, tuple):
         for index, item in enumerate(value):
             _require_jsonable(item, f"{path}[{index}]")
         return
-    if isinstance(value, dict):
+    if kind in (dict, OrderedDict):
         for key, item in value.items():
-            if not isinstance(key, str):
+            if type(key) is not str:
                 raise ConfigurationError(f"save_hyperparameters: {path} has the key {key!r}; keys must be text.")
             _require_jsonable(item, f"{path}.{key}")
         return
     name = path.partition(".")[0].partition("[")[0]
     raise ConfigurationError(
-        f"save_hyperparameters: {path} is a {type(value).__name__}, which JSON cannot hold. "
+        f"save_hyperparameters: {path} is a {kind.__name__}, which JSON cannot hold{_in_plain_words(value)}. "
         f"Leave it out with save_hyperparameters(ignore=[{name!r}]), or pass numbers, text, lists and dicts."
     )
+
+
+_PLAIN = (bool, int, float, str, type(Path()))
+
+
+def _in_plain_words(value: Any) -> str:
+    """Say what plain value stands for one whose type a checkpoint would not give back."""
+    if isinstance(value, enum.Enum):
+        return f" as what it is; its value is {value.value!r}"
+    if isinstance(value, argparse.Namespace):
+        return " as what it is; vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries"
+    for kind in (dict, list, tuple, str, int, float):
+        if isinstance(value, kind):
+            return f" as what it is; {kind.__name__}() makes a plain one of it"
+    return ""

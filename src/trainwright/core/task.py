@@ -393,7 +393,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             cls,
             checkpoint_path,
             map_location=map_location,
-            strict=strict if strict is not None else cls.strict_loading,
+            strict=strict,
             hparams_file=hparams_file,
             hparams_overrides=overrides,
         )
