@@ -41,6 +41,7 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
         wanted = {id(module) for module in matching(task, policy, "auto_wrap_policy")}
     else:
         wanted = {id(module) for module in _own_choice(task)}
+    wanted -= _uncalled(task)
     owners: dict[int, set[int]] = {}  # of a parameter, or of a module that has some: the modules that it lies in
     for module in task.modules():
         parts = [
@@ -59,6 +60,12 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
                 found.append(module)
                 taken |= own | {id(module)}
     return found
+
+
+def _uncalled(task: TaskModule) -> set[int]:
+    """Return the ids of modules whose weights torch's attention uses without calling them: its output projection."""
+    attentions = [module for module in task.modules() if isinstance(module, nn.MultiheadAttention)]
+    return {id(part) for attention in attentions for part in attention.modules()} - {id(each) for each in attentions}
 
 
 def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Module]:
@@ -110,12 +117,14 @@ def _own_choice(task: TaskModule) -> list[nn.Module]:
 
 def _by_size(task: TaskModule, least: int) -> set[int]:
     found: set[int] = set()
+    uncalled = _uncalled(task)
 
     def left_of(module: nn.Module) -> dict[int, int]:
         left = {id(p): p.numel() for p in module.parameters(recurse=False)}
         for child in module.children():
             left |= left_of(child)
-        if module is not task and not isinstance(module, _WITHOUT_FORWARD) and sum(left.values()) >= least:
+        may_be_one = module is not task and not isinstance(module, _WITHOUT_FORWARD) and id(module) not in uncalled
+        if may_be_one and sum(left.values()) >= least:
             found.add(id(module))
             return {}
         return left

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.offload.away import guard, unguard, without_guard
 from trainwright.strategies.offload.device_copies import Fetched, fetch_to
 from trainwright.strategies.offload.hooks import ModelHook, hooks_of
 from trainwright.strategies.offload.mapped_file import Span
@@ -152,6 +153,7 @@ class AlignDevicesHook(ModelHook):
         self._note_places()
         for slot in self._slots:
             put(module, slot.name, slot.placeholder)
+            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
 
     def _is_offloaded_buffer(self, module: nn.Module, name: str) -> bool:
         owner, leaf = owner_of(module, name)
@@ -209,6 +211,8 @@ class AlignDevicesHook(ModelHook):
         self._slots = [slot.replaced(module, value, span) if slot.name == name else slot for slot in self._slots]
         self._spans = {}
         self.forget()
+        for slot in self._slots:
+            guard(slot.placeholder, f"{slot.name!r} of {type(module).__name__}")
 
     def forget(self) -> None:
         """Drop what was fetched ahead, whose values have changed."""
@@ -242,6 +246,8 @@ class AlignDevicesHook(ModelHook):
                 if id(shown) not in made:
                     made[id(shown)] = (shown, slot.taken_back(shown, value))
                 table[slot.leaf] = made[id(shown)][1]
+            else:
+                unguard(shown)
             if span is not None:
                 yield slot.name, value, span, is_back
 
@@ -321,29 +327,31 @@ class AlignDevicesHook(ModelHook):
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
         target, by_hand = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
-        away: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
-        there: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
-        for slot in self._slots:
-            table = slot.table(module)
-            shown = table.get(slot.leaf)
-            if shown is not None:  # else the module has given it up
-                (away if shown.is_meta else there).append((slot, table, shown))
+        away: list[tuple[Slot, dict[str, Any], torch.Tensor, torch.Tensor | None]] = []  # the last: kept
+        there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
+        with without_guard():
+            for slot in self._slots:
+                table = slot.table(module)
+                shown = table.get(slot.leaf)
+                if shown is not None and shown.is_meta:
+                    away.append((slot, table, shown, slot.kept_as(shown) if keeps else None))
+                elif shown is not None:  # else the module has given it up
+                    there.append((table, slot.leaf, shown))
         # Outside of inference mode, also where the forward runs in it: what is kept must serve any later call.
         with torch.inference_mode(False), torch.no_grad():
             tensors = self._take(target).use() if away else {}
-            for slot, table, shown in away:
-                weight = slot.kept if keeps else None
-                if weight is None or weight.dtype != shown.dtype or weight.requires_grad != shown.requires_grad:
+            for slot, table, shown, weight in away:
+                if weight is None:
                     value = self._value(slot, tensors, target)
                     weight = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
                     if keeps:
                         slot.keep(weight, self._is_lasting(slot, weight))
                 self._present.append((table, slot.leaf, shown, weight))
-        for slot, table, shown in there:
+        for table, leaf, shown in there:
             # Somebody has put values there, as functional_call does: they are meant, and recorded where they move.
             if shown.device != target:
-                self._present.append((table, slot.leaf, shown, shown.to(target)))
+                self._present.append((table, leaf, shown, shown.to(target)))
         for table, leaf, _, weight in self._present:
             table[leaf] = weight
 

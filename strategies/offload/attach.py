@@ -56,6 +56,11 @@ def _attach_execution(module: nn.Module, device: Device, options: _Options) -> N
         _attach_execution(child, device, options)
 
 
+def _comes_whole(module: nn.Module, options: _Options) -> bool:
+    """Say whether a module uses weights of the modules within it without calling them."""
+    return type(module).__name__ in options.preload or isinstance(module, nn.MultiheadAttention)  # its out_proj
+
+
 def _holds_tensors(module: nn.Module, *, recurse: bool) -> bool:
     if next(module.parameters(recurse=recurse), None) is not None:
         return True
@@ -97,7 +102,7 @@ def attach_align_device_hook(
 
 
 def _attach_align(module: nn.Module, device: Device | None, offload: bool, module_name: str, options: _Options) -> None:
-    whole = offload and type(module).__name__ in options.preload
+    whole = offload and _comes_whole(module, options)
     prefix = f"{module_name}." if module_name else ""
     if whole or _holds_tensors(module, recurse=False):
         weights_map = None if options.weights_map is None else PrefixedDataset(options.weights_map, prefix)
@@ -179,7 +184,7 @@ def _attach_blocks(
         singly = {name for name in own if prefix + name in entries}
         block = innermost(path, entries)
         if block is not None:
-            is_whole = offloads[block] and type(module).__name__ in options.preload
+            is_whole = offloads[block] and _comes_whole(module, options)
             if is_whole:
                 whole = (*whole, prefix)
             if is_whole or path in entries or _holds_tensors(module, recurse=True):

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
+from trainwright.strategies.offload.away import AwayParameter, unguard
+
 # Modules that share a parameter share what stands in its place, and what is put back in the end. Entries go with
 # their keys: with the parameter when nobody has it any more, with the placeholder when it is no longer used.
 _PLACEHOLDERS: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
@@ -104,6 +106,12 @@ class Slot:
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
+    def kept_as(self, shown: torch.Tensor) -> torch.Tensor | None:
+        """Return what is kept, if it is as the module shows it now."""
+        kept = self.kept
+        fits = kept is not None and kept.dtype == shown.dtype and kept.requires_grad == shown.requires_grad
+        return kept if fits else None
+
     def keep(self, weight: torch.Tensor, is_lasting: bool) -> None:
         """Keep what `weight` returned for the next forward, if its memory costs nothing and it will be the same."""
         self.kept = weight if is_lasting and (weight is self.former or not self.is_shared) else None
@@ -127,7 +135,10 @@ class Slot:
         """
         table = self.table(module)
         shown = table.get(self.leaf)
-        if shown is None or not shown.is_meta or (self.former is None and self.device == _META):
+        if shown is None or not shown.is_meta:
+            return
+        if self.former is None and self.device == _META:
+            unguard(shown)
             return
         original = None if self.original is None else self.original()
         restored = self.former if self.former is not None else _RESTORED.get(shown)
@@ -136,13 +147,21 @@ class Slot:
             original.data.copy_(stored)
             restored = original
         elif restored is None:
-            restored = _RESTORED[shown] = like(shown, stored.to(self.device, shown.dtype, copy=True))
+            restored = _RESTORED[shown] = like(shown, _copied_as(shown, stored, self.device))
         _follow(restored, shown)
         table[self.leaf] = restored
 
 
 def _drop_gradient(weight: torch.Tensor) -> None:
     weight.grad = None
+
+
+def _copied_as(shown: torch.Tensor, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy in the dtype, and the memory format, of what stands in the module: files have none."""
+    value = stored.to(device, shown.dtype, copy=True)
+    if value.layout is torch.strided and value.stride() != shown.stride() and value.shape == shown.shape:
+        value = torch.empty_strided(shown.shape, shown.stride(), dtype=value.dtype, device=device).copy_(value)
+    return value
 
 
 def _placeholder_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -165,7 +184,7 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` as what `tensor` is: a parameter of its class and attributes, or a plain buffer."""
-    if type(tensor) is nn.Parameter:
+    if type(tensor) in (nn.Parameter, AwayParameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return type(tensor)(value, requires_grad=tensor.requires_grad, **tensor.__dict__)
