@@ -60,7 +60,7 @@ STRATEGIES: Registry[Any] = Registry(
         "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
         "offload": "trainwright.strategies.offload.training:OffloadStrategy",
         "tp": "trainwright.strategies.tensor_parallel.strategy:TensorParallelStrategy",
-        "fsdp_cpu_offload": "trainwright.strategies.fsdp.strategy:FSDPOffloadStrategy",
+        "fsdp_cpu_offload": "trainwright.strategies.fsdp.on_host:FSDPOffloadStrategy",
     },
 )
 

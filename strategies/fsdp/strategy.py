@@ -37,6 +37,7 @@ from trainwright.checkpoint.model import plain_name
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.run import Run
+from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.capabilities import Capabilities
@@ -60,9 +61,11 @@ from trainwright.strategies.fsdp.options import (
     refuse_removed,
     sharding_strategy_name,
 )
+from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.scaler import ShardScaler
 from trainwright.strategies.fsdp.traces import ShardTraces, forget_sums
+from trainwright.strategies.fsdp.usage import Usage
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.saves_pieces import state_dict_type_name
 from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
@@ -132,6 +135,7 @@ class FSDPStrategy(DataParallel):
         closures=False,
         inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
     )
+    _usage: Usage | None = None  # where ranks see different data
 
     def __init__(
         self,
@@ -294,6 +298,10 @@ class FSDPStrategy(DataParallel):
             self._shard(part)
         self._traces.note()
         self._counted = {id(p): counts_here(p, mesh) for p in task.parameters()}
+        self._usage = Usage(task, self.processes) if self.dp_size > 1 else None
+        if isinstance(root, FSDPModule):
+            outside = OutsideSteps(root, units, lambda: self.precision.forward_context(self.device.type))
+            self._undo.enter_context(outside.served(task))
 
     def _reshard_units(self) -> bool | int:
         if self.reshard_after_forward is not None:
@@ -337,6 +345,12 @@ class FSDPStrategy(DataParallel):
         super().attach(run, hooks, sink, counts_items=counts_items)
 
     # The step
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        total = super().forward_backward(group)
+        if self._usage is not None:
+            self._usage.note()
+        return total
 
     def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
         if self.sync_each_batch:
@@ -447,7 +461,12 @@ class FSDPStrategy(DataParallel):
 
     # The end
 
+    def begin_save(self) -> None:
+        if self._usage is not None:
+            self._usage.check()
+
     def make_whole(self) -> None:
+        self.begin_save()
         self._take_apart()
         weights, is_main = self.weights_after_stage, self.is_main
         end_pieces(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
@@ -478,14 +497,3 @@ class FSDPStrategy(DataParallel):
             del mesh
             gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
         super().teardown()
-
-
-class FSDPOffloadStrategy(FSDPStrategy):
-    """`FSDPStrategy(cpu_offload=True)`, which `Trainer(strategy="fsdp_cpu_offload")` means.
-
-    Args:
-        options: those of `FSDPStrategy`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(cpu_offload=True, **options)
