@@ -163,7 +163,9 @@ class TrainData:
 
     def state_dict(self, state: TrainState) -> dict[str, Any]:
         """Return the place in the data, JSON-able, the same on every rank."""
-        return {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
+        place = {"position": self.loader.position(state.batch_in_epoch), "epoch": state.epoch}
+        facts = self.loader.facts()
+        return {**place, "order": facts} if facts else place
 
     def close(self, *, keep_state: bool) -> None:
         """End the loader's workers; with `keep_state`, `loader.state_dict` still says where it stood."""
@@ -183,6 +185,16 @@ class TrainData:
         """
         name, states = self.loader.settings.name, place.get("loaders") or []
         in_epoch = place["position"] is not None
+        before, now = place.get("order"), self.loader.facts()
+        if in_epoch and before is not None and before != now and place["position"]["batch"]:
+            warnings.warn(
+                f"{name} has {_listed(now)}, and the checkpoint stands in the middle of an epoch of {_listed(before)}: "
+                "what is left of the epoch comes in another order, so that some samples are seen twice in it and "
+                "others not at all. Resume with the data and the sampler as they were, or from a checkpoint at an "
+                "epoch's end.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
         if not self.loader.stateful or not states or len(states) == num_ranks:
             self.loader.check_resume(place["position"]["batch"] if in_epoch else 0, has_state=bool(states))
         elif in_epoch:
@@ -243,6 +255,10 @@ class EvaluationData:
     def num_batches(self) -> list[int | float]:
         """Batches of each loader on one rank; infinite when unknown."""
         return [float("inf") if limit is None else limit for limit in self.limits]
+
+
+def _listed(facts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in facts.items()) or "an order of its own"
 
 
 def _argument(stage: str, kind: str) -> str:

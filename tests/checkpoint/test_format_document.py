@@ -160,8 +160,8 @@ def test_it_reads_the_checkpoint_of_a_training(tmp_path: Path) -> None:
     assert snapshot.trainer["schedulers"][0]["last_epoch"] == 4
     assert set(snapshot.rng[0]) == {"python", "numpy", "torch"}
     check_alike(saved, snapshot)
-    only_of_groups = {"data_ranks"}  # of ranks that work on one batch together
-    assert set(snapshot.trainer) | {"progress"} | only_of_groups == set(_column("## trainer.json", 0))
+    of_some = {"data_ranks", "hyper_parameters_name"}  # ranks that work on one batch together; settings in one argument
+    assert set(snapshot.trainer) | {"progress"} | of_some == set(_column("## trainer.json", 0))
 
 
 @pytest.mark.parametrize("write", [write_checkpoint, write_in_pieces])

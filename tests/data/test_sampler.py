@@ -4,7 +4,9 @@ import pickle
 import random
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -219,6 +221,41 @@ def test_a_users_generator_makes_each_epoch_repeatable() -> None:
     resumed.set_epoch(1)
     resumed.start(3)
     assert list(resumed) == list(uninterrupted)[3:]
+
+
+class Shuffling:
+    """Batches in an order of its own generator."""
+
+    def __init__(self, generator: Any) -> None:
+        self.rng = generator
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = list(range(24))
+        self.rng.shuffle(order)
+        return (order[i : i + 2] for i in range(0, 24, 2))
+
+
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, np.random.RandomState, random.Random], ids=["numpy", "legacy numpy", "python"]
+)
+def test_a_samplers_own_generator_draws_the_same_for_a_resume_and_on_every_rank(make: Any) -> None:
+    def shard(rank: int = 0, world: int = 1) -> BatchShard:
+        return BatchShard(Shuffling(make()), rank=rank, world=world, seed=3)  # unseeded: another one in each process
+
+    uninterrupted, resumed = shard(), shard()
+    first = list(uninterrupted)
+    for dealer in (uninterrupted, resumed):
+        dealer.set_epoch(1)
+    resumed.start(5)
+    second = list(uninterrupted)
+    assert first != second
+    assert list(resumed) == second[5:]
+    assert resumed.indices_in(7) == second[7]
+    ranks = [shard(rank, 2) for rank in range(2)]
+    assert by_round([list(dealer) for dealer in ranks]) == first
 
 
 def test_another_number_of_ranks_takes_over_a_users_batches() -> None:

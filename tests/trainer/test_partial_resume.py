@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.checkpoint.resealing import edit_trainer, remove_part
 from tests.helpers.distributed import run_distributed
@@ -452,3 +453,33 @@ def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
     for part in ("optimizer", "rng"):
         remove_part(run / "checkpoints" / "2", part)
     assert resume(run, "last", weights_only=True)[0] == 1
+
+
+# Data that is no longer what it was
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: DataLoader(TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), batch_size=2, shuffle=True),
+        lambda: DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2),
+        lambda: DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_sampler=[[0, 1, 2, 3]] * 4),
+    ],
+    ids=["more samples", "not shuffled", "a sampler of its own"],
+)
+def test_data_in_another_order_in_the_middle_of_an_epoch_is_warned_of(changed: Any, tmp_path: Path) -> None:
+    first = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 1)), batch_size=2, shuffle=True)
+    for steps in (3, 4):
+        trainer = quiet_trainer(max_steps=steps)
+        trainer.fit(RegressionTask(), first)
+        trainer.save_checkpoint(tmp_path / f"step={steps}")
+    with pytest.warns(TrainwrightWarning, match="in another order, so that some samples are seen twice"):
+        quiet_trainer(max_steps=4).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=3")
+    quiet_trainer(max_epochs=2).fit(RegressionTask(), changed(), ckpt_path=tmp_path / "step=4")  # an epoch's end
+
+
+def test_another_batch_size_over_the_same_data_is_not_warned_of(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(RegressionTask(), regression_loader(8, 2))
+    trainer.save_checkpoint(tmp_path / "saved")
+    quiet_trainer(max_epochs=1).fit(RegressionTask(), regression_loader(8, 1), ckpt_path=tmp_path / "saved")

@@ -125,6 +125,10 @@ class PreparedCombined(PreparedLoader):
             place.update({f"{index}.{key}": value for key, value in member.position(batch).items()})
         return place
 
+    def facts(self) -> dict[str, Any]:
+        """Return those of all members; see `PreparedLoader.facts`."""
+        return {f"{index}.{key}": n for index, m in enumerate(self._members) for key, n in m.facts().items()}
+
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         for index, member in enumerate(self._members):
             own = {key.partition(".")[2]: n for key, n in (resume or {}).items() if key.startswith(f"{index}.")}

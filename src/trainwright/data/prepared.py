@@ -152,6 +152,11 @@ class PreparedLoader(ABC):
         """
         return {"batch": batch, "world": self.settings.world}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a place within an epoch depends on besides seed and epoch; empty where arithmetic has no part."""
+        dealt = self._dealer is not None and self.can_seek and getattr(self, "_is_dealt", False)
+        return self._dealer.facts() if dealt and self._dealer is not None else {}
+
     def indices_in(self, batch: int) -> list[int | str] | None:
         """Return the data set's indices in this rank's batch of that round of the present epoch, in order.
 

@@ -24,7 +24,14 @@ from torch.utils.data import BatchSampler, Sampler
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng
 from trainwright.data.order import Order, SequentialOrder, ShuffledOrder, derive_key, epoch_key
-from trainwright.data.seeding import batch_key, sample_key, seed_each_sample, seed_global_generators, seeded
+from trainwright.data.seeding import (
+    batch_key,
+    held_generators,
+    sample_key,
+    seed_each_sample,
+    seed_global_generators,
+    seeded,
+)
 
 _END: Any = object()
 # Indices computed at once by a running sampler: enough to amortise numpy, few enough that a resume starts at once.
@@ -70,6 +77,10 @@ class Dealer(Sampler[Any], ABC):
         self.epoch = epoch
         self._anchor_round = int(resume["batch"]) if resume else 0
         self._start_round = self._anchor_round
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return what the epoch's order depends on besides its seed, JSON-able: a place means nothing in another."""
 
     def start(self, batch: int) -> None:
         """Let the next iteration begin at this rank's batch `batch` of the epoch (a round), by arithmetic.
@@ -221,6 +232,10 @@ class ShardedBatchSampler(Dealer):
         consumed = resume.get("samples", int(resume["batch"]) * self.world * self.batch_size) if resume else 0
         self._anchor_sample = min(self.num_samples, int(consumed))
 
+    def facts(self) -> dict[str, Any]:
+        """Return the number of samples and whether they are shuffled."""
+        return {"num_samples": self.num_samples, "shuffle": self.shuffle}
+
     def _rewind(self) -> None:
         self._anchor_sample = 0
 
@@ -270,7 +285,8 @@ class BatchShard(Dealer):
 
     Skipping draws the user's indices and drops them; no data is touched. So that every rank, and a resumed run, draws
     the same indices, the global CPU generators are seeded by (seed, epoch) while the sampler begins (up to its first
-    batch) and restored after, a `torch.Generator` that it holds is seeded likewise, and `set_epoch` is passed on to it.
+    batch) and restored after, generators that it holds (torch's `generator`, NumPy's, Python's) are seeded likewise,
+    and `set_epoch` is passed on to it.
 
     Args:
         batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch is to have one.
@@ -291,6 +307,7 @@ class BatchShard(Dealer):
             for part in self._parts
             if isinstance(getattr(part, "generator", None), torch.Generator)
         ]
+        self._others = [held for part in self._parts for held in held_generators(part)]
         self._anchor_micro_batch = 0
         # torch's own BatchSampler says what its batches hold, unless a subclass changes it.
         plain = type(batch_sampler) is BatchSampler
@@ -319,11 +336,14 @@ class BatchShard(Dealer):
         if isinstance(self.batch_sampler, Iterator):
             return None
         before = [generator.get_state() for generator, _ in self._generators]
+        others = [generator.state for generator in self._others]
         try:
             return super().indices_in(round_index)
         finally:
             for (generator, _), state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
+            for generator, state in zip(self._others, others, strict=True):
+                generator.state = state
 
     def _twin(self) -> BatchShard:
         """Return a copy with a copy of the user's sampler, which may keep its place in itself."""
@@ -333,6 +353,13 @@ class BatchShard(Dealer):
         if "sampler" in own:
             own["sampler"] = copy.copy(own["sampler"])
         return twin
+
+    def facts(self) -> dict[str, Any]:
+        """Return the number of batches; None when unknown."""
+        try:
+            return {"num_batches": len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None}
+        except TypeError:
+            return {"num_batches": None}
 
     def _rewind(self) -> None:
         self._anchor_micro_batch = 0
@@ -359,6 +386,8 @@ class BatchShard(Dealer):
         key = epoch_key(self.seed, self.epoch)
         for generator, initial_seed in self._generators:
             generator.manual_seed(derive_key(mix_seeds(initial_seed, key), self.epoch) & 0x7FFFFFFFFFFFFFFF)
+        for number, other in enumerate(self._others):
+            other.seed(derive_key(key, number))
         with isolate_rng():
             seed_global_generators(key)
             batches = iter(self.batch_sampler)

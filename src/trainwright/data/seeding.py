@@ -34,6 +34,43 @@ def seed_global_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed & 0x7FFFFFFFFFFFFFFF)
 
 
+class HeldGenerator:
+    """NumPy's or Python's generator in the hands of a sampler, with one way to seed either."""
+
+    def __init__(self, generator: Any) -> None:
+        self._own = generator
+
+    def seed(self, seed: int) -> None:
+        """Seed it with a 64-bit integer."""
+        if isinstance(self._own, np.random.Generator):
+            self._own.bit_generator.state = type(self._own.bit_generator)(seed).state
+        else:
+            self._own.seed(seed & 0xFFFFFFFF if isinstance(self._own, np.random.RandomState) else seed)
+
+    @property
+    def state(self) -> Any:
+        """Its state, as its own kind has it."""
+        if isinstance(self._own, np.random.Generator):
+            return self._own.bit_generator.state
+        return self._own.get_state() if isinstance(self._own, np.random.RandomState) else self._own.getstate()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if isinstance(self._own, np.random.Generator):
+            self._own.bit_generator.state = state
+        elif isinstance(self._own, np.random.RandomState):
+            self._own.set_state(state)
+        else:
+            self._own.setstate(state)
+
+
+def held_generators(owner: object) -> list[HeldGenerator]:
+    """Return the generators of NumPy and Python among an object's attributes, in their order."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    found = [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, kinds)]
+    return [HeldGenerator(value) for value in found if not isinstance(value, random.SystemRandom)]
+
+
 def batch_key(seed: int, epoch: int, stream: int = 0) -> int:
     """Return the key from which the seeds of an epoch's batches are derived, by `derive_key(key, batch)`."""
     return derive_key(epoch_key(seed, epoch), _BATCH_STREAM + stream)
