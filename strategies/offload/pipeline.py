@@ -169,9 +169,11 @@ class _Pipeline:
 
         self.rank, self.world, self.device = dist.get_rank(), dist.get_world_size(), PartialState().device
         self.chunk_size, self.gather_output, self.names = chunk_size, gather_output, list(kwargs)
-        with torch.no_grad(), _without_cache(model), _recorded_structure(model) as structure:
+        self.example = (args, kwargs)
+        with torch.no_grad(), _without_cache(model), _recorded_result(model) as results:
             traced = pipeline(model, args, kwargs, split_spec=dict.fromkeys(points, SplitPoint.BEGINNING))
-        self.structure = structure[-1]
+        self.structure = pytree.tree_structure(results[-1])
+        _check_result(pytree.tree_leaves(results[-1]), chunk_size)
         self.stage = _Stage(traced.split_gm, self.rank, self.device)
 
     @torch.no_grad()
@@ -181,24 +183,49 @@ class _Pipeline:
         num_chunks = math.ceil(size / self.chunk_size)
         inputs: list[Any] = []
         if self.rank == 0:
-            named = {name: kwargs[name] for name in self.names}
-            inputs = pytree.tree_leaves(_resized((args, named), num_chunks * self.chunk_size))
+            leaves = self._leaves_like_example(args, kwargs)
+            inputs = [_resized(leaf, num_chunks * self.chunk_size) for leaf in leaves]
         chunks = [self.stage.run([_chunk(leaf, i, num_chunks) for leaf in inputs]) for i in range(num_chunks)]
         self.stage.finish()
         has_result = self.rank == self.world - 1
-        leaves = [torch.cat(pieces)[:size] for pieces in zip(*chunks, strict=True)] if has_result else []
+        leaves = [self._joined(pieces, size) for pieces in zip(*chunks, strict=True)] if has_result else []
         if self.gather_output:
             leaves = self._spread(leaves)
         return self._restore(leaves) if has_result or self.gather_output else None
+
+    def _joined(self, pieces: Sequence[Any], size: int) -> Any:
+        """Return a part of the result for the whole batch, from those of its chunks."""
+        if not isinstance(pieces[0], torch.Tensor):
+            return pieces[0]
+        return torch.cat(list(pieces))[: size * (len(pieces[0]) // self.chunk_size)]
+
+    def _leaves_like_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return what is in the arguments, in the order of the example's, which they must be like but for the batch."""
+        wanted, structure = pytree.tree_flatten(self.example)
+        if set(kwargs) != set(self.names) or len(args) != len(self.example[0]):
+            raise ConfigurationError(
+                f"called with {len(args)} arguments and {sorted(kwargs)} by name, the example had "
+                f"{len(self.example[0])} and {self.names}."
+            )
+        try:
+            found = structure.flatten_up_to((args, {name: kwargs[name] for name in self.names}))
+        except ValueError as error:
+            raise ConfigurationError(f"called with arguments of another form than the example's: {error}") from error
+        for value, like in zip(found, wanted, strict=True):
+            if (got := _kind(value)) != (expected := _kind(like)):
+                raise ConfigurationError(
+                    f"called with {got} where the example had {expected}: the pipeline was made for that. Only the "
+                    "batch may be of another size; for other arguments prepare another copy of the model."
+                )
+        return found
 
     def _agree_on_size(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Tell all processes how many samples the first one was called with; an error there is one everywhere."""
         size, error = 0, None
         if self.rank == 0:
             try:
+                self._leaves_like_example(args, kwargs)
                 size = _batch_size(args, kwargs)
-                if set(kwargs) != set(self.names):
-                    raise ConfigurationError(f"called with {sorted(kwargs)} by name, the example had {self.names}.")
             except ConfigurationError as raised:
                 size, error = 0, raised
         told = torch.tensor([size], device=self.device)
@@ -206,26 +233,55 @@ class _Pipeline:
         if error is not None:
             raise error
         if int(told) == 0:
-            raise ConfigurationError("the first process of the pipeline was called without a batch; see its error.")
+            raise ConfigurationError(
+                "the first process of the pipeline was called with what it cannot take; see its error."
+            )
         return int(told)
 
-    def _spread(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send tensors from the last process to all. Collective."""
+    def _spread(self, leaves: list[Any]) -> list[Any]:
+        """Send a result from the last process to all. Collective."""
         last = self.world - 1
-        told: list[Any] = [[(tuple(leaf.shape), leaf.dtype) for leaf in leaves]]
+        told: list[Any] = [[_told(leaf) for leaf in leaves]]
         dist.broadcast_object_list(told, src=last, device=self.device)
-        if self.rank != last:
-            leaves = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in told[0]]
-        for i, leaf in enumerate(leaves):
-            leaves[i] = leaf.contiguous()
-            dist.broadcast(leaves[i], src=last)
-        return leaves
+        found: list[Any] = []
+        for i, (is_tensor, *what) in enumerate(told[0]):
+            if is_tensor:
+                shape, dtype = what
+                at_last = self.rank == last
+                what = [leaves[i].contiguous() if at_last else torch.empty(shape, dtype=dtype, device=self.device)]
+                dist.broadcast(what[0], src=last)
+            found.append(what[0])
+        return found
 
-    def _restore(self, leaves: list[torch.Tensor]) -> Any:
-        """Return tensors as the model returns them."""
+    def _restore(self, leaves: list[Any]) -> Any:
+        """Return parts of a result as the model returns them."""
         if len(leaves) == self.structure.num_leaves:
             return pytree.tree_unflatten(leaves, self.structure)
         return leaves[0] if len(leaves) == 1 else tuple(leaves)
+
+
+def _told(leaf: Any) -> tuple[Any, ...]:
+    """Return what other processes need to receive a part of a result: its shape and dtype, or itself."""
+    return (True, tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else (False, leaf)
+
+
+def _kind(value: Any) -> str:
+    """Say what a traced graph takes for given: all of a tensor but its batch and values, and other values."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(["batch", *map(str, value.shape[1:])]) if value.dim() else ""
+        return f"{value.dtype} ({shape})"
+    return repr(value)
+
+
+def _check_result(leaves: Sequence[Any], chunk_size: int) -> None:
+    """Refuse a result that cannot be put together from those of chunks."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and (not leaf.dim() or len(leaf) % chunk_size):
+            raise ConfigurationError(
+                f"the model returns a tensor of shape {tuple(leaf.shape)} for {chunk_size} samples: it has no batch "
+                "in its first dimension, along which the results of chunks are joined. Return it by sample, as a loss "
+                "without its mean, or leave it out."
+            )
 
 
 def _chunk(value: Any, index: int, num_chunks: int) -> Any:
@@ -322,14 +378,14 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded_structure(model: nn.Module) -> Iterator[list[Any]]:
-    """Note the structure of what the model's forward returns while it is traced, in the list that is handed out."""
+def _recorded_result(model: nn.Module) -> Iterator[list[Any]]:
+    """Note what the model's forward returns while it is traced, in the list that is handed out."""
     own, forward = model.__dict__.get("forward"), model.forward
     found: list[Any] = []
 
     def record(*args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        found.append(pytree.tree_structure(result))
+        found.append(result)
         return result
 
     model.forward = functools.wraps(forward)(record)  # export reads its signature

@@ -28,6 +28,45 @@ class Net(nn.Module):
         return {"scores": self.head(hidden), "hidden": hidden}
 
 
+class Odd(nn.Module):
+    """A number among its arguments; results that are flattened, none, or no tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.first = nn.Linear(6, 32)
+            self.second = nn.Linear(32, 32)
+            self.head = nn.Linear(32, 3)
+
+    def forward(self, inputs: torch.Tensor, options: dict[str, int]) -> Any:
+        hidden = self.second(self.first(inputs) ** options["power"])
+        return {"flat": self.head(hidden).flatten(0, 1), "hidden": hidden, "loss": None, "steps": 5}
+
+
+class MeanLoss(Odd):
+    def forward(self, inputs: torch.Tensor, options: dict[str, int]) -> Any:
+        return {**super().forward(inputs, options), "loss": self.second(self.first(inputs)).mean()}
+
+
+class Positions(Odd):
+    def forward(self, inputs: torch.Tensor, options: dict[str, int]) -> Any:
+        return {**super().forward(inputs, options), "positions": self.second(self.first(inputs[0]))}
+
+
+def sequence(size: int, length: int = 7) -> torch.Tensor:
+    return torch.randn(size, length, 6, generator=torch.Generator().manual_seed(size))
+
+
+UNLIKE_THE_EXAMPLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "a number": ((sequence(4), {"power": 3}), "called with 3 where the example had 2"),
+    "a length": ((sequence(4, 5), {"power": 2}), r"\(batch, 5, 6\) where the example had torch.float32 \(batch, 7, 6"),
+    "a dtype": ((sequence(4).double(), {"power": 2}), r"torch.float64 .* where the example had torch.float32"),
+    "a form": ((sequence(4), {"base": 2}), "another form"),
+    "too few": ((sequence(4),), "1 arguments .* the example had 2"),
+}
+
+
 def make_net() -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(2)
@@ -56,9 +95,19 @@ def _run() -> dict[str, Any]:
         found["last"].append(last(*batch(size)) if rank == 0 else last())
         named = dict(zip(("inputs", "scale"), batch(size), strict=True))
         found["everywhere"].append(everywhere(**named))
-    with pytest.raises(ConfigurationError, match=r"batches of \[2, 3\]" if rank == 0 else "without a batch"):
+    elsewhere = "with what it cannot take"
+    with pytest.raises(ConfigurationError, match=r"batches of \[2, 3\]" if rank == 0 else elsewhere):
         last(batch(2)[0], batch(3)[1])
     found["after an error"] = last(*batch(4))
+
+    odd = prepare_pippy(Odd().eval(), example_args=(sequence(4), {"power": 2}), gather_output=True)
+    found["odd"] = [odd(sequence(size), {"power": 2}) for size in SIZES]
+    for arguments, text in UNLIKE_THE_EXAMPLE.values():
+        with pytest.raises(ConfigurationError, match=text if rank == 0 else elsewhere):
+            odd(*arguments)
+    for model, text in ((MeanLoss(), r"shape \(\) for 2 samples"), (Positions(), r"shape \(7, 32\) for 2 samples")):
+        with pytest.raises(ConfigurationError, match=text):
+            prepare_pippy(model, example_args=(sequence(4), {"power": 2}))
     return found
 
 
@@ -97,6 +146,18 @@ def test_stages_are_even_unless_told_and_survive_a_wrong_call(found: list[dict[s
     assert found[0]["points"] == found[1]["points"]
     assert found[0]["points"][0].startswith("blocks.2")
     _assert_equal(found[1]["after an error"], 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_results_are_joined_whatever_they_are(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for size, result in zip(SIZES, rank["odd"], strict=True):
+            wanted = Odd().eval()(sequence(size), {"power": 2})
+            assert list(result) == list(wanted)
+            assert (result["loss"], result["steps"]) == (None, 5)
+            for name in ("flat", "hidden"):
+                torch.testing.assert_close(result[name], wanted[name], rtol=0, atol=1e-6)
 
 
 def _run_transformers() -> list[Any]:
