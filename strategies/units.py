@@ -153,8 +153,8 @@ def _by_torch_policy(task: TaskModule, policy: Callable[..., Any]) -> list[nn.Mo
     return found
 
 
-def check_no_scalars(task: TaskModule) -> None:
-    """Check that every parameter has a dimension to be cut along.
+def check_can_be_cut(task: TaskModule) -> None:
+    """Check that every parameter has a dimension to be cut along, and a gradient that is cut as it is.
 
     Raises:
         ConfigurationError: one has none.
@@ -165,6 +165,21 @@ def check_no_scalars(task: TaskModule) -> None:
             f"{type(task).__name__}'s parameter {scalars[0]} has no dimension that could be cut. Give it one: "
             "nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
         )
+    check_no_sparse(task)
+
+
+def check_no_sparse(task: TaskModule) -> None:
+    """Check that no layer makes sparse gradients, which torch cannot cut into pieces.
+
+    Raises:
+        ConfigurationError: one does.
+    """
+    for name, module in task.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ConfigurationError(
+                f"{type(task).__name__}'s {name} has sparse=True, and sparse gradients cannot be cut into pieces. "
+                "Leave sparse out, or use strategy='ddp'."
+            )
 
 
 def check_compilable(units: list[nn.Module]) -> None:

@@ -12,6 +12,7 @@ from trainwright.strategies.deepspeed.config import EngineConfig
 from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.units import check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
 _WHOLE_MATRICES = ("Adafactor", "Muon")  # what they do to an element depends on the rows and columns around it
@@ -84,6 +85,8 @@ def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: Engi
             f"{name} evaluates the loss several times in a step, which an engine of DeepSpeed cannot. Use "
             "strategy='ddp', or another optimizer."
         )
+    if config.stage > 0:
+        check_no_sparse(task)
     if name in _WHOLE_MATRICES and config.stage > 0:
         raise ConfigurationError(
             f"{name} looks at whole matrices, and at stage={config.stage} DeepSpeed hands it pieces of flat vectors, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -14,12 +15,14 @@ from trainwright.strategies.binding import need_closure
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.precision import Precision
 
+_IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 has no form of for pieces
+
 
 def check_optimizers(task: TaskModule, optimizers: Iterable[Optimizer], precision: Precision) -> None:
     """Check that optimizers can step a model that lies in pieces.
 
     Raises:
-        ConfigurationError: one was built before the model was cut, or looks at whole vectors.
+        ConfigurationError: one was built before the model was cut, looks at whole vectors, or cannot step pieces.
     """
     own = {id(parameter) for parameter in task.parameters()}
     for optimizer in optimizers:
@@ -28,6 +31,11 @@ def check_optimizers(task: TaskModule, optimizers: Iterable[Optimizer], precisio
                 f"{type(optimizer).__name__} holds parameters that are not the task's own, as one that was built "
                 "before the model was cut into pieces does. Build it in configure_optimizers, from "
                 "self.parameters()."
+            )
+        if isinstance(optimizer, _IN_PLACE):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} of torch cannot step weights that lie in pieces. Use another optimizer, "
+                "such as AdamW, or strategy='ddp'."
             )
     if need_closure(optimizers, precision):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)

@@ -77,8 +77,8 @@ from trainwright.strategies.tensor_parallel.ready import find_plan
 from trainwright.strategies.tensor_parallel.sizes import check_tp_size
 from trainwright.strategies.units import (
     WrapPolicy,
+    check_can_be_cut,
     check_compilable,
-    check_no_scalars,
     find_units,
     warn_of_large_rest,
 )
@@ -240,7 +240,7 @@ class FSDPStrategy(DataParallel):
     def check_task(self, task: TaskModule) -> None:
         if overrides(task, "configure_model", TaskModule):
             return  # what it builds is not there yet
-        check_no_scalars(task)
+        check_can_be_cut(task)
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         if self.compile_options is not None:
             check_compilable(units)
@@ -278,7 +278,7 @@ class FSDPStrategy(DataParallel):
 
         No device ever holds more than its pieces and one whole unit.
         """
-        check_no_scalars(task)
+        check_can_be_cut(task)
         self._mesh = mesh = make_mesh(self.device_type, *self._mesh_shape(), self.tp)
         if self.tp > 1:
             self._layers = SplitLayers(task, find_plan(task, self.tensor_parallel_plan, mesh), mesh["tp"])

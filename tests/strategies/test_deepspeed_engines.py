@@ -335,6 +335,12 @@ class _Returns(Blocks):
         return self.returned(self)
 
 
+class _Sparse(_Returns):
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__(optimizers)
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
 def _sgd(task: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(task.parameters(), lr=0.1)
 
@@ -351,6 +357,7 @@ def _refuse() -> list[str]:
         (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
         (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
         (Blocks(), {"stage": 2, "frozen_modules": ("Block",)}),
+        (_Sparse(_sgd), {"stage": 1}),
     ):
         with pytest.raises(ConfigurationError) as raised:
             quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(task, batches())
@@ -363,7 +370,8 @@ def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
     for text, expected in zip(
         texts,
         ["returned 2 optimizers", "LBFGS evaluates", "not the task's own", "DeepSpeedCPUAdam", "has no 'optimizer'",
-         "has an 'optimizer'", "configure_model", "stage 3 only", "is trained"],
+         "has an 'optimizer'", "configure_model", "stage 3 only", "is trained",
+         "words has sparse=True"],
         strict=True,
     ):  # fmt: skip
         assert expected in text

@@ -608,6 +608,22 @@ class WithLBFGS(RegressionTask):
         return torch.optim.LBFGS(self.parameters())
 
 
+class WithRprop(RegressionTask):
+    """Its optimizer's step has no form for pieces in torch."""
+
+    def configure_optimizers(self) -> Any:
+        """Return Rprop."""
+        return torch.optim.Rprop(self.parameters())
+
+
+class WithSparseGradients(RegressionTask):
+    """One layer's gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
 class FromMetaWithoutReset(RegressionTask):
     """Has a parameter on meta that nobody can give a value."""
 
@@ -634,6 +650,8 @@ def _refusals() -> list[str]:
         _refusal(RegressionTask(), {"auto_wrap_policy": 5}, {}),
         _refusal(RegressionTask(), {"activation_checkpointing": True}, {}),
         _refusal(RegressionTask(), {}, {"compile": True}),
+        _refusal(WithRprop(), {}, {}),
+        _refusal(WithSparseGradients(), {}, {}),
     ]
 
 
@@ -642,7 +660,7 @@ def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
     (texts,) = run_distributed(_refusals, 1, init=False)
     wanted = (
         "strategy='ddp'", "configure_optimizers", "strategy='ddp'", "reset_parameters", "Did you mean 'Linear'",
-        "classes of modules", "shard_units", "shard_units",
+        "classes of modules", "shard_units", "shard_units", "Rprop of torch cannot step", "words has sparse=True",
     )  # fmt: skip
     for text, part in zip(texts, wanted, strict=True):
         assert part in text
