@@ -53,6 +53,7 @@ class RunFacts(ABC):
         exchange: gathers small host objects over ranks; None for one process.
         should_stop: set it to True to end `fit` after the present step.
         interrupted: Ctrl-C ended the last stage.
+        trains: this stage, or the last one, is a `fit`, so that there are optimizers and progress to save.
         resumed: this fit continues a checkpoint.
         epoch_closes: the epoch that ends is over; False when a later `fit` may go on with it.
         sanity_checking: the validation that runs is the one before training.
@@ -86,6 +87,7 @@ class RunFacts(ABC):
     exchange: Exchange | None
     should_stop: bool
     interrupted: bool
+    trains: bool
     resumed: bool
     sanity_checking: bool
     last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None

@@ -158,6 +158,15 @@ class SafePoint:
         Returns:
             Its folder on this machine.
         """
+        if not weights_only and not self._run.trains:
+            weights_only = True
+            if self._run.is_global_zero:
+                warnings.warn(
+                    f"{place} holds weights only: optimizers and progress belong to a fit, and another stage has been "
+                    "run since. Save before that stage if a run is to go on from it, or pass weights_only=True.",
+                    TrainwrightWarning,
+                    stacklevel=3,
+                )
         path = remote_saves.twin(self._run, place) if is_url(place) else Path(place).expanduser()
         with self._reunited():
             snapshot = checkpointing.capture(self._run, weights_only=weights_only)

@@ -96,13 +96,11 @@ class StageRunner(Rollbacks):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.datamodule: DataModule | None = None
         self.stage: Stage | None = None
-        self.sanity_checking = False
-        self.should_stop = False
-        self.resumed = False
+        self.sanity_checking = self.should_stop = False
+        self.trains = self.resumed = False
         self.epoch_closes = True
-        self.count_tokens = False
+        self.count_tokens = self._samples_decide = False
         self.attempt = Attempt()
-        self._samples_decide = False
         self.last_result = None
         self.quiet_groups = 0
         self.at_step_boundary = True
@@ -118,8 +116,7 @@ class StageRunner(Rollbacks):
         self._position: dict[str, Any] | None = None
         self._to_restore: list[Callable[[], None]] = []
         self._origin: Path | None = None
-        self._warned_of_loss = False
-        self._stop_agreed = False
+        self._warned_of_loss = self._stop_agreed = False
         self._validated_at, self._group_end = -1, None
         self.preemption = Preemption(self.settings.preemption_grace_s)
         self._clock = time.perf_counter()
@@ -277,6 +274,7 @@ class StageRunner(Rollbacks):
         self.log_every = Interval(Duration(self.log_every_n_steps, "steps"))
         self.log_every.align(self.state)
         self._validation = self._group_end = None
+        self.trains = True
 
     @property
     def validation(self) -> ValidationSchedule:
@@ -459,7 +457,9 @@ class StageRunner(Rollbacks):
         self.quiet_groups = 0
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
-        """Write a checkpoint now, or after a `fit`. Collective; not within a training step; returns once it stands.
+        """Write a checkpoint now, or after a stage. Collective; not within a training step; returns once it stands.
+
+        Optimizers and progress belong to `fit`: after another stage it holds weights only, with a warning.
 
         Args:
             filepath: where; with a URL it is written below `default_root_dir/checkpoints` and uploaded from there.

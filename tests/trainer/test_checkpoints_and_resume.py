@@ -420,3 +420,17 @@ def test_a_run_of_the_same_data_without_the_checkpoint_differs() -> None:
     half.fit(second, regression_loader(FOUR_BATCHES, 2))
     quiet_trainer(max_epochs=1).fit(second, regression_loader(FOUR_BATCHES, 2))
     assert not torch.equal(first.net[0].weight, second.net[0].weight)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weights_only(
+    stage: str, tmp_path: Path
+) -> None:
+    trainer, task = quiet_trainer(max_steps=1), RegressionTask()
+    trainer.fit(task, regression_loader(2))
+    assert read_checkpoint(trainer.save_checkpoint(tmp_path / "full")).kind == "full"
+    getattr(trainer, stage)(task, regression_loader(2), verbose=False)
+    with pytest.warns(TrainwrightWarning, match="holds weights only: optimizers and progress belong to a fit"):
+        path = trainer.save_checkpoint(tmp_path / "late")
+    assert read_checkpoint(path).kind == "weights"
+    assert_equal_weights(weights_of(task), read_checkpoint(path).model or {})
