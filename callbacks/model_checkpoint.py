@@ -338,6 +338,8 @@ class ModelCheckpoint(Callback):
         moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else NO_MOMENT)
         if self._recorded is not None:
             self._check_index(run, moment)
+        elif moment.present:
+            self._forget(self._held_names() - moment.present)  # what could not be written, or was deleted by hand
         self._waiting_for_validation = False
         self._check_name_fields(run, moment)
         request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
@@ -449,11 +451,8 @@ class ModelCheckpoint(Callback):
         return set[str]().union(*(mate._held_names() for mate in mates))
 
     def _held_names(self) -> set[str]:
-        return {
-            *self._top.scores,
-            *self._kept.names,
-            *(name for name in (self._latest, self._last, self._beside) if name is not None),
-        }
+        single = (name for name in (self._latest, self._last, self._beside) if name is not None)
+        return {*self._top.scores, *self._kept.names, *single}
 
     def _check_index(self, run: Run, moment: Moment) -> None:
         """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""

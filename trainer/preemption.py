@@ -172,6 +172,7 @@ def _save(run: RunFacts, point: SafePoint, preemption: Preemption) -> str:
             f"no checkpoint, since {left_s:.1f} s are left of preemption_grace and the longest one took {needed_s:.1f} "
             "s. The earlier ones are whole: go on with fit(ckpt_path='last')."
         )
+    point.raises = True  # or it would be said that there is a checkpoint
     try:
         point.add_save(SaveRequest(name))
         point.settle()

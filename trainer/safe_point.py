@@ -8,11 +8,12 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from trainwright.callbacks.checkpoint_moment import names_in
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
@@ -36,12 +37,16 @@ class SafePoint:
 
     Args:
         run: whose wishes these are.
-        async_save: False: `settle` returns once they are published.
+        arguments: the Trainer's. With `async_save=False` `settle` returns once they are published.
+
+    Attributes:
+        raises: a checkpoint that could not be written is an error; False: a warning (`on_save_error`).
     """
 
-    def __init__(self, run: RunFacts, *, async_save: bool) -> None:
+    def __init__(self, run: RunFacts, arguments: Mapping[str, Any]) -> None:
         self._run = run
-        self._writer = AsyncWriter() if async_save else None
+        self.raises = arguments["on_save_error"] == "raise"
+        self._writer = AsyncWriter() if arguments["async_save"] else None
         self._joint = JointSaves(run, self._writer)
         # Left by the writer's thread for the main one: loggers and warnings are not made for several threads.
         self._published: deque[tuple[Path, tuple[str, ...]]] = deque()
@@ -80,7 +85,11 @@ class SafePoint:
                 self._act()
         saves, self._saves = self._saves, []
         for _, alike in groupby(saves, key=lambda request: request.weights_only):
-            self._write(list(alike))
+            try:
+                self._write(list(alike))
+            except (OSError, CheckpointError) as error:  # on every rank alike
+                self._tolerate(error)
+                self._report()
 
     def _act(self) -> None:
         while self._actions:
@@ -236,9 +245,19 @@ class SafePoint:
         self._report()
 
     def _wait(self) -> None:
-        if self._writer is not None:
-            self._writer.wait()
+        try:
+            if self._writer is not None:
+                self._writer.wait()
+        except CheckpointError as error:
+            self._tolerate(error)
         self._report()
+
+    def _tolerate(self, error: Exception) -> None:
+        """Raise what has kept a checkpoint from being written, or have it told."""
+        if self.raises:
+            raise error
+        if self._run.is_global_zero:
+            self._complaints.append(f"{error} Training goes on, as on_save_error='warn' says.")
 
     def _report(self) -> None:
         """Tell loggers of what has been published, and the user of what was not deleted; not from another thread."""

@@ -163,6 +163,8 @@ def check_plain_arguments(arguments: dict[str, Any]) -> None:
         )
     if arguments["barebones"]:
         _check_barebones(arguments)
+    if arguments["on_save_error"] not in ("raise", "warn"):
+        raise ConfigurationError(f"on_save_error={arguments['on_save_error']!r} is unknown. Write 'raise' or 'warn'.")
     policy = arguments["on_nonfinite"]
     if policy not in (None, *_POLICIES):
         raise ConfigurationError(

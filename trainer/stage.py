@@ -105,7 +105,7 @@ class StageRunner(Rollbacks):
         self.quiet_groups = 0
         self.at_step_boundary = True
         self.exchange: Exchange | None = None
-        self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
+        self.safe_point = SafePoint(self, self.settings.arguments)
         self.num_eval_batches: list[int | float] = []
         self.evaluating: str | None = None
         self.eval_batches_done = 0
@@ -354,7 +354,7 @@ class StageRunner(Rollbacks):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.safe_point = SafePoint(self, async_save=self.settings.arguments["async_save"])
+        self.safe_point = SafePoint(self, self.settings.arguments)
 
     # Data
 

@@ -83,6 +83,8 @@ class Trainer(EvaluationRunner):
         seed: of the order of the data; torch's initial seed unless told.
         async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
             the cost of one copy of the state in memory; False: training waits until they are on the disk.
+        on_save_error: what to do when one of them cannot be written (a full disk): `"raise"`, at the next save or at
+            the end of the fit; or `"warn"` and train on. The earlier ones are whole in any case.
         preemption_grace: how long (seconds, or `"2 min"`) the machine leaves a process that it has sent SIGTERM or
             SIGUSR1. A `fit` then saves after the present step, if a save is known to take less, and every rank exits
             with 143. None: signals are left alone.
@@ -142,6 +144,7 @@ class Trainer(EvaluationRunner):
         max_rollbacks: int = 3,
         seed: int | None = None,
         async_save: bool = True,
+        on_save_error: Literal["raise", "warn"] = "raise",
         preemption_grace: float | str | None = 30.0,
         auto_requeue: bool = True,
         **unknown: Any,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, read_checkpoint, set_fault_hook, verify
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.loggers.logger import Logger
 
 
@@ -239,6 +241,85 @@ def test_loggers_hear_of_every_checkpoint_on_the_main_thread_while_it_is_there(t
     trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, logger=notes)
     trainer.fit(RegressionTask(), regression_loader())
     assert notes.told == [(f"epoch=0-step={step}", True, True) for step in (1, 2, 3)]
+
+
+class FailOnce(FullDisk):
+    """Only the n-th checkpoint cannot be written."""
+
+    def __call__(self, event: str, path: Path) -> None:
+        super().__call__(event, path)
+        if event == "mkdir" and self.left < 0:
+            self.left = 99
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_a_run_that_is_told_to_goes_on_without_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, async_save: bool
+) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    trainer = quiet_trainer(
+        max_steps=4, callbacks=[saver], num_sanity_val_steps=0, async_save=async_save, on_save_error="warn"
+    )
+    set_fault_hook(FailOnce(2))  # of step 2, the one that is called by its step
+    with pytest.warns(TrainwrightWarning, match=r"No space left on device.*Training goes on") as caught:
+        trainer.fit(RegressionTask(), regression_loader())
+    assert len(caught) == 1
+    assert trainer.state.step == 4
+    found = find_checkpoints(tmp_path)
+    assert [item.path.name for item in found if item.manifest.step in (3, 4)] == ["step=3", "step=4", "last"]
+    assert all(verify(item.path) == [] for item in found)
+    assert (tmp_path / "step=2").exists() is False
+    assert saver.best_model_path == str(tmp_path / "step=4")
+
+
+def test_a_best_checkpoint_that_could_not_be_written_is_not_called_the_best(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", monitor="train_loss", mode="max", every_n_train_steps=1)
+    trainer = quiet_trainer(max_steps=3, callbacks=[saver], num_sanity_val_steps=0, on_save_error="warn")
+    set_fault_hook(FailOnce(0))  # the loss falls, so that the first is the best
+    with pytest.warns(TrainwrightWarning, match="Training goes on"):
+        trainer.fit(RegressionTask(), regression_loader())
+    assert saver.best_model_path == str(tmp_path / "step=2")
+    assert verify(saver.best_model_path) == []
+
+
+def test_a_preempted_run_that_tolerates_errors_does_not_claim_a_checkpoint_that_it_could_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Signalled(RegressionTask):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    trainer = quiet_trainer(
+        max_steps=3, enable_checkpointing=True, default_root_dir=tmp_path, num_sanity_val_steps=0, on_save_error="warn"
+    )
+    set_fault_hook(FullDisk(0))
+    with pytest.raises(Preempted):
+        trainer.fit(Signalled(), regression_loader())
+    assert "the checkpoint failed: " in capsys.readouterr().out
+
+
+def test_an_unknown_wish_about_failed_saves_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="on_save_error='ignore' is unknown"):
+        quiet_trainer(on_save_error="ignore")
+
+
+def _go_on_on_rank(folder: Path) -> int:
+    set_fault_hook(FullDisk(1))
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)
+    trainer = quiet_trainer(
+        max_steps=8, callbacks=[saver], num_sanity_val_steps=0, devices="auto", on_save_error="warn"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainwrightWarning)
+        trainer.fit(RegressionTask(), regression_loader())
+    return trainer.state.step
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_rank_goes_on_without_it(tmp_path: Path) -> None:
+    assert run_distributed(_go_on_on_rank, 2, tmp_path, init=False, timeout=120) == [8, 8]
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)] == [2]
 
 
 def _fail_on_rank(folder: Path, max_steps: int) -> tuple[int, str]:
