@@ -124,6 +124,21 @@ def check_needs(callbacks: list[Any], strategy: Strategy, task: Any = None) -> N
     strategy.check_task(task)
 
 
+def check_graphs(loggers: list[Any], strategy: Strategy) -> None:
+    """Check that the main rank can run the task by itself where a logger wants its graph. Nothing is touched.
+
+    Raises:
+        ConfigurationError: a forward takes all ranks, and the others would not take part.
+    """
+    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    for logger in loggers:
+        if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:
+            raise ConfigurationError(
+                f"{type(logger).__name__}(log_graph=True) runs the task on the main rank alone, and a forward under "
+                f"{name} takes all ranks. Leave log_graph out, or log the graph of a run with devices=1."
+            )
+
+
 def has_step(task: TaskModule, name: str) -> bool:
     """Tell whether the task defines the step called `name`."""
     return name in _STEPS and overrides(task, name, TaskModule)

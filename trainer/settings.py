@@ -15,7 +15,7 @@ from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
 from trainwright.trainer.assembly import default_callbacks, given_callbacks, without_savers
-from trainwright.trainer.checks import check_callbacks, check_needs
+from trainwright.trainer.checks import check_callbacks, check_graphs, check_needs
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
@@ -315,6 +315,8 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
     callbacks = _callbacks(arguments, quiet, bool(dev_batches))
     check_needs(callbacks, selection.strategy)
     root = Path(arguments["default_root_dir"] or ".").absolute()
+    loggers = resolve_loggers(arguments["logger"] if arguments["logger"] is not None else True, root)
+    check_graphs(loggers, selection.strategy)
     return Settings(
         arguments=arguments,
         selection=selection,
@@ -323,7 +325,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
         val_check_interval=interval,
         limit_batches=limit_batches,
         callbacks=callbacks,
-        loggers=resolve_loggers(arguments["logger"] if arguments["logger"] is not None else True, root),
+        loggers=loggers,
         root=root,
         preemption_grace_s=parse_grace(arguments["preemption_grace"]),
     )

@@ -13,6 +13,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 from trainwright.core.errors import ConfigurationError
+from trainwright.loggers import CSVLogger
 from trainwright.strategies import FSDPStrategy, LocalSGDStrategy
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
 
@@ -51,6 +52,15 @@ def test_a_callback_that_asks_for_more_than_the_strategy_can_is_refused_at_const
 ) -> None:
     with pytest.raises(ConfigurationError, match=said):
         quiet_trainer(devices=2, strategy=strategy, callbacks=[make()])
+
+
+def test_a_graph_that_the_main_rank_would_wait_in_for_the_others_is_refused_at_construction() -> None:
+    logger = CSVLogger("logs")
+    logger.wants_graph = True
+    with pytest.raises(ConfigurationError, match=r"log_graph=True.*FSDPStrategy takes all ranks"):
+        quiet_trainer(devices=2, strategy="fsdp", logger=logger)
+    quiet_trainer(devices=2, strategy="ddp", logger=logger)
+    quiet_trainer(devices=1, strategy="fsdp", logger=logger)
 
 
 def test_what_needs_one_process_only_is_let_through_where_there_is_one() -> None:
