@@ -19,7 +19,7 @@ from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import move
+from trainwright.core.tree import move, whole_numel
 
 _HEADINGS = ("", "Name", "Type", "Params", "Trainable", "Mode", "FLOPs", "In sizes", "Out sizes")
 _OWN = "(own parameters)"
@@ -252,11 +252,11 @@ def _text(size: Any) -> str:
 
 def _count(parameters: Iterable[torch.Tensor]) -> tuple[int, int]:
     sized = [tensor for tensor in parameters if not is_lazy(tensor)]
-    return sum(t.numel() for t in sized), sum(t.numel() for t in sized if t.requires_grad)
+    return sum(whole_numel(t) for t in sized), sum(whole_numel(t) for t in sized if t.requires_grad)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
+    return sum(whole_numel(tensor) * tensor.element_size() for tensor in tensors if not is_lazy(tensor))
 
 
 def _in_colour(summary: TaskSummary) -> str:

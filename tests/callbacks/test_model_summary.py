@@ -52,6 +52,14 @@ def test_a_shared_parameter_counts_once() -> None:
     assert summarize(net).num_params == 16
 
 
+def test_a_parameter_that_an_engine_holds_elsewhere_counts_whole() -> None:
+    net = nn.Linear(3, 2, bias=False)
+    net.weight.ds_shape = net.weight.shape  # type: ignore[attr-defined]  # as DeepSpeed's stage 3 leaves it
+    net.weight.data = torch.empty(0)
+    summary = summarize(net)
+    assert (summary.num_params, summary.num_trainable, summary.param_bytes) == (6, 6, 24)
+
+
 @pytest.mark.parametrize("how", ["tensor", "tuple", "dict"])
 def test_an_example_gives_sizes_and_flops(how: str) -> None:
     net = Net()

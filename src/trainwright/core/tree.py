@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -106,6 +107,15 @@ def is_cut(value: Any) -> bool:
     """
     pieces = sys.modules.get("torch.distributed.tensor")
     return pieces is not None and isinstance(value, pieces.DTensor)
+
+
+def whole_numel(parameter: Any) -> int:
+    """Return the number of elements of a parameter when it is whole.
+
+    An engine that holds it elsewhere leaves an empty tensor in its place, and says there what it was (`ds_shape`).
+    """
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return math.prod(shape)
 
 
 def batch_size(batch: Any) -> int:
