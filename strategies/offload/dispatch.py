@@ -17,7 +17,7 @@ from trainwright.strategies.offload.attach import (
     innermost,
 )
 from trainwright.strategies.offload.device_map import check_device_map, resolve_device_map
-from trainwright.strategies.offload.filling import fill_empty
+from trainwright.strategies.offload.filling import fill_empty, with_tied_names
 from trainwright.strategies.offload.hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
 from trainwright.strategies.offload.left_on_disk import left_on_disk
 from trainwright.strategies.offload.moving import Device, check_present, default_device, present_device, to_device
@@ -80,6 +80,7 @@ def dispatch_model(
         CheckpointError: offloaded weights are not found or cannot be written.
     """
     places = _places(model, device_map, offload_buffers, strict)
+    state_dict = None if state_dict is None else with_tied_names(model, state_dict)
     devices = set(places.values())
     with restored_on_failure(model):
         taken = take_back(model)
@@ -363,6 +364,7 @@ def cpu_offload(
         ConfigurationError: the device is not here.
     """
     device = _execution_device(model, execution_device)
+    state_dict = None if state_dict is None else with_tied_names(model, state_dict)
     weights = StoredWeights()
     with restored_on_failure(model):
         take_back(model)

@@ -13,6 +13,19 @@ from trainwright.strategies.offload.slots import like, put
 _SHOWN = 5  # names in a message
 
 
+def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return values by all names of each parameter: files of safetensors hold tied ones under one of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    added: dict[str, torch.Tensor] = {}
+    for same in names.values():
+        known = next((name for name in same if name in values), None)
+        if known is not None:
+            added |= {name: values[known] for name in same if name not in values}
+    return {**values, **added} if added else values
+
+
 def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
     """Give tensors of a model that are on the meta device the values of a mapping, which they share, on the CPU.
 

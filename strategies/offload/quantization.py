@@ -210,6 +210,12 @@ def load_and_quantize_model(
             raise CheckpointError(f"{name}.weight: {error}") from error
         if made is not None:
             new[name] = made
+        elif any(key in parts for key in layers.pieces):
+            raise ConfigurationError(
+                f"{name} is quantized in {weights_location}, and the map puts it on {device!r}, where only int8 of "
+                "bitsandbytes can lie: other layers are not quantized there. Give it another place, or load the "
+                "original weights."
+            )
     with restored_on_failure(model):
         _load_rest(model, config, dtype, stored, new, places, weights_location, offload_folder)
         return dispatch_model(model, places, offload_dir=offload_folder)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.offload.copy_stream import CopyStream
 from trainwright.strategies.offload.homes import Home, flat_numel, place_in
 
@@ -60,6 +61,7 @@ class Unit:
         self._gradients_event: Any = None  # when the gradients that were queued last are at home
         self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, to those of earlier micro-batches
         self._last_use: Any = None  # when the computation was through with the copy that stays
+        self._assigned: dict[int, torch.Tensor] = {}  # values elsewhere than at home, by the parameter's index
         self._versions: list[int] = []  # of the parameters when the copy was queued
         self._expected = 0  # gradients that are still to come in this backward
         self.inputs_to_come = 0  # inputs whose gradient is not there yet
@@ -119,15 +121,32 @@ class Unit:
         """Have the parameters on the device, for what the present stream does from now on."""
         if self.is_here:
             return
-        if self._versions != self._present_versions():  # somebody has written in place since
+        former, self._assigned = self._assigned, self._find_assigned()
+        if former or self._assigned or self._versions != self._present_versions():  # written in place since
             self.fresh = False
         self.copy()
         self._weights_in.join(self.event)
         self.event = None
+        for i, value in self._assigned.items():
+            self._views[i].data.copy_(value)
         for i, parameter in enumerate(self.parameters):
             self._stashed[i], parameter.grad = parameter.grad, None
             parameter.data = self._views[i]
         self.is_here = True
+
+    def _find_assigned(self) -> dict[int, torch.Tensor]:
+        """Return values that somebody has put in a parameter's place by `parameter.data = …`, by its index. They stay
+        there, and those at home as they are: they may be put back.
+        """
+        found = {i: p.data for i, p in enumerate(self.parameters) if p.data_ptr() != self._homes[i].data_ptr()}
+        for i, value in found.items():
+            if (value.shape, value.dtype) != (self._homes[i].shape, self._homes[i].dtype):
+                raise ConfigurationError(
+                    f"a parameter of {self._homes[i].dtype} {tuple(self._homes[i].shape)} was given values of "
+                    f"{value.dtype} {tuple(value.shape)} in a run, for which OffloadStrategy has no room on the "
+                    "device. Change the model before the run."
+                )
+        return found
 
     def go(self) -> None:
         """Have the parameters at home; gradients that have come are there, or on their way (`wait_for_gradients`)."""
@@ -135,7 +154,7 @@ class Unit:
             for i, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:  # of one that was frozen when the hooks were put on
                     self._bring_home(i, parameter)
-                parameter.data = self._homes[i]
+                parameter.data = self._assigned.get(i, self._homes[i])
                 parameter.grad, self._stashed[i] = self._stashed[i], None
             self.is_here = False
             if self.stays:

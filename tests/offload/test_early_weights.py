@@ -12,7 +12,7 @@ import torch
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.offload.overlapped import Losses, assert_same, train, writer, writes
 from tests.offload.test_training import Tiny, batches
-from trainwright import OffloadStrategy
+from trainwright import ConfigurationError, OffloadStrategy
 from trainwright.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Throughput, Timer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
@@ -35,6 +35,38 @@ def test_what_a_callback_writes_is_what_is_trained_on(event: str) -> None:
     wanted = train("single", writer(event), **options)
     for parameters in ("cpu", "device"):
         assert_same(train(OffloadStrategy(parameters, stream=True), writer(event), **options), wanted)
+
+
+class Assigning(Callback):
+    """Puts other tensors in the place of weights: for good after a step, for the time of an evaluation."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+        for parameter in task.parameters():
+            parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+    def on_validation_start(self, trainer: Any, task: Any) -> None:
+        self.own = [parameter.data for parameter in task.parameters()]
+        for parameter in task.parameters():
+            parameter.data = parameter.data * 0.5
+
+    def on_validation_end(self, trainer: Any, task: Any) -> None:
+        for parameter, own in zip(task.parameters(), self.own, strict=True):
+            parameter.data = own
+
+
+@pytest.mark.parametrize(("parameters", "state"), [("cpu", "cpu"), ("disk", "disk"), ("device", "cpu")])
+def test_what_is_assigned_is_used_and_may_be_put_back(parameters: Any, state: Any) -> None:
+    wanted = train("single", Assigning())
+    assert_same(train(OffloadStrategy(parameters, state, stream=True), Assigning()), wanted)
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    class Growing(Callback):
+        def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+            task.blocks[0].down.bias.data = torch.zeros(3)
+
+    with pytest.raises(ConfigurationError, match=r"float32 \(16,\) was given values of torch.float32 \(3,\)"):
+        train(OffloadStrategy(stream=True), Growing())
 
 
 def test_what_a_task_writes_is_what_is_trained_on() -> None:

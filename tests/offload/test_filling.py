@@ -67,6 +67,14 @@ def test_tied_parameters_stay_tied_where_a_state_dict_fills_them() -> None:
     assert torch.equal(net(TOKENS), EXPECTED)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("left_out", ["head.weight", "embed.weight"])
+def test_a_tied_weight_is_found_by_any_of_its_names(way: str, left_out: str, tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in STATE.items() if name != left_out}  # as files of safetensors have it
+    net = WAYS[way](empty_net(), state, tmp_path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
 def test_values_that_the_model_has_are_not_replaced() -> None:
     net = make_net()
     other = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}

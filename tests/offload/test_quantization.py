@@ -128,6 +128,16 @@ def test_what_was_saved_quantized_is_loaded_as_it_was(name: str, weights: Path, 
         save_quantized_model(model, tmp_path / "saved")
 
 
+@pytest.mark.parametrize("name", ["nf4", "torchao int8"])
+def test_quantized_weights_that_cannot_lie_on_the_disk_are_refused(name: str, weights: Path, tmp_path: Path) -> None:
+    make = CONFIGS[name][0]
+    save_quantized_model(load_and_quantize_model(empty_net(), make(), weights_location=weights), tmp_path / "saved")
+    with pytest.raises(ConfigurationError, match=r"block\.0 is quantized in .*saved, and the map puts it on 'disk'"):
+        load_and_quantize_model(
+            empty_net(), make(), weights_location=tmp_path / "saved", device_map=ON_DISK, offload_folder=tmp_path
+        )
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_model_is_saved_after_a_forward_as_before_it_and_computes_the_same_afterwards(
     name: str, weights: Path, tmp_path: Path
