@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainwright.checkpoint import Snapshot, read_checkpoint
 from trainwright.checkpoint.layout import PARTS
 from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.writer import go_on_from
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.run import Stage
@@ -186,6 +187,7 @@ def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
     saved = Entries(snapshot.trainer, path, request.allow_missing)
     restore_weights(run, snapshot, path, request)
     run.state.load_dict(snapshot.state)
+    go_on_from(read_manifest(path).created)
     run.load_metrics(snapshot.metrics)
     fresh = _restore_optimizers(run, snapshot, path, request)
     _restore_schedules(run, saved, fresh)

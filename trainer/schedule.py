@@ -174,6 +174,13 @@ class EndOfFit:
             return True
         return bool(self._counted) and any(limit.reached(state) for limit in self._counted)
 
+    def reached_by(self, state: TrainState) -> str:
+        """Say which of those bounds are reached."""
+        bounds = [f"max_epochs={self._limits.max_epochs}"] if state.epoch >= self._max_epochs else []
+        bounds += [f"max_steps={self._limits.max_steps}"] if state.step >= self._max_steps else []
+        bounds += [f"the bound of {limit}" for limit in self._counted if limit.reached(state)]
+        return f"{' and '.join(bounds)} is reached at epoch {state.epoch}, step {state.step}"
+
     def out_of_time(self, state: TrainState) -> bool:
         """Tell whether this rank's clock says that the time is over; ranks must agree on it."""
         return bool(self._timed) and any(limit.reached(state) for limit in self._timed)

@@ -260,6 +260,8 @@ class Trainer(EvaluationRunner):
         if self.state.batch_in_epoch == 0:
             self._restore_last()
         self._agree()
+        if self._end.reached(self.state):
+            self.print(f"trainwright: nothing is left to train: {self._end.reached_by(self.state)}. Raise it to go on.")
         while not self._is_over():
             self.with_rollbacks(self._train_epoch)
         self.fire("on_train_end")

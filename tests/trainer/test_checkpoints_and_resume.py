@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from tests.checkpoint.snapshots import same
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import find_checkpoints, read_checkpoint
+from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, writer
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 
 FOUR_BATCHES = 8  # samples, by 2
@@ -434,3 +436,33 @@ def test_a_checkpoint_that_is_saved_after_an_evaluation_says_that_it_holds_weigh
         path = trainer.save_checkpoint(tmp_path / "late")
     assert read_checkpoint(path).kind == "weights"
     assert_equal_weights(weights_of(task), read_checkpoint(path).model or {})
+
+
+def test_a_run_that_goes_on_with_a_clock_that_is_behind_finds_its_own_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(epochs: int, ckpt_path: str | None = None) -> Any:
+        saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+        trainer = quiet_trainer(max_epochs=epochs, callbacks=[saver])
+        trainer.fit(RegressionTask(), regression_loader(2), ckpt_path=ckpt_path)
+        return trainer
+
+    class Behind(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.datetime.now(tz) - datetime.timedelta(hours=3)
+
+    fit(1)
+    monkeypatch.setattr(writer, "_youngest", "")  # as in another process
+    clock = types.SimpleNamespace(datetime=Behind, timedelta=datetime.timedelta, UTC=datetime.UTC)
+    monkeypatch.setattr(writer, "datetime", clock)
+    fit(3, ckpt_path="last")
+    assert newest_valid(tmp_path) == tmp_path / "epoch=2"
+
+
+def test_a_fit_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(RegressionTask(), regression_loader(2))
+    assert "nothing is left to train" not in capsys.readouterr().out
+    trainer.fit(RegressionTask(), regression_loader(2))
+    assert "nothing is left to train: max_epochs=1 is reached at epoch 1" in capsys.readouterr().out

@@ -289,7 +289,7 @@ class Draft:
         manifest = Manifest(
             step=contents.step,
             epoch=contents.epoch,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds"),
+            created=_next_moment(),
             kind=contents.kind,
             parts={name: Part({path: entries[path] for path in paths}) for name, paths in parts.items()},
             topology={"world_size": contents.world_size},
@@ -306,6 +306,28 @@ class Draft:
 
     def _folders(self, contents: Contents) -> list[Path]:
         return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
+
+
+_youngest = ""  # when the newest checkpoint that this process knows was written
+
+
+def go_on_from(created: str) -> None:
+    """Have every checkpoint that this process writes be younger than one that was written at `created`.
+
+    The newest one is told by its time of writing, also where a run goes on with a clock that is behind.
+    """
+    global _youngest
+    _youngest = max(_youngest, created)
+
+
+def _next_moment() -> str:
+    """Return the present time in UTC, or the first microsecond behind the newest checkpoint's."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    if now <= _youngest:
+        after = datetime.datetime.fromisoformat(_youngest) + datetime.timedelta(microseconds=1)
+        now = after.isoformat(timespec="microseconds")
+    go_on_from(now)
+    return now
 
 
 def check_target(path: Path) -> None:
