@@ -160,6 +160,7 @@ class Schedules:
         self._per_epoch = [c for c in ours if c.interval == "epoch" and c.monitor is None]
         self._monitored = [c for c in ours if c.interval == "epoch" and c.monitor is not None]
         self.steps_often = bool(self._per_step)
+        self.watch_steps = any(config.monitor is not None for config in self._per_step)
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step the schedules that count optimizer steps; `step` includes the one just done."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -399,10 +399,16 @@ class Trainer(EvaluationRunner):
         if self.count_tokens:
             state.tokens += self._count_tokens(group)
         if stepped and self.schedules.steps_often:
-            self.schedules.after_step(state.step, self._callback_metrics)
+            self.schedules.after_step(state.step, self._metrics_of_step() if self.schedules.watch_steps else {})
         if group.is_last:
             self.schedules.after_epoch(state.epoch)
         self._group_end = n, group.is_last
+
+    def _metrics_of_step(self) -> Mapping[str, float]:
+        """Read what the step has logged, for a schedule that watches it; rank 0's, so that all ranks' rates agree."""
+        self.show_metrics(self.metrics.peek())
+        found = dict(self._callback_metrics)
+        return found if self.exchange is None else dict(self.broadcast(found))
 
     def progress(self) -> dict[str, Any]:
         """Return where training stands, for a checkpoint: with a validation that is due and has not been done."""

@@ -286,3 +286,29 @@ def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> N
     assert seen == trainer.optimizers * 2
     assert trainer.global_step == 2
     torch.testing.assert_close(weights_of(apart), weights_of(together))
+
+
+def test_a_schedule_may_watch_what_every_step_logs() -> None:
+    losses: list[float] = []
+
+    class Watching(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.3)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step", "monitor": "train_loss"},
+            }
+
+    trainer = quiet_trainer(max_epochs=1)
+    trainer.fit(Watching(), regression_loader(12, 2))
+    by_hand = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(by_hand, patience=0, threshold=0.3)
+    for loss in losses:
+        schedule.step(loss)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == by_hand.param_groups[0]["lr"] < 0.5
