@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,8 +28,21 @@ from trainwright.strategies.ddp.comm_hooks import (
 )
 from trainwright.strategies.ddp.replicas import Replicas, any_trained, broadcast_from_main, frozen_parameters
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
 from trainwright.strategies.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
+
+_REMOVED = {
+    **OF_LIGHTNING,
+    "start_method": "the Trainer starts processes in one way, which works in scripts and in notebooks",
+    "model_averaging_period": "LocalSGDStrategy(local_sgd_steps=…) averages the replicas every so many steps",
+    "init_sync": "rank 0's weights always go to all ranks",
+    "dim": "batches are dealt to ranks before they come here",
+    "check_reduction": "torch checks every reduction by itself",
+    "process_group": "all processes of the run take part",
+    "device_mesh": "all processes of the run take part; FSDPStrategy(device_mesh=…) has groups",
+    "mixed_precision": "Trainer(precision=…) says it",
+}
 
 
 class DDPStrategy(Replicas):
@@ -47,9 +61,10 @@ class DDPStrategy(Replicas):
             `timeout`, ten minutes at most; None: never.
         process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
         sync_batchnorm: replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
+        removed: none; further options of others' raise an error that says who does what they did.
 
     Raises:
-        ConfigurationError: a length of time that is none, or a communication hook that is unknown.
+        ConfigurationError: a length of time that is none, or an argument or a communication hook that is unknown.
     """
 
     def __init__(
@@ -68,8 +83,11 @@ class DDPStrategy(Replicas):
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
         sync_batchnorm: bool = False,
+        **removed: Any,
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
+        known = (name for name in inspect.signature(DDPStrategy).parameters if name != "removed")
+        refuse_options("DDPStrategy", removed, tuple(known), _REMOVED)
         self.sync_batchnorm = sync_batchnorm
         self.sync_each_batch = sync_each_batch
         self.comm_hook = CommHook(ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state)

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
 
 Path = tuple[str, ...]
 DEVICES = ("none", "cpu", "nvme")
 _ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # parts that are left out unless something is said of them
+_REMOVED = {
+    **OF_LIGHTNING,
+    "remote_device": "with stage=3, what configure_model builds is cut as it is built; offload_parameters=True keeps "
+    "it on the host, or offload_params_device='nvme' on a disk",
+    "logging_batch_size_per_gpu": "the training loader says it, or train_micro_batch_size_per_gpu in config",
+    "load_full_weights": "checkpoints have one layout under every strategy, and weights from anywhere are loaded whole",
+    "exclude_frozen_parameters": "ModelCheckpoint saves all weights, which any strategy can load",
+}
 
 
 def _at(*path: str, default: Any) -> Any:
@@ -99,12 +108,8 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
     Raises:
         ConfigurationError: one that there is not, or a value that is none.
     """
-    for name in given:
-        if name not in NAMES:
-            raise ConfigurationError(
-                f"DeepSpeedStrategy has no argument {name!r}.{nearest(name, NAMES)} It takes config, "
-                f"{', '.join(NAMES)}."
-            )
+    unknown = {name: value for name, value in given.items() if name not in NAMES}
+    refuse_options("DeepSpeedStrategy", unknown, ("config", *NAMES), _REMOVED)
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
 from trainwright.strategies.saves_pieces import state_dict_type_name
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
@@ -33,11 +34,7 @@ _REMOVED = {
     "process_group": "Trainer(devices=…) and device_mesh say which ranks take part",
     "activation_checkpointing_offload": "what checkpointing keeps stays on the device",
     "version": "FSDP2 is what there is, and it reads the options of version 1",
-    "accelerator": "Trainer(accelerator=…) says it",
-    "parallel_devices": "Trainer(devices=…) says it",
-    "cluster_environment": "launchers are found by themselves, or Trainer(launcher=…) says it",
-    "checkpoint_io": _ONE_LAYOUT,
-    "precision_plugin": "Trainer(precision=…) says it",
+    **OF_LIGHTNING,
 }
 # Options whose one usable value asks for what happens anyway, by their names without `fsdp_`.
 _HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -61,12 +58,7 @@ def refuse_removed(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
     Raises:
         ConfigurationError: there is any.
     """
-    for name, value in options.items():
-        if name in _REMOVED:
-            raise ConfigurationError(f"{name}={value!r} is no option of FSDP2: {_REMOVED[name]}. Leave it out.")
-        raise ConfigurationError(
-            f"FSDPStrategy has no argument {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
-        )
+    refuse_options("FSDPStrategy", options, known, _REMOVED, of="FSDP2")
 
 
 def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
