@@ -25,7 +25,8 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
     """Return the modules that are sharded by themselves, inner ones before those around them.
 
     Parts that share parameters, or modules with parameters, with what lies outside of them are left to whatever
-    surrounds both: a tied weight must be gathered as one.
+    surrounds both: a tied weight must be gathered as one. So are the parts of `nn.MultiheadAttention`, which reads
+    their weights and calls none of them.
 
     Args:
         task: with `policy` and `min_num_params` None, what its `shard_units` returns.
@@ -42,6 +43,9 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
     else:
         wanted = {id(module) for module in _own_choice(task)}
     wanted -= _uncalled(task)
+    wanted -= {
+        id(part) for module in task.modules() if _is_read(module) for part in module.modules() if part is not module
+    }
     owners: dict[int, set[int]] = {}  # of a parameter, or of a module that has some: the modules that it lies in
     for module in task.modules():
         parts = [
@@ -115,13 +119,18 @@ def _own_choice(task: TaskModule) -> list[nn.Module]:
     return units
 
 
+def _is_read(module: nn.Module) -> bool:
+    """Tell whether a module computes with the weights of its parts without calling these."""
+    return isinstance(module, nn.MultiheadAttention)
+
+
 def _by_size(task: TaskModule, least: int) -> set[int]:
     found: set[int] = set()
     uncalled = _uncalled(task)
 
     def left_of(module: nn.Module) -> dict[int, int]:
-        left = {id(p): p.numel() for p in module.parameters(recurse=False)}
-        for child in module.children():
+        left = {id(p): p.numel() for p in module.parameters(recurse=_is_read(module))}
+        for child in () if _is_read(module) else module.children():
             left |= left_of(child)
         may_be_one = module is not task and not isinstance(module, _WITHOUT_FORWARD) and id(module) not in uncalled
         if may_be_one and sum(left.values()) >= least:

@@ -303,3 +303,19 @@ def test_torchs_own_policies_choose_the_units_that_they_mean(name: str) -> None:
     task = Blocks()
     names = {id(module): path for path, module in task.named_modules()}
     assert [names[id(unit)] for unit in find_units(task, policy, None)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "least", "wanted"),
+    [
+        (None, 20, ["layer.self_attn", "layer.linear1", "layer.linear2"]),
+        ({nn.Linear}, None, ["layer.linear1", "layer.linear2"]),
+        ({nn.Linear, nn.TransformerEncoderLayer}, None, ["layer.linear1", "layer.linear2", "layer"]),
+    ],
+)
+def test_parts_of_an_attention_that_it_never_calls_are_left_to_it(policy: Any, least: Any, wanted: list[str]) -> None:
+    task = TaskModule()
+    task.layer = nn.TransformerEncoderLayer(4, 2, 8)
+    names = {id(module): name for name, module in task.named_modules()}
+    found = [names[id(unit)] for unit in find_units(task, policy, least)]
+    assert [name for name in found if name.startswith("layer")] == wanted
