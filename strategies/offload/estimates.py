@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from trainwright.checkpoint.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
@@ -73,7 +74,7 @@ def count_weights(model: nn.Module) -> WeightCount:
 
 
 def count_stored_weights(path: Path) -> WeightCount:
-    """Count the elements in a safetensors file or a folder of such files, reading nothing but headers.
+    """Count the elements in a safetensors file, a folder of such files or one with an index, reading only headers.
 
     A layer is a numbered block (`"model.layers.0"`), or what stands before a tensor's own name.
 
@@ -125,26 +126,80 @@ def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
+class _GroupedProduct(torch.autograd.Function):
+    """The product of experts' weights with rows that are sorted by expert: what it keeps, and its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return a tensor (rows, width) without values, for weights (experts, …, width)."""
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+class FakeGroupedProducts(TorchFunctionMode):
+    """Have products of experts' weights take tensors without memory of any dtype.
+
+    torch has a kernel for other dtypes than bfloat16 on the CPU, and refuses them where nothing is computed (2.13).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call what torch was asked for, or stand in for it."""
+        if func is getattr(torch, "_grouped_mm", None) and len(args) == 2 and args[0].dim() == 2:
+            return _GroupedProduct.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types here
+        return func(*args, **(kwargs or {}))
+
+
 def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
     """Return the bytes of the keys and values that generating text keeps; None where a model has no such cache.
 
+    Layers with a window keep what lies in it; a decoder keeps its own tokens and, as many, its encoder's; latent
+    attention keeps what keys and values are made from.
+
     Args:
-        config: of a transformers model: `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `head_dim`,
-            `hidden_size`, or the names that GPT-2 has for them.
+        config: of a transformers model, by the names that its family has for layers, heads and widths. Of a model of
+            texts and images, its `text_config` counts.
         batch_size: sequences at once.
         sequence_length: tokens of each, those of the prompt included.
         dtype: of the cache.
     """
-    layers = config.get("num_hidden_layers") or config.get("n_layer")
-    heads = config.get("num_attention_heads") or config.get("n_head")
-    width = config.get("hidden_size") or config.get("n_embd")
-    if not (layers and heads and width) or config.get("is_encoder_decoder"):
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    is_decoder = bool(config.get("is_encoder_decoder"))
+    own: tuple[str, ...] = ("num_decoder_layers", "decoder_layers") if is_decoder else ()
+    layers = _first(config, *own, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    own = ("decoder_attention_heads",) if is_decoder else ()
+    heads = _first(config, *own, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    if not (layers and heads and width):
         return None
-    head_dim = config.get("head_dim") or width // heads
-    key_value_heads = config.get("num_key_value_heads") or heads
-    elements = 2 * layers * key_value_heads * head_dim * sequence_length * batch_size
-    cache_bytes: float = elements * dtype_byte_size(dtype)
+    if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):
+        per_token = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        head_dim = _first(config, "head_dim", "d_kv") or width // heads
+        is_single = config.get("multi_query") and not config.get("new_decoder_architecture")  # as Falcon's first ones
+        per_token = 2 * head_dim * (1 if is_single else config.get("num_key_value_heads") or heads)
+    tokens = 2 * layers * sequence_length if is_decoder else _kept_tokens(config, layers, sequence_length)
+    cache_bytes: float = tokens * per_token * batch_size * dtype_byte_size(dtype)
     return math.ceil(cache_bytes)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of some settings that a configuration has; 0 without any."""
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int) and config[name]), 0)
+
+
+def _kept_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
+    """Return how many tokens all layers together keep of a sequence."""
+    window = _first(config, "sliding_window", "attention_chunk_size")
+    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    shared = _first(config, "num_kv_shared_layers")  # the last ones use what earlier ones keep
+    kept = 0
+    for kind in kinds[: len(kinds) - shared]:
+        if kind in ("sliding_attention", "chunked_attention") and window:
+            kept += min(sequence_length, window - 1)  # the newest token brings its own
+        elif kind.endswith("attention") and kind != "linear_attention":
+            kept += sequence_length
+    return kept
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -116,6 +116,75 @@ def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: 
     assert "Wav2Vec2ForCTC takes input_values" in capsys.readouterr().err
 
 
+_TEXT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
+_WIDE = {**_TEXT, "intermediate_size": 64, "num_key_value_heads": 2}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_LATENT = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6, "v_head_dim": 5, **_EXPERTS,
+}  # fmt: skip
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _WIDE,
+    "mistral": {**_WIDE, "sliding_window": 5},
+    "gemma2": {**_WIDE, "head_dim": 16, "sliding_window": 5},
+    "deepseek_v3": {**_WIDE, **_LATENT, "num_key_value_heads": 4},
+    "falcon": {**_TEXT, "multi_query": True, "new_decoder_architecture": False},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "multi_query": True},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 50},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "t5": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+    "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "decoder_attention_heads": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, **_FAMILIES[family], pad_token_id=0, decoder_start_token_id=0)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    tokens = torch.ones(2, 12, dtype=torch.long)
+    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    with torch.no_grad():
+        cache = kind.from_config(config).eval()(**inputs, use_cache=True).past_key_values
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if config.is_encoder_decoder else [cache]
+    real = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
+    found = kv_cache_bytes(config.to_dict(), batch_size=2, sequence_length=12, dtype="float32")
+    assert found == real
+    within = {"text_config": config.to_dict(), "vision_config": {"hidden_size": 7}}
+    assert kv_cache_bytes(within, batch_size=2, sequence_length=12, dtype="float32") == real
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_activations_of_experts_are_those_of_a_real_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    names = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "architectures": ["DeepseekV3ForCausalLM"]}))
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")
+    model = transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("config", ['{"architecture": "resnet50"}', "{"])
+def test_weights_beside_a_configuration_of_others_are_weighed(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    assert _run(capsys, str(tmp_path))["elements"] == 32
+
+
+def test_an_index_stands_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}))
+    assert _run(capsys, str(index))["elements"] == 32
+
+
 def test_activations_are_what_a_backward_needs() -> None:
     model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
     inputs = torch.randn(8, 100)

@@ -157,7 +157,7 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, l
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from trainwright.strategies.offload.estimates import count_activation_bytes
+    from trainwright.strategies.offload.estimates import FakeGroupedProducts, count_activation_bytes
 
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
@@ -173,12 +173,13 @@ def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, l
         if loss and type(module).__name__.endswith(_OF_TOKENS):
             inputs["labels"] = inputs["input_ids"]
         try:
-            return count_activation_bytes(lambda: module(**inputs), module)
+            with FakeGroupedProducts():
+                return count_activation_bytes(lambda: module(**inputs), module)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError) as error:
             positions = _num_positions(model.config)
             hint = (
                 ""
-                if positions is None
+                if positions is None or sequence_length <= positions
                 else f" It has {positions} positions: pass --sequence-length {positions} or less."
             )
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))
@@ -264,8 +265,10 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _Model:
     if library == "timm" or (library is None and name.startswith(_TIMM) and not path.exists()):
         module = _from_timm(name.removeprefix(_TIMM))
         return _Model(count_weights(module), module)
-    if path.suffix == ".json" or (path / "config.json").is_file():
-        file = path if path.suffix == ".json" else path / "config.json"
+    if path.name.endswith(".safetensors.index.json"):
+        path = path.parent
+    file = path if path.suffix == ".json" else path / "config.json"
+    if path.suffix == ".json" or (file.is_file() and not _is_of_others(file, path)):
         source = str(file.parent if file.name == "config.json" else file)
         module, config = _from_config(source, read_config(file), trust_remote_code=trust_remote_code)
         return _Model(count_weights(module), module, config)
@@ -275,6 +278,17 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _Model:
         return _Model(count_weights(_make_task(name)))
     module, config = _from_config(name, None, trust_remote_code=trust_remote_code)
     return _Model(count_weights(module), module, config)
+
+
+def _is_of_others(file: Path, path: Path) -> bool:
+    """Say whether a folder's configuration is another library's (timm's, diffusers'), with weights beside it."""
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        return False
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return not isinstance(config, dict) or "model_type" not in config
 
 
 def _from_config(
