@@ -32,7 +32,10 @@ def _refuse_mixed(
     with torch._C.DisableTorchFunctionSubclass():
         if name not in _HARMLESS and any(_has_values(value) for value in (*args, *kwargs.values())):
             raise ConfigurationError(_message(args, kwargs, name))
-        found = function(*args, **kwargs)
+        try:
+            found = function(*args, **kwargs)
+        except NotImplementedError as error:  # values are asked for: by a copy to a device, for another module
+            raise ConfigurationError(_message(args, kwargs, name)) from error
         if function == _data.__get__ or (name == "detach" and isinstance(args[0], AwayParameter)):
             return found  # what state dicts and new parameters are made of
         if isinstance(found, (tuple, list)) and type(found) in (tuple, list):

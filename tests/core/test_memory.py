@@ -159,6 +159,27 @@ def test_what_a_failed_try_made_is_gone_before_the_next() -> None:
     assert len(made) == 3
 
 
+@pytest.mark.parametrize("is_named", [True, False])
+def test_so_it_is_where_an_error_was_raised_from_another(is_named: bool) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def run(batch_size: int) -> list[bool]:
+        large = torch.zeros(3)
+        made.append(weakref.ref(large))
+        if batch_size > 1:
+            try:
+                raise ValueError("a kernel of its own failed")
+            except ValueError as error:
+                full = RuntimeError("CUDA out of memory")
+                if is_named:
+                    raise full from error
+                raise full  # noqa: B904 -- as code does that handles an error
+        return [each() is not None for each in made]
+
+    assert run() == [False, False, True]
+
+
 def test_released_objects_are_none_and_gone() -> None:
     a, b = torch.ones(3), torch.ones(4)
     references = [weakref.ref(a), weakref.ref(b)]

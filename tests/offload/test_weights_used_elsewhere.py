@@ -81,6 +81,24 @@ def test_so_is_what_was_made_of_it(use: Any) -> None:
         model(TOKENS)
 
 
+def test_so_is_one_that_is_handed_to_another_module() -> None:
+    class Positions(nn.Module):
+        """Normalizes an embedding's weight itself, as DeBERTa does with relative positions."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(6, 8)
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.norm(self.embed.weight)[tokens]
+            return found
+
+    model = cpu_offload(Positions(), execution_device="cpu")
+    with pytest.raises(ConfigurationError, match="'weight' of Embedding is offloaded"):
+        model(TOKENS)
+
+
 def test_it_comes_with_the_module_that_uses_it_on_request(tmp_path: Path) -> None:
     model = TiedByHand()
     wanted = model(TOKENS)

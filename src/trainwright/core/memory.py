@@ -163,7 +163,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                failure = error.with_traceback(None)  # whose frames would keep the failed try's tensors alive
+                failure = _without_frames(error)
             batch_size = batch_size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
         name = getattr(tried, "__name__", type(tried).__name__)
         raise BatchSizeError(
@@ -172,6 +172,21 @@ def find_executable_batch_size(
         ) from failure
 
     return call
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error without its tracebacks, nor those that it was raised from: their frames would keep the failed
+    try's tensors alive.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+    return error
 
 
 def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
