@@ -42,7 +42,6 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
         wanted = {id(module) for module in matching(task, policy, "auto_wrap_policy")}
     else:
         wanted = {id(module) for module in _own_choice(task)}
-    wanted -= _uncalled(task)
     wanted -= {
         id(part) for module in task.modules() if _is_read(module) for part in module.modules() if part is not module
     }
@@ -64,12 +63,6 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
                 found.append(module)
                 taken |= own | {id(module)}
     return found
-
-
-def _uncalled(task: TaskModule) -> set[int]:
-    """Return the ids of modules whose weights torch's attention uses without calling them: its output projection."""
-    attentions = [module for module in task.modules() if isinstance(module, nn.MultiheadAttention)]
-    return {id(part) for attention in attentions for part in attention.modules()} - {id(each) for each in attentions}
 
 
 def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Module]:
@@ -126,14 +119,12 @@ def _is_read(module: nn.Module) -> bool:
 
 def _by_size(task: TaskModule, least: int) -> set[int]:
     found: set[int] = set()
-    uncalled = _uncalled(task)
 
     def left_of(module: nn.Module) -> dict[int, int]:
         left = {id(p): p.numel() for p in module.parameters(recurse=_is_read(module))}
         for child in () if _is_read(module) else module.children():
             left |= left_of(child)
-        may_be_one = module is not task and not isinstance(module, _WITHOUT_FORWARD) and id(module) not in uncalled
-        if may_be_one and sum(left.values()) >= least:
+        if module is not task and not isinstance(module, _WITHOUT_FORWARD) and sum(left.values()) >= least:
             found.add(id(module))
             return {}
         return left
