@@ -486,7 +486,7 @@ class FSDPStrategy(DataParallel):
         if layers is not None:
             layers.undo()
         self._recomputed.unwrap()
-        self._root, self._units = None, []
+        self._root, self._units, self._usage = None, [], None
         self._step = self._eval_step = None
 
     def teardown(self) -> None:

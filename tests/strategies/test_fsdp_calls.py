@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
@@ -99,7 +101,15 @@ def _try_all(folder: Path) -> dict[str, Any]:
     # Four steps alike, one that mixes up, and a last one: neither is compared by itself.
     found["last"] = _error(folder, [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1], own_units=False, save=True)
     task = Experts()
-    quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_epochs=1).fit(task, _chosen(0, 0, 1, 1))
+    trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_epochs=1)
+    trainer.fit(task, _chosen(0, 0, 1, 1))
+    gc.collect()
+    ours = {id(parameter) for parameter in trainer.optimizers[0].param_groups[0]["params"]}
+    found["kept"] = [
+        tuple(tensor.shape)
+        for tensor in gc.get_objects()
+        if isinstance(tensor, DTensor) and tensor.requires_grad and id(tensor) not in ours
+    ]
     return found
 
 
@@ -129,6 +139,10 @@ def test_a_task_and_its_parts_can_be_called_in_hooks(name: str, tried: list[dict
 def test_calls_in_hooks_have_the_precision_of_the_run(tried: list[dict[str, Any]]) -> None:
     for found in tried:
         torch.testing.assert_close(found["bf16"][0], tried[0]["FULL_SHARD"]["samples"][0], rtol=0, atol=0.05)
+
+
+def test_a_trainer_that_is_kept_after_a_fit_keeps_no_pieces(tried: list[dict[str, Any]]) -> None:
+    assert [found["kept"] for found in tried] == [[], []]
 
 
 @pytest.mark.parametrize("name", ["parts", "units"])
