@@ -36,6 +36,16 @@ class _Task(RegressionTask):
     validation_step = test_step = predict_step = _evaluate  # type: ignore[assignment]  # returns what it computed
 
 
+def _place_and_bytes(storage: torch.UntypedStorage) -> tuple[int, int] | None:
+    """Return where memory lies and its size; None for meta and fake tensors' that earlier tests may have left."""
+    if storage.device.type != "cpu":
+        return None
+    try:
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # of a fake tensor: it says a size and a device, and has no memory
+        return None
+
+
 class _Weighs(Callback):
     """Adds up the storages of all live tensors at every 15th batch, and keeps the largest sum."""
 
@@ -46,9 +56,7 @@ class _Weighs(Callback):
         if batch_idx % 15 == 14:
             tensors = (o for o in gc.get_objects() if issubclass(type(o), torch.Tensor))
             found = [o.untyped_storage() for o in tensors if o.layout == torch.strided]  # others have none
-            # Those of meta and fake tensors, which earlier tests may have left, say a size and have no memory.
-            storages = {storage.data_ptr(): storage.nbytes() for storage in found if storage.device.type == "cpu"}
-            self.peak_bytes = max(self.peak_bytes, sum(storages.values()))
+            self.peak_bytes = max(self.peak_bytes, sum(dict(filter(None, map(_place_and_bytes, found))).values()))
 
     def on_validation_batch_end(
         self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
