@@ -8,6 +8,8 @@ from pathlib import Path
 
 SCRIPTS = (
     "overhead.py",
+    "real_model.py",
+    "save_cost.py",
     "checkpoint.py",
     "data_order.py",
     "import_time.py",

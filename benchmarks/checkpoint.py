@@ -1,13 +1,11 @@
-"""What saving and loading a model with Adam's state costs: the step's stall, the write, the load.
+"""What writing and reading a model with Adam's state costs; `save_cost.py` measures saves beside a training.
 
-    python benchmarks/checkpoint.py [--parameters 100_000_000] [--rounds 3] [--folder .]
+    python benchmarks/checkpoint.py [--parameters 100_000_000] [--rounds 3] [--threads N] [--folder .]
 
 All contenders save and load the same live model and optimizer, in this process and on the same disk, in interleaved
 rounds; a figure is the median over rounds. Before each measurement the disk has been synced, so that nobody pays for
-what another left to be written. The host memory of asynchronous saves is reused, as it is from a run's second save on;
-the first one, which allocates it, is shown by itself. The stall of an asynchronous save is all that the training waits:
-in the save, and before the next optimizer's step for what is copied beside the forward and backward between them,
-whose time is shown with and without that copy.
+what another left to be written. Torch has its own number of threads. The memory that an asynchronous save takes is
+measured too.
 """
 
 from __future__ import annotations
@@ -35,8 +33,6 @@ from torch import nn
 from trainwright.checkpoint import AsyncWriter, Snapshot, named_optimizer_state, read_checkpoint, write_checkpoint
 
 WIDTH = 1024
-_STALL = "Trainwright, stall of an async save"
-_COMPUTE = "forward and backward"
 Timed = Callable[[], float]  # () -> seconds
 
 
@@ -57,7 +53,6 @@ class State:
             parameter.grad = torch.full_like(parameter, 1e-3)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.inputs = torch.ones(16, WIDTH)
         self.names = {parameter: name for name, parameter in self.net.named_parameters()}
         self.tensors = {f"model.{name}": tensor for name, tensor in self.net.state_dict().items()}
         for parameter, state in self.optimizer.state.items():
@@ -75,16 +70,7 @@ class State:
             model=self.net.state_dict(),
             optimizers=[named_optimizer_state(self.optimizer, self.names)],
             rng=[{"torch": torch.get_rng_state()}],
-            overlaps=True,
         )
-
-    def compute(self) -> float:
-        """Return seconds of a forward and a backward."""
-        started = time.perf_counter()
-        self.net(self.inputs).sum().backward()
-        seconds = time.perf_counter() - started
-        self.net.zero_grad()
-        return seconds
 
 
 class Disk:
@@ -123,17 +109,16 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
-def savers(state: State, disk: Disk, writer: AsyncWriter) -> dict[str, Timed]:
+def savers(state: State, disk: Disk) -> dict[str, Timed]:
     """Return what saves, without the peers."""
     copies = {name: torch.empty_like(tensor) for name, tensor in state.tensors.items()}
     plain = {"model": state.net.state_dict(), "optimizer": state.optimizer.state_dict()}
 
-    def measure(work: Callable[[Path], Any], name: str, after: Callable[[], Any] = lambda: None) -> Timed:
+    def measure(work: Callable[[Path], Any], name: str) -> Timed:
         def run() -> float:
             path, seconds = disk.path(name), []
             with disk.timed(seconds):
                 work(path)
-            after()
             return seconds[0]
 
         return run
@@ -146,25 +131,8 @@ def savers(state: State, disk: Disk, writer: AsyncWriter) -> dict[str, Timed]:
         save_file(state.tensors, path)
         fsync(path)
 
-    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # waits as any optimizer does, and changes nothing
-    computing: list[float] = []
-
-    def stall() -> float:
-        path, seconds = disk.path("async"), []
-        with disk.timed(seconds):
-            writer.submit(path, state.snapshot())
-        computing.append(state.compute())
-        started = time.perf_counter()
-        other.step()
-        seconds.append(time.perf_counter() - started)
-        writer.wait()
-        return sum(seconds)
-
     return {
         "memcpy of the state": measure(copy, "none"),
-        _STALL: stall,
-        f"{_COMPUTE} beside its copy": lambda: computing[-1],
-        _COMPUTE: state.compute,
         "Trainwright, sync save": measure(lambda path: write_checkpoint(path, state.snapshot()), "sync"),
         "safetensors save_file + fsync": measure(save_safetensors, "plain.safetensors"),
         "torch.save": measure(lambda path: torch.save(plain, path), "plain.pt"),
@@ -250,20 +218,18 @@ def lightning_contenders(state: State, disk: Disk) -> dict[str, Timed]:
     return {"Lightning save_checkpoint": save}
 
 
-def extra_memory(state: State, disk: Disk) -> tuple[float, float]:
-    """Return seconds of a first asynchronous save, and the host memory that it takes over the state's own size."""
+def extra_memory(state: State, disk: Disk) -> float:
+    """Return the host memory that an asynchronous save takes over the state's own size."""
     process = psutil.Process()
     before = process.memory_info().rss
     writer = AsyncWriter()
-    seconds: list[float] = []
-    with disk.timed(seconds):
-        writer.submit(disk.path("first"), state.snapshot())
+    writer.submit(disk.path("first"), state.snapshot())
     most = process.memory_info().rss
     while writer.is_writing:
         most = max(most, process.memory_info().rss)
         time.sleep(0.005)
     writer.close()
-    return seconds[0], (most - before) / state.num_bytes
+    return (most - before) / state.num_bytes
 
 
 def main() -> None:
@@ -271,36 +237,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time of saving and loading a model with Adam's state.")
     parser.add_argument("--parameters", type=int, default=100_000_000, help="size of the model")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender")
+    parser.add_argument("--threads", type=int, help="of torch; default: its own number")
     parser.add_argument("--folder", default=".", help="on the disk to be measured; cleaned up afterwards")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # peers' advice about workers
-    torch.set_num_threads(1)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     state = State(options.parameters)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="checkpoint-benchmark-") as folder:
         disk = Disk(Path(folder))
-        first_s, memory = extra_memory(state, disk)
+        memory = extra_memory(state, disk)
         shutil.rmtree(disk.folder / "first")
-        writer = AsyncWriter()
-        saving, loading = savers(state, disk, writer), {}
+        saving, loading = savers(state, disk), {}
         if find_spec("lightning"):
             saving |= lightning_contenders(state, disk)
         if find_spec("accelerate"):
             peers, loading = accelerate_contenders(state, disk)
             saving |= peers
         saved = interleave(saving, options.rounds)
-        writer.close()
         loaded = interleave(loaders(state, disk) | loading, options.rounds)
     _print(state, options.rounds, saved, loaded)
-    print(f"\nfirst asynchronous save, which allocates the memory: {first_s:.3f} s")
     _bars(saved, loaded, memory).print()
 
 
 def _print(state: State, rounds: int, saved: dict[str, list[float]], loaded: dict[str, list[float]]) -> None:
     size = state.num_bytes
     print(f"\n{describe_machine(('torch', 'safetensors', 'lightning', 'accelerate'))}")
-    print(f"{size / 1e9:.2f} GB in {len(state.tensors)} tensors, {rounds} interleaved rounds, one thread in torch\n")
+    print(
+        f"{size / 1e9:.2f} GB in {len(state.tensors)} tensors, {rounds} interleaved rounds, "
+        f"{torch.get_num_threads()} thread(s) in torch\n"
+    )
     rows = [
-        [name, f"{middle:.3f}", f"{min(found):.3f}", "–" if _COMPUTE in name else f"{size / middle / 1e9:.2f}"]
+        [name, f"{middle:.3f}", f"{min(found):.3f}", f"{size / middle / 1e9:.2f}"]
         for name, found in {**saved, **loaded}.items()
         for middle in [statistics.median(found)]
     ]
@@ -311,10 +279,8 @@ def _bars(saved: dict[str, list[float]], loaded: dict[str, list[float]], memory:
     def ratio(found: dict[str, list[float]], name: str, base: str) -> float:
         return statistics.median(a / b for a, b in zip(found[name], found[base], strict=True))
 
-    stall, sync, base = _STALL, "Trainwright, sync save", "safetensors load_file + copy"
+    sync, base = "Trainwright, sync save", "safetensors load_file + copy"
     bars = Bars()
-    bars.add("stall over a memcpy", ratio(saved, stall, "memcpy of the state"), 1.5, "×")
-    bars.add("stall over torch.save", ratio(saved, stall, "torch.save"), 0.1, "×")
     bars.add("sync save over safetensors + fsync", ratio(saved, sync, "safetensors save_file + fsync"), 1.1, "×")
     bars.add("verified load over load_file + copy", ratio(loaded, "Trainwright, load, verified", base), 3, "×")
     bars.add("load over load_file + copy", ratio(loaded, "Trainwright, load, not verified", base), 1.2, "×")
