@@ -1,0 +1,224 @@
+"""A small GPT on characters: configured as nanoGPT's is for a CPU, alone, on two ranks, sharded, and after a kill."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import trainwright as L
+from tests.helpers.distributed import RankError, run_distributed
+from tests.ported.data import Blocks, characters
+from trainwright.callbacks import LearningRateMonitor, ModelCheckpoint
+
+BLOCK, BATCH = 64, 12
+
+
+class SelfAttention(nn.Module):
+    """Causal attention of several heads."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.n_head, self.dropout = n_head, dropout
+        self.qkv, self.out = nn.Linear(n_embd, 3 * n_embd, bias=False), nn.Linear(n_embd, n_embd, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Mix each position of x, shape (batch, time, channels), with those before it."""
+        batch, time, width = x.shape
+        heads = self.qkv(x).view(batch, time, 3, self.n_head, width // self.n_head).permute(2, 0, 3, 1, 4)
+        p = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=p)
+        return self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each beside a shortcut."""
+
+    def __init__(self, n_embd: int, n_head: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(n_embd, bias=False), nn.LayerNorm(n_embd, bias=False)
+        self.attention = SelfAttention(n_embd, n_head, dropout)
+        self.mlp = nn.Sequential(
+            nn.Linear(n_embd, 4 * n_embd, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * n_embd, n_embd, bias=False),
+            nn.Dropout(dropout),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what has the shape of x."""
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(L.TaskModule):
+    """A decoder whose input and output embeddings are one."""
+
+    def __init__(
+        self, vocab_size: int, iterations: int, n_layer: int = 4, n_embd: int = 128, n_head: int = 4,
+        dropout: float = 0.0, learning_rate: float = 3e-3, weight_decay: float = 0.1, warmup: int = 30,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.save_hyperparameters()
+        self.token, self.position = nn.Embedding(vocab_size, n_embd), nn.Embedding(BLOCK, n_embd)
+        self.blocks = nn.ModuleList([Block(n_embd, n_head, dropout) for _ in range(n_layer)])
+        self.norm = nn.LayerNorm(n_embd, bias=False)
+        self.head = nn.Linear(n_embd, vocab_size, bias=False)
+        self.head.weight = self.token.weight
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                into_shortcut = name.endswith(("attention.out.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * n_layer) if into_shortcut else 0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits of the next token at each position."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        """Return the mean cross-entropy in nats."""
+        tokens, targets = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Log and return it."""
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log it."""
+        self.log("val/loss", self.loss(batch), prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW that decays matrices alone, and a warm-up followed by a cosine."""
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        vectors = [p for p in self.parameters() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": self.hparams.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def lr_factor(self, step: int) -> float:
+        """Return what the learning rate is multiplied by at a step."""
+        if step < self.hparams.warmup:
+            return (step + 1) / (self.hparams.warmup + 1)
+        done = (step - self.hparams.warmup) / max(1, self.hparams.iterations - self.hparams.warmup)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def train(folder: Path, iterations: int, *, dropout: float = 0.0, ckpt_path: str | None = None, **settings: Any) -> Any:
+    """Train on nine tenths of the text, validate on the rest, and return the trainer and the model."""
+    L.seed_everything(1337)
+    tokens, vocab_size = characters()
+    cut = int(0.9 * len(tokens))
+    batch = BATCH // settings.get("devices", 1)
+    trainer = L.Trainer(
+        **{
+            "accelerator": "cpu", "devices": 1, "max_steps": iterations, "gradient_clip_val": 1.0,
+            "limit_val_batches": 20, "num_sanity_val_steps": 0, "default_root_dir": folder,
+            "enable_progress_bar": False, "enable_model_summary": False, "logger": L.CSVLogger(folder),
+            "val_check_interval": iterations, **settings,
+        }
+    )  # fmt: skip
+    model = GPT(vocab_size, iterations, dropout=dropout)
+    trainer.fit(
+        model,
+        DataLoader(Blocks(tokens[:cut], BLOCK), batch_size=batch, shuffle=True),
+        DataLoader(Blocks(tokens[cut:], BLOCK, stride=BLOCK), batch_size=batch),
+        ckpt_path=ckpt_path,
+    )
+    return trainer, model
+
+
+@pytest.mark.slow
+def test_three_hundred_iterations_reach_the_loss(tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path, 300, callbacks=[LearningRateMonitor("step")])
+    assert trainer.global_step == 300
+    assert trainer.callback_metrics["val/loss"] <= 2.35
+
+
+class Batches(L.Callback):
+    """Keeps what the model is trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append([tensor.clone() for tensor in batch])
+
+
+@pytest.mark.slow
+def test_it_is_the_loop_of_the_script_to_the_last_bit(tmp_path: Path) -> None:
+    batches = Batches()
+    trainer, model = train(tmp_path, 20, callbacks=[batches])
+    L.seed_everything(1337)
+    script = GPT(characters()[1], 20)
+    configured = script.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for batch in batches.seen:
+        loss = script.loss(batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert trainer.callback_metrics["train/loss"] == loss.item()
+    torch.testing.assert_close(model.state_dict(), script.state_dict(), rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the validation loss and the weights after a short run of one process."""
+    trainer, model = train(tmp_path_factory.mktemp("alone"), 20)
+    return trainer.callback_metrics["val/loss"].item(), model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_ranks_do_what_one_process_does(tmp_path: Path, strategy: str, alone: Any) -> None:
+    trainer, model = train(tmp_path, 20, devices=2, strategy=strategy)
+    loss, weights = alone
+    assert trainer.global_step == 20
+    assert trainer.callback_metrics["val/loss"] == pytest.approx(loss, abs=1e-4)
+    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=2e-3)
+
+
+class Kill(L.Callback):
+    """Ends its process as a machine that fails does."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | None = None) -> Any:
+    """Train with dropout, saving after every eighth step."""
+    saver = ModelCheckpoint(every_n_train_steps=8, save_last=True)
+    return train(folder, 24, dropout=0.1, callbacks=[saver, *[Kill()] * killed], ckpt_path=ckpt_path)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
+    trainer, model = train_with_checkpoints(tmp_path / "uninterrupted", False)
+    with pytest.raises(RankError, match=r"SIGKILL|-9"):
+        run_distributed(train_with_checkpoints, 1, tmp_path / "killed", True, init=False)
+    again, resumed = train_with_checkpoints(tmp_path / "killed", False, "last")
+    assert again.state.step == 24
+    assert again.callback_metrics["val/loss"] == trainer.callback_metrics["val/loss"]
+    torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
