@@ -17,7 +17,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 help:
 	@echo "make demo    a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make test    the whole test suite"
-	@echo "make torture hundreds of kills of running trainings (some minutes)"
+	@echo "make torture hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make check   format, lint, types, architecture, fast tests (about a minute)"
 	@echo "make bench   the benchmarks"
 	@echo "make format  rewrite the sources in the house format"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainwright.core.foreign_names import missing
+
 if TYPE_CHECKING:
     from trainwright.callbacks.batch_size_finder import BatchSizeFinder
     from trainwright.callbacks.callback import Callback, Order
@@ -87,11 +89,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'trainwright.callbacks' has no attribute {name!r}")
+        raise missing(__name__, name, __all__)
     value = getattr(import_module(f"trainwright.callbacks.{_HOMES[name]}"), name)
     globals()[name] = value  # the next access does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

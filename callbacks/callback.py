@@ -3,10 +3,11 @@
 Where each event stands in a run (indented: once per what is above it):
 
     setup
+    on_load_checkpoint                                         of a checkpoint; then optimizers are made
     on_fit_start
     on_sanity_check_start … on_sanity_check_end               validation events between them
     on_train_start
-        on_train_epoch_start
+        on_train_epoch_start                                   not when the epoch is resumed in its middle
             on_train_step_start                                one optimizer step: a group of micro-batches
                 on_train_batch_start                           one micro-batch
                 on_before_zero_grad, on_before_backward, on_after_backward
@@ -27,12 +28,15 @@ end`. `on_exception` comes once, with whatever ended the run, Ctrl-C included.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
+from trainwright.callbacks.absent_attributes import ABSENT
+from trainwright.core.errors import TaskError
 from trainwright.core.run import Run, Stage
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
@@ -71,6 +75,35 @@ class Callback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` returned; called before `on_fit_start`."""
+
+    if not TYPE_CHECKING:  # or type checkers would take any name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            instead = ABSENT.get(name)
+            told = f". {instead}" if instead is not None else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}")
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log one value, from a hook in which the task may log; see `TaskModule.log` for the arguments.
+
+        Raises:
+            TaskError: no stage runs with this callback.
+        """
+        self._logging_task("log").log(name, value, *args, **options)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Log several values, or a MetricCollection; see `TaskModule.log_dict` for the arguments.
+
+        Raises:
+            TaskError: no stage runs with this callback.
+        """
+        self._logging_task("log_dict").log_dict(dictionary, *args, **options)
+
+    def _logging_task(self, method: str) -> TaskModule:
+        task: TaskModule | None = vars(self).get(_TASK)
+        if task is None:
+            raise TaskError(f"{type(self).__name__}.{method} works in its hooks while a Trainer runs a stage.")
+        return task
 
     # Once per run
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
@@ -204,7 +237,22 @@ class Callback:
         """Add own entries to `checkpoint` before it is written; called on every rank."""
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added."""
+        """Read back what `on_save_checkpoint` added, once the task is built and before it has optimizers.
+
+        `checkpoint["state_dict"]` may be changed; the other entries, Lightning's names among them, can only be read.
+        """
+
+
+_TASK = "_task_of_stage"  # where a callback keeps the task that it logs with, while a stage runs
+
+
+def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
+    """Let callbacks log through a task while a stage runs; None ends it."""
+    for callback in callbacks:
+        if task is not None:
+            object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass
+        else:
+            vars(callback).pop(_TASK, None)
 
 
 EVENTS: tuple[str, ...] = tuple(

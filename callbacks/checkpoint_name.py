@@ -9,6 +9,10 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
+_RUN_INDEX = "index.json"  # which is beside the checkpoints
+_INTEGER_FORMATS = ("b", "c", "d", "o", "x", "X")
+# File systems allow 255; while a checkpoint is written its name is longer, and versions get a number.
+_MAX_NAME_BYTES = 220
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
 
@@ -21,7 +25,8 @@ def check_template(template: str, owner: str) -> None:
     """Refuse a template that cannot become one folder's name.
 
     Raises:
-        ConfigurationError: it is empty, has a path separator outside of braces, or braces that do not match.
+        ConfigurationError: it is empty, hidden, taken or too long, has a character that no folder's name can have,
+            braces that do not match, or a format that no number has.
     """
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
@@ -34,6 +39,41 @@ def check_template(template: str, owner: str) -> None:
             f"{owner}(filename={template!r}): write fields as {{name}} or {{name:format}}, for example "
             "'{epoch}-{val_loss:.2f}'."
         )
+    for match in _FIELD.finditer(template):
+        _check_spec(match.group(2) or "", template, owner)
+    _check_folder_name(format_name(template, {}, insert_names=True), template, owner)
+
+
+def _check_spec(spec: str, template: str, owner: str) -> None:
+    if re.search("[0-9]{4}", spec):  # a width or a precision that fills memory
+        raise ConfigurationError(f"{owner}(filename={template!r}): {spec!r} writes thousands of characters.")
+    try:
+        text = format(1 if spec.endswith(_INTEGER_FORMATS) else 0.5, spec)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{owner}(filename={template!r}): {spec!r} is not a format of a number: {error}."
+        ) from None
+    if len(text) > _MAX_NAME_BYTES:
+        raise ConfigurationError(f"{owner}(filename={template!r}): {spec!r} writes {len(text)} characters.")
+
+
+def _check_folder_name(example: str, template: str, owner: str) -> None:
+    """Check what a template gives with every value unknown."""
+    if example.startswith("."):
+        problem = "begins with a dot; hidden folders are those that are being written"
+    elif example == _RUN_INDEX:
+        problem = "is the name of the run's index"
+    elif strange := [char for char in example if char in ":\\/" or not (char.isprintable() or char.isspace())]:
+        problem = f"has the character {strange[0]!r}, which a checkpoint's name cannot have"
+    elif any(char in "\n\r\t\v\f" for char in example):
+        problem = "has more than one line, or tabs"
+    elif len(example.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+        problem = f"is longer than {_MAX_NAME_BYTES} bytes"
+    else:
+        return
+    raise ConfigurationError(
+        f"{owner}(filename={template!r}): the name {example[:80]!r} {problem}. Choose another one."
+    )
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.core.errors import require_package
+from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.run import Run, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
@@ -28,6 +28,7 @@ class DeviceStatsMonitor(Callback):
         cpu_stats: None: the host's statistics only when training runs on the CPU; True: always; False: never.
 
     Raises:
+        ConfigurationError: in a run, the Trainer has no logger.
         MissingPackageError: the host's statistics are wanted and psutil is not installed; before training starts.
     """
 
@@ -39,7 +40,14 @@ class DeviceStatsMonitor(Callback):
         self._logged_at = 0
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        if stage == "fit" and self._wants_host(trainer.device):
+        if stage != "fit":
+            return
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigurationError(
+                "DeviceStatsMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or take "
+                "the callback away."
+            )
+        if self._wants_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:

@@ -42,6 +42,19 @@ class GradientAccumulationScheduler(Callback):
         """Return how many micro-batches make one step in the 0-based `epoch`."""
         return self.scheduling[max(first for first in self.scheduling if first <= epoch)]
 
+    @property
+    def epochs(self) -> list[int]:
+        """The 0-based epochs at which the number changes."""
+        return list(self.scheduling)
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Return how many micro-batches make one step in an epoch: another name of `factor`."""
+        return self.factor(epoch)
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Tell whether any epoch makes steps of several micro-batches."""
+        return any(factor > 1 for factor in self.scheduling.values())
+
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage != "fit":
             return
@@ -56,6 +69,10 @@ class GradientAccumulationScheduler(Callback):
                 "contradict each other. Leave one of them out."
             )
         self._is_setting = True
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        if trainer.state.batch_in_epoch:  # resumed in the middle of an epoch, which does not begin again
+            self.on_train_epoch_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         trainer.accumulate_grad_batches = self.factor(trainer.state.epoch)

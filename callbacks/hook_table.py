@@ -2,18 +2,21 @@
 
 An event's entry is a tuple of callables `(trainer, task, …)`: the bound methods of the callbacks that override the
 event, in their order, then the task's own hook. Firing an event is one loop over that tuple; an event without
-listeners costs one look-up whatever the number of callbacks.
+listeners costs one look-up whatever the number of callbacks. What a listener does not take is left out for it (see
+`core.signatures`): evaluations hand `dataloader_idx` over with several loaders only.
 """
 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from trainwright.callbacks.callback import EVENTS, Callback
-from trainwright.core.errors import ConfigurationError
-from trainwright.core.hooks import RENAMED_HOOKS, TaskHooks
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.hooks import REMOVED_HOOKS, RENAMED_HOOKS, TaskHooks
+from trainwright.core.signatures import own_hook
 from trainwright.core.task import TaskModule
 
 Listener = Callable[..., Any]
@@ -36,14 +39,12 @@ class HookTable:
     def __init__(self, callbacks: Iterable[Callback] = (), task: TaskModule | None = None) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.order)
         for event in (*EVENTS, *_TASK_ONLY_EVENTS):
-            listeners: list[Listener] = [
-                getattr(callback, event)
-                for callback in ordered
-                if event in EVENTS and overrides(callback, event, Callback)
-            ]
-            of_task = event in _TASK_EVENTS or event in _TASK_ONLY_EVENTS
-            if task is not None and of_task and overrides(task, event, TaskHooks):
-                listeners.append(_without_run(getattr(task, event)))
+            hooks = (own_hook(callback, event, Callback) for callback in ordered if event in EVENTS)
+            listeners: list[Listener] = [hook for hook in hooks if hook is not None]
+            of_task = task is not None and (event in _TASK_EVENTS or event in _TASK_ONLY_EVENTS)
+            own = own_hook(task, event, TaskHooks) if of_task else None
+            if own is not None:
+                listeners.append(_without_run(own))
             setattr(self, event, tuple(listeners))
 
     def only_read(self, events: Iterable[str]) -> bool:
@@ -57,13 +58,6 @@ class HookTable:
         raise AttributeError(f"there is no event {event!r}")
 
 
-def overrides(obj: object, name: str, base: type) -> bool:
-    """Tell whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance."""
-    if name in vars(obj):
-        return True
-    return getattr(type(obj), name, None) is not getattr(base, name)
-
-
 def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     """Find hooks of `obj` that are misspelt or belong to an older interface.
 
@@ -73,7 +67,8 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
         known: the names that a misspelt one may have meant.
 
     Raises:
-        ConfigurationError: naming the method and what it should be called.
+        ConfigurationError: naming the method and what it should be called, where it is one edit away from a hook that
+            `obj` does not have, or a hook of older versions of Lightning. What is farther away is warned of.
     """
     own: dict[str, None] = {}
     for cls in type(obj).__mro__:
@@ -83,17 +78,41 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     for name in own:
         if name in known or hasattr(base, name):
             continue
-        meant = RENAMED_HOOKS.get(name)
-        if meant is None and (name.startswith("on_") or name.split("_")[0] in _FIRST_WORDS or "step" in name):
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.86)
-            meant = close[0] if close else None
-        if meant is not None:
+        owner = type(obj).__name__
+        if name in REMOVED_HOOKS:
+            raise ConfigurationError(f"{owner}.{name} is never called: {REMOVED_HOOKS[name]}")
+        renamed = RENAMED_HOOKS.get(name)
+        looks_like_one = name.startswith("on_") or name.split("_")[0] in _FIRST_WORDS or "step" in name
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.86) if looks_like_one and renamed is None else []
+        meant = renamed or next(iter(close), None)
+        if meant is None:
+            continue
+        if renamed is not None or (meant not in own and _one_edit_apart(name, meant)):
             raise ConfigurationError(
-                f"{type(obj).__name__}.{name} is never called: the hook is named {meant!r}. Rename the method (or give "
-                "it a leading underscore if it is your own)."
+                f"{owner}.{name} is never called: the hook is named {meant!r}. Rename the method (or give it a leading "
+                "underscore if it is your own)."
+            )
+        if (type(obj), name) not in _warned:
+            _warned.add((type(obj), name))
+            warnings.warn(
+                f"{owner}.{name} resembles the hook {meant!r}, and is not called as a hook. Rename it if it is meant "
+                "to be that hook; a leading underscore says that it is your own.",
+                TrainwrightWarning,
+                stacklevel=2,
             )
 
 
+def _one_edit_apart(first: str, second: str) -> bool:
+    """Tell whether one letter was added, left out or mistaken, or two neighbours were exchanged."""
+    short, long = sorted((first, second), key=len)
+    same = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    if len(long) - len(short) == 1:
+        return short[same:] == long[same + 1 :]
+    swapped = short[same : same + 2] == long[same : same + 2][::-1] and short[same + 2 :] == long[same + 2 :]
+    return len(long) == len(short) and (short[same + 1 :] == long[same + 1 :] or swapped)
+
+
+_warned: set[tuple[type, str]] = set()
 _FIRST_WORDS = frozenset(
     {"configure", "config", "train", "training", "val", "validation", "test", "predict", "prepare"}
 )

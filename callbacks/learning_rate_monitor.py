@@ -29,6 +29,7 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         lrs: the latest rate by name.
+        last_momentum_values, last_weight_decay_values: the latest of these by name, if they are logged.
 
     Raises:
         ConfigurationError: an unknown interval; in a run, the Trainer has no logger, or several groups of one
@@ -51,6 +52,8 @@ class LearningRateMonitor(Callback):
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
         self.lrs: dict[str, float] = {}
+        self.last_momentum_values: dict[str, float] = {}
+        self.last_weight_decay_values: dict[str, float] = {}
         self._pending: dict[str, float] = {}
         self._read_at = 0
 
@@ -86,9 +89,11 @@ class LearningRateMonitor(Callback):
             for name, group in zip(names, optimizer.param_groups, strict=True):
                 self.lrs[name] = values[name] = float(group["lr"])
                 if self.log_momentum:
-                    values[f"{name}-momentum"] = _momentum(group)
+                    values[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = _momentum(group)
                 if self.log_weight_decay:
-                    values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+                    decay = float(group.get("weight_decay", 0.0))
+                    values[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = decay
+        run.show_now(values)
         return values
 
 

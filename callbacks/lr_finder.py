@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from trainwright.core.task import TaskModule
 
 _MODES = ("exponential", "linear")
 _SMOOTHING = 0.98  # of the running mean of losses
+_CERTAIN = 4.0  # standard errors by which a slope must be below 0; of some 80 slopes of noise the steepest has about 3
 
 
 class LRFinder:
@@ -29,7 +30,7 @@ class LRFinder:
 
     Attributes:
         results: `"lr"`: the learning rates that were tried; `"loss"`: after each the running mean of the losses (of all
-            ranks), corrected for its beginning.
+            ranks), corrected for its beginning; `"step_loss"`: the loss of each step itself.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -37,7 +38,7 @@ class LRFinder:
         self.lr_min = lr_min
         self.lr_max = lr_max
         self.num_training = num_training
-        self.results: dict[str, list[float]] = {"lr": [], "loss": []}
+        self.results: dict[str, list[float]] = {"lr": [], "loss": [], "step_loss": []}
         self._optimal_idx: int | None = None
 
     def lr_of(self, step: int) -> float:
@@ -48,31 +49,63 @@ class LRFinder:
         return float(self.lr_min * (self.lr_max / self.lr_min) ** share)
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the learning rate at which the loss falls most steeply.
+        """Return the learning rate at which the loss falls most steeply over the logarithm of the rate.
+
+        The slope at a rate is that of the straight line fitted to the losses of the steps around it, an eighth of all
+        on each side, so that the noise of single batches does not decide.
 
         Args:
-            skip_begin: so many of the first points are left out.
-            skip_end: so many of the last ones.
+            skip_begin: Number of points to skip at the beginning.
+            skip_end: Number of points to skip at the end.
 
         Returns:
-            None, with a warning, when fewer than two points with a finite loss are left.
+            None, with a warning, when fewer than two points with a finite loss are left, or the loss falls nowhere.
+
+        Warns:
+            TrainwrightWarning: the rate is at an edge of the range, or the loss falls no more there than noise does.
         """
-        losses, lrs = self.results["loss"], self.results["lr"]
-        places = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
+        lr, problem = self.examine(skip_begin, skip_end)
+        if problem:
+            warnings.warn(problem, TrainwrightWarning, stacklevel=2)
+        return lr
+
+    def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
+        """Return what `suggestion` returns, and the text of its warning; an empty one when all is well."""
+        lrs, losses = self.results["lr"], self.results.get("step_loss") or self.results["loss"]
+        points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         self._optimal_idx = None
-        if len(places) < 2:
-            warnings.warn(
-                f"no learning rate can be suggested: {len(places)} of {len(losses)} points are left (skip_begin="
-                f"{skip_begin}, skip_end={skip_end}). Raise num_training, or skip fewer.",
-                TrainwrightWarning,
-                stacklevel=2,
+        if len(points) < 2:
+            return None, (
+                f"no learning rate can be suggested: {len(points)} of {len(losses)} points are left (skip_begin="
+                f"{skip_begin}, skip_end={skip_end}). Raise num_training, or skip fewer."
             )
-            return None
-        curve = torch.tensor([losses[i] for i in places], dtype=torch.float64)
-        spacing = torch.tensor([lrs[i] for i in places], dtype=torch.float64)
-        slopes = torch.gradient(curve, spacing=[spacing])[0]
-        self._optimal_idx = places[int(slopes.argmin())]
-        return lrs[self._optimal_idx]
+        reach = min(max(1, len(points) // 8), (len(points) - 1) // 2)
+        ends = len(points) - reach if reach else 1  # two points have one slope
+        lines = [_fit(points[c - reach : c + reach + 1] if reach else points, lrs, losses) for c in range(reach, ends)]
+        steepest = min(range(len(lines)), key=lambda i: lines[i].slope)
+        if lines[steepest].slope >= 0:
+            return None, (
+                f"no learning rate can be suggested: the loss falls at none of those between {lrs[points[0]]:.3g} and "
+                f"{lrs[points[-1]]:.3g}. Check the task and its loss, or test another range (min_lr, max_lr)."
+            )
+        self._optimal_idx = points[reach + steepest]
+        lr = lrs[self._optimal_idx]
+        where = f"the suggested learning rate {lr:.3g} is"
+        if len(lines) < 3:
+            return (
+                lr,
+                f"{where} one of {len(points)} points, too few to see a curve. Raise num_training, or skip fewer.",
+            )
+        if steepest == 0:
+            return lr, f"{where} at the beginning of the tested range. Lower min_lr, and look at plot()."
+        if steepest == len(lines) - 1:
+            return lr, f"{where} at the end of the tested range. Raise max_lr, and look at plot()."
+        if lines[steepest].slope > -_CERTAIN * lines[steepest].error:
+            return lr, (
+                f"{where} where the loss falls most, but it falls no more there than batches differ from each other. "
+                "Raise max_lr if the loss has not fallen yet, or num_training, or the batch size, and look at plot()."
+            )
+        return lr, ""
 
     def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
         """Draw losses over learning rates and return the matplotlib figure.
@@ -80,7 +113,7 @@ class LRFinder:
         Args:
             suggest: mark the suggested learning rate.
             show: also show it on the screen.
-            ax: axes to draw on; a new figure unless told.
+            ax: Axes to draw on. Default: those of a new figure.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -99,6 +132,22 @@ class LRFinder:
         return figure
 
 
+class _Line(NamedTuple):
+    slope: float
+    error: float  # of the slope: one standard deviation
+
+
+def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _Line:
+    """Fit a line to some losses over the logarithms of their learning rates, by least squares."""
+    x = torch.tensor([lrs[i] for i in points], dtype=torch.float64).log()
+    y = torch.tensor([losses[i] for i in points], dtype=torch.float64)
+    x, y = x - x.mean(), y - y.mean()
+    slope = float((x * y).sum() / x.square().sum())
+    if len(points) < 5:
+        return _Line(slope, 0.0)  # too few to tell noise from a curve
+    return _Line(slope, float(((y - slope * x).square().sum() / (len(points) - 2) / x.square().sum()).sqrt()))
+
+
 class LearningRateFinder(Callback):
     """Test a range of learning rates before training, set the one that looks best, and leave all else as it was.
 
@@ -109,9 +158,10 @@ class LearningRateFinder(Callback):
         max_lr: the largest.
         num_training_steps: how many learning rates, one optimizer step each.
         mode: `"exponential"` or `"linear"`: how they grow.
-        early_stop_threshold: the test ends when the loss is above so many times the best one; None: it goes on.
+        early_stop_threshold: the test ends when the smoothed loss is above so many times its best (for a loss below 0:
+            as far above it); None: it continues.
         update_attr: set the attribute, and the running optimizer, to the suggestion.
-        attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`; unless told, `"lr"` or
+        attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`. Default: `"lr"` or
             `"learning_rate"`.
 
     Attributes:
@@ -195,7 +245,10 @@ class LearningRateFinder(Callback):
         self.optimal_lr = found
         if attribute is None:
             return
-        lr = found.suggestion()
+        lr, problem = found.examine()
+        if problem and trainer.is_global_zero:
+            advice = "" if lr is not None else f" {attribute.name} stays as it is."
+            warnings.warn(f"LearningRateFinder: {problem}{advice}", TrainwrightWarning, stacklevel=2)
         if lr is not None:
             attribute.set(lr)
             self.apply(trainer, lr)
@@ -239,12 +292,14 @@ class _Watch:
     def after_step(self, loss: float) -> bool:
         losses = self._found.results["loss"]
         self._found.results["lr"].append(self._lr)
+        self._found.results["step_loss"].append(loss)
         if math.isnan(loss):  # a skipped step, or a loss that has gone
             losses.append(loss)
             return False
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
         smoothed = self._mean / (1 - _SMOOTHING ** (1 + sum(map(math.isfinite, losses))))
-        diverges = self._threshold is not None and bool(losses) and smoothed > self._threshold * self._best
+        rise = math.inf if self._threshold is None else (self._threshold - 1) * abs(self._best)
+        diverges = bool(losses) and smoothed > self._best + rise
         self._best = min(self._best, smoothed)
         losses.append(smoothed)
         return diverges

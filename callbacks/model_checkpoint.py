@@ -291,9 +291,9 @@ class ModelCheckpoint(Callback):
             self._ask(trainer)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
-        # The end of a run is worth keeping: `last` must be the last, and a run that was shorter than its first
-        # interval must not leave nothing behind.
-        nothing_kept = self.monitor is None and self.save_top_k != 0 and self._latest is None
+        # `last` must be the last, and a run that was shorter than its first interval must not leave nothing behind.
+        wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
+        nothing_kept = self.monitor is None and self.save_top_k != 0 and self._latest is None and wanted
         if (self.save_last or nothing_kept) and not trainer.interrupted:
             self._ask(trainer)
 

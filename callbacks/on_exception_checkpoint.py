@@ -15,8 +15,9 @@ from trainwright.core.urls import is_url
 class OnExceptionCheckpoint(Callback):
     """Write a checkpoint from the main process when an exception (Ctrl-C too) ends `fit`.
 
-    It communicates with no other rank, so it cannot hang; it saves only what one process holds and only at a step
-    boundary (see `Run.emergency_save`). An earlier checkpoint of the same name is replaced; none is deleted.
+    It communicates with no other rank, so it cannot hang; it saves only what one process holds, as of the last step
+    that was completed, unless an optimizer was stepping (see `Run.emergency_save`). An earlier checkpoint of the same
+    name is replaced; none is deleted.
 
     Args:
         dirpath: folder of the checkpoint.

@@ -19,6 +19,14 @@ REDRAW_S = 0.1
 LINE_S = 30.0
 
 
+# What sub-classes of Lightning's bars override.
+_ELSEWHERE = (
+    *(f"init_{kind}_tqdm" for kind in ("sanity", "train", "validation", "test", "predict")),
+    *(f"{kind}_description" for kind in ("sanity_check", "train", "validation", "test", "predict")),
+    "configure_columns",
+)
+
+
 class ProgressBar(Callback):
     """Follow the run and tell about it on the main process.
 
@@ -44,6 +52,7 @@ class ProgressBar(Callback):
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         if refresh_rate < 0:
             raise ConfigurationError(f"{type(self).__name__}(refresh_rate={refresh_rate}): write 0 (off) or more.")
+        self._refuse_foreign_names()
         self.refresh_rate = refresh_rate
         self.leave = leave
         self._enabled = True
@@ -52,6 +61,19 @@ class ProgressBar(Callback):
         self._next_look_s = 0.0
         self._training: _Progress | None = None
         self._evaluating: _Progress | None = None
+
+    def _refuse_foreign_names(self) -> None:
+        """Find what sub-classes override of other bars, which nothing here would call.
+
+        Raises:
+            ConfigurationError: naming the method and what to override.
+        """
+        for name in _ELSEWHERE:
+            if hasattr(type(self), name):
+                raise ConfigurationError(
+                    f"{type(self).__name__}.{name} is never called: here a bar is made by open(kind, description, "
+                    "total, done), with kind 'train' or 'eval', moved by draw and ended by close. Override these."
+                )
 
     # For sub-classes
 
@@ -84,6 +106,11 @@ class ProgressBar(Callback):
         """Whether it shows anything."""
         return self._enabled and self.refresh_rate > 0
 
+    @property
+    def is_disabled(self) -> bool:
+        """Whether it shows nothing."""
+        return not self.is_enabled
+
     def enable(self) -> None:
         """Show it from the next stage on."""
         self._enabled = True
@@ -92,15 +119,28 @@ class ProgressBar(Callback):
         """Show nothing from now on."""
         self._enabled = self._active = False
 
-    def print(self, *values: Any) -> None:
-        """Print a line without breaking the bar."""
-        self.write(" ".join(str(value) for value in values))
+    def print(
+        self, *values: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
+    ) -> None:
+        """Print without breaking the bar, with the arguments of Python's print.
+
+        The line always ends, since a bar follows it; what goes to a file of your own is printed as it is.
+        """
+        if file is not None:
+            print(*values, sep=sep, end=end, file=file, flush=flush)
+        else:
+            text = (" " if sep is None else sep).join(str(value) for value in values)
+            self.write(text + (end or "").removesuffix("\n"))
 
     # The run
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._active = self.is_enabled and trainer.is_global_zero and not trainer.barebones
         self._draws = self._active and self.can_draw()
+
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
+        if trainer.state.batch_in_epoch:  # resumed in the middle of an epoch, which does not begin again
+            self.on_train_epoch_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         if not self._active:

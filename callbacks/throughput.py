@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.run import Run, Stage
+from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trainwright.core.foreign_names import missing
+
 if TYPE_CHECKING:
     from trainwright.loggers.console_logger import ConsoleLogger
     from trainwright.loggers.csv_logger import CSVLogger
@@ -58,11 +60,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise missing(__name__, name, __all__)
     value = getattr(import_module(f"trainwright.loggers.{home}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

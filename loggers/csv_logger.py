@@ -104,8 +104,8 @@ class CSVLogger(VersionedLogger):
         new = list(dict.fromkeys(name for row in self._rows for name in row if name not in known))
         path = self.metrics_file
         if new or not path.exists():
-            columns = list(dict.fromkeys(["step", *self._columns, *new]))
-            old = _read(path)[1] if path.exists() else []
+            there, old = _read(path) if path.exists() else ([], [])
+            columns = list(dict.fromkeys(["step", *there, *self._columns, *new]))
             write_atomically(path, _text(columns, [*old, *self._rows], header=True))
             self._columns = columns
         else:

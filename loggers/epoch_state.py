@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,32 +12,56 @@ from torch import Tensor
 from trainwright.loggers.metric_slot import Settings, Slot, accumulator_dtype, is_metric_object, pick
 
 State = dict[str, Any]
+Numbers = dict[int, list[float]]  # of tensors, by their ids
 
 
-def slot_state(slot: Slot) -> State:
-    """Return what a slot holds, as a tree of plain values; waits for the device.
+def slot_states(slots: Iterable[Slot]) -> dict[str, State]:
+    """Return what slots hold, by their keys, as trees of plain values; waits for the device, once for each dtype.
 
     Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
     """
+    asked = list(slots)
+    numbers = _read(tensor for slot in asked for tensor in _tensors(slot))
+    return {slot.key: _slot_state(slot, numbers) for slot in asked}
+
+
+def _tensors(slot: Slot) -> Iterator[Tensor]:
+    held = (*slot.values, *slot.totals.values(), *slot.chunks, slot.last)
+    return (value for value in held if isinstance(value, Tensor))
+
+
+def _read(tensors: Iterable[Tensor]) -> Numbers:
+    """Return the values of tensors by their ids: one copy for each device and dtype, which a Python number holds."""
+    alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.device, tensor.dtype), {})[id(tensor)] = tensor
+    found: Numbers = {}
+    for group in alike.values():
+        flat = iter(torch.cat([tensor.reshape(-1) for tensor in group.values()]).tolist())
+        found |= {key: list(itertools.islice(flat, tensor.numel())) for key, tensor in group.items()}
+    return found
+
+
+def _slot_state(slot: Slot, numbers: Numbers) -> State:
     reduction = slot.settings.reduction if isinstance(slot.settings.reduction, str) else None
     return {
         "name": slot.name,
         "suffix": slot.suffix,
         "settings": {**slot.settings._asdict(), "reduction": reduction},
-        "values": _pack(slot.values),
+        "values": _pack(slot.values, numbers),
         "weights": list(slot.weights),
         "weight": slot.weight,
         "host_total": slot.host_total,
         "host_extreme": slot.host_extreme,
-        "totals": {device.type: float(total) for device, total in slot.totals.items()},
-        "chunks": [_pack(chunk if isinstance(chunk, list) else list(chunk.unbind())) for chunk in slot.chunks],
-        "last": _pack([slot.last]) if isinstance(slot.last, (float, Tensor)) else None,
+        "totals": {device.type: float(numbers[id(total)][0]) for device, total in slot.totals.items()},
+        "chunks": [_pack(chunk if isinstance(chunk, list) else [chunk], numbers) for chunk in slot.chunks],
+        "last": _pack([slot.last], numbers) if isinstance(slot.last, (float, Tensor)) else None,
         "last_weight": slot.last_weight,
     }
 
 
 def fill_slot(slot: Slot, state: Mapping[str, Any], device: torch.device) -> None:
-    """Give a slot back what `slot_state` returned; what was on a device goes to `device`."""
+    """Give a slot back what `slot_states` returned for it; what was on a device goes to `device`."""
     slot.values = _unpack(state["values"], device)
     slot.weights = list(state["weights"])
     slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
@@ -57,11 +82,11 @@ def make_slot(state: Mapping[str, Any]) -> Slot | None:
 
 def merge(states: Sequence[Mapping[str, Any]]) -> State:
     """Return the state that holds what all of these hold together: several ranks' aggregates on one of them."""
-    merged = {**states[0], "values": _pack([]), "weights": [], "totals": {}, "chunks": [], "last": None}
+    merged = {**states[0], "values": _pack([], {}), "weights": [], "totals": {}, "chunks": [], "last": None}
     kind = merged["settings"]["reduction"]
     values = [value for state in states for value in _own_values(state)]
     if kind is None:
-        merged["chunks"] = [_pack(values)]
+        merged["chunks"] = [_pack(values, {})]
         return merged
     merged["weight"] = sum(state["weight"] + sum(state["weights"]) for state in states)
     extreme: float | None = None
@@ -85,20 +110,23 @@ def _own_values(state: Mapping[str, Any]) -> list[float]:
     return [*([] if state["host_extreme"] is None else [state["host_extreme"]]), *totals, *pending]
 
 
-def _pack(values: Sequence[float | Tensor]) -> State:
-    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype."""
+def _pack(values: Sequence[float | Tensor], read: Numbers) -> State:
+    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype.
+
+    Args:
+        values: numbers, and tensors of any shape, whose elements follow one another.
+        read: what the tensors hold, by their ids.
+    """
     kinds: list[str] = []
-    tensors: dict[str, list[Tensor]] = {}
     numbers: dict[str, list[float]] = {}
     for value in values:
         if isinstance(value, float):
-            kinds.append("")
-            numbers.setdefault("", []).append(value)
+            kind, found = "", [value]
         else:
-            kinds.append(f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}")
-            tensors.setdefault(kinds[-1], []).append(value)
-    for kind, group in tensors.items():
-        numbers[kind] = torch.stack(group).tolist()  # one copy; a Python number holds any of them exactly
+            kind = f"{value.device.type}/{str(value.dtype).removeprefix('torch.')}"
+            found = read[id(value)]
+        kinds += [kind] * len(found)
+        numbers.setdefault(kind, []).extend(found)
     return {"kinds": kinds, "numbers": numbers}
 
 

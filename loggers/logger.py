@@ -1,4 +1,4 @@
-"""The contract between a run and a place where its numbers are kept: five methods, and optional ones with defaults."""
+"""The contract between a run and a place where its numbers are kept: two methods, and optional ones with defaults."""
 
 from __future__ import annotations
 
@@ -60,9 +60,12 @@ class Logger(ABC):
     The Trainer calls `start` once for each stage, then the others in any order, then `finish`; after `finish` the
     logger may be started again and goes on where it was. All of it happens on the main rank only, and never inside a
     step. A method that raises is reported once, and the logger is left out for the rest of the run: see `LoggerGroup`.
+    Used before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
 
-    A sub-class writes the five abstract methods and calls `super().start(run)`; the rest has defaults. It must pickle
-    before it is started, since it travels to the processes that the Trainer starts.
+    A sub-class writes the two abstract methods, `start` (calling `super().start(run)`), `flush` and `finish` where it
+    has something to open, to keep back or to close; the rest has defaults. One that was written for Lightning, with
+    `save` and `finalize` instead, is taken as it is. It must pickle before it is started, since it travels to the
+    processes that the Trainer starts.
 
     Attributes:
         muted: this is not the main rank: nothing is started or written.
@@ -70,30 +73,41 @@ class Logger(ABC):
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let every `log_*` method of a sub-class do nothing on ranks other than the main one."""
+        """Let every `log_*` method of a sub-class start it if need be, and do nothing off the main rank.
+
+        A `start` that does not call this class's one has started it nevertheless.
+        """
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
-            if name.startswith("log_") and inspect.isfunction(method):
-                setattr(cls, name, _unless_muted(method))
+            if not inspect.isfunction(method):
+                continue
+            if name == "start":
+                cls.start = _noting_the_run(method)  # type: ignore[method-assign]
+            elif name.startswith("log_"):
+                setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
     JOINER: ClassVar[str] = "-"
     """Stands between `prefix` and a metric's name."""
+    LOGGER_JOIN_CHAR: ClassVar[str] = "-"
+    """The same, by Lightning's name."""
+
+    # As they are in a sub-class whose `__init__` does not call this one's.
+    prefix: str = ""
+    muted: bool = False
+    wants_graph: bool = False
+    _run: RunInfo | None = None
+    _starting: bool = False
 
     def __init__(self, *, prefix: str = "") -> None:
         self.prefix = prefix
-        self.muted = False
-        self.wants_graph = False
-        self._run: RunInfo | None = None
-        self._warned: set[str] = set()
 
     @classmethod
     def in_folder(cls, root_dir: Path) -> Logger:
         """Return a logger with default settings that writes below `root_dir`; for `Trainer(logger="csv")`."""
         return cls()
 
-    # The five
+    # Opening and closing
 
-    @abstractmethod
     def start(self, run: RunInfo) -> None:
         """Open files or connections. Called again while open, it does nothing.
 
@@ -102,6 +116,30 @@ class Logger(ABC):
         """
         self._run = run
 
+    def flush(self) -> None:
+        """Bring what has been logged to where a reader finds it. Blocks on the disk. Default: `save`, if overridden."""
+        if type(self).save is not Logger.save:
+            self.save()
+
+    def finish(self, status: Status) -> None:
+        """Flush and close. Called again, it does nothing. Default: `flush` and `finalize`."""
+        if self._run is not None:
+            self.flush()
+            self._run = None
+            self.finalize(status)
+
+    def save(self) -> None:
+        """Bring what has been logged to where a reader finds it: Lightning's name for `flush`."""
+        if type(self).flush is not Logger.flush:
+            self.flush()
+
+    def finalize(self, status: Status) -> None:
+        """Flush and close: Lightning's name for `finish`."""
+        if self._run is not None:
+            self.finish(status)
+
+    # The two that a sub-class must write
+
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record the run's hyper-parameters; values may be nested mappings, sequences and arbitrary objects."""
@@ -109,14 +147,6 @@ class Logger(ABC):
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record values at `step`, the 0-based index of the last completed step. May be called twice for a step."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Bring what has been logged to where a reader finds it. Blocks on the disk."""
-
-    @abstractmethod
-    def finish(self, status: Status) -> None:
-        """Flush and close. Called again, it does nothing."""
 
     # Optional
 
@@ -145,6 +175,25 @@ class Logger(ABC):
         """
         return None
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Take notice of a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the parts of a metric's name: `"/"`."""
+        return "/"
+
+    @property
+    def save_dir(self) -> Path | str | None:
+        """The parent of all that is written; None when there is none, or it is not known yet."""
+        return None
+
+    @property
+    def root_dir(self) -> Path | str | None:
+        """The folder of all runs of this name; None when there is none, or it is not known yet."""
+        return None
+
     @property
     def name(self) -> str | None:
         """The name under which runs are grouped: a folder, a project."""
@@ -165,12 +214,22 @@ class Logger(ABC):
         """The backend's own object, started if need be; on ranks other than the main one, one that does nothing."""
         if self.muted:
             return Silence()
-        if self._run is None:
-            # Before any Trainer: of the processes that torchrun or srun has started, only one may open a log.
+        return self._backend() if self._begin() else Silence()
+
+    def _begin(self) -> bool:
+        """Start where no Trainer has, below the present folder; returns whether this process logs."""
+        if self.muted:
+            return False
+        if self._run is None and not self._starting:
+            # Of the processes that torchrun or srun has started, only one may open a log.
             if detect().rank != 0:
-                return Silence()
-            self.start(RunInfo(Path.cwd()))
-        return self._backend()
+                return False
+            self._starting = True
+            try:
+                self.start(RunInfo(Path.cwd()))
+            finally:
+                self._starting = False
+        return True
 
     def _backend(self) -> Any:
         """Return what `experiment` is while the logger is started."""
@@ -201,17 +260,30 @@ class Logger(ABC):
         """Issue a TrainwrightWarning, the same one only once for each logger."""
         if self.muted:
             return
-        if message not in self._warned:
-            self._warned.add(message)
+        warned: set[str] = vars(self).setdefault("_warned", set())
+        if message not in warned:
+            warned.add(message)
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
     def _cannot(self, what: str) -> None:
         self.warn_once(f"{type(self).__name__} cannot log {what}; they are left out.")
 
 
-def _unless_muted(method: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(start)
+    def call(self: Logger, run: RunInfo) -> None:
+        start(self, run)
+        if self._run is None:
+            self._run = run
+
+    return call
+
+
+def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Logger, *args: Any, **options: Any) -> Any:
-        return None if self.muted else method(self, *args, **options)
+        if self.muted or (starts and self._run is None and not self._begin()):
+            return None
+        return method(self, *args, **options)
 
     return call

@@ -62,6 +62,9 @@ class LoggerGroup:
         self._dropped = []
         claimed: dict[Path | None, int | str] = {}
         for logger in self.active:
+            if isinstance(logger, VersionedLogger) and logger.is_started and logger.version is not None:
+                claimed.setdefault(logger.root_dir, logger.version)  # it was used before the Trainer
+        for logger in self.active:
             if isinstance(logger, VersionedLogger):
                 base = logger.root_dir or run.root_dir / logger.name
                 if base in claimed:
@@ -99,10 +102,12 @@ class LoggerGroup:
             if logger.wants_graph:
                 self._call(logger, "log_graph", task, example_input)
 
-    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Tell every logger of a checkpoint that has been published."""
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: Any = None) -> None:
+        """Tell every logger of a checkpoint that has been published; `saver` is the run's ModelCheckpoint, if any."""
         for logger in self.active:
             self._call(logger, "log_checkpoint", path, aliases=aliases)
+            if saver is not None:
+                self._call(logger, "after_save_checkpoint", saver)
 
     def flush(self) -> None:
         """Flush every logger."""

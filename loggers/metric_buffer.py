@@ -9,8 +9,7 @@ part in, whatever it has logged. Memory does not grow with the number of steps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.tree import batch_size as find_batch_size
-from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_state
-from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, combine, entry_of, gather_entries
+from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
+from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, entry_of, gather_entries
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
@@ -30,6 +29,15 @@ from trainwright.loggers.metric_slot import (
     parse_reduction,
     same_function,
     to_number,
+)
+from trainwright.loggers.metric_values import (
+    NewValues,
+    compute_alone,
+    epoch_entries,
+    named_values,
+    put_combined,
+    read_into,
+    step_values,
 )
 
 EpochStage = Literal["train", "validate", "test", "predict"]
@@ -65,6 +73,7 @@ class MetricBuffer:
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, Slot] = {}
         self._device = torch.device("cpu")
+        self._new = NewValues()
         self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +82,7 @@ class MetricBuffer:
         Metric objects are not in it: see `epoch_state.objects_state`.
         """
         slots = self._stages["train"].slots.values()
-        return {slot.key: slot_state(slot) for slot in slots if slot.has_epoch_values or slot.last is not None}
+        return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
         """Go on with an epoch of training that `state_dict` was asked in; called after `begin`.
@@ -160,8 +169,8 @@ class MetricBuffer:
                 one number; the last alone needs memory that grows with the epoch.
             sync_dist: None: reduce epoch values over ranks, leave step values as each rank's own; True: reduce both;
                 False: neither. Metric objects reduce by themselves, unless False.
-            add_dataloader_idx: with several evaluation loaders, keep each loader's values under a key of its own;
-                False: one key over all of them.
+            add_dataloader_idx: with several evaluation loaders, end the key in `/dataloader_idx_N`; False: the name is
+                this loader's own, and no other may log it, except for one metric object that aggregates over all.
             batch_size: the value's weight in a mean; the length of the present batch unless told.
             rank_zero_only: the value that rank 0 logs is the value on every rank.
             metric_attribute: accepted for compatibility; metric objects need no name of an attribute.
@@ -237,12 +246,14 @@ class MetricBuffer:
             settings = settings._replace(reduction=slot.settings.reduction)
         if slot is None:
             slot = metrics.slots[name + suffix] = Slot(name, suffix, settings)
+            slot.loader = index if metrics.num_dataloaders > 1 else None
             if self._stage == "train" and slot.key in self._unclaimed and slot.kind == "custom":
                 fill_slot(slot, self._unclaimed.pop(slot.key), self._device)
         elif slot.is_free:
             if slot.settings.reduction != settings.reduction:
                 slot.clear_epoch()
             slot.configure(settings)
+            slot.loader = index if metrics.num_dataloaders > 1 else None
         elif slot.settings != settings:
             changed = [
                 f"{field}={getattr(slot.settings, field)!r} before, {getattr(settings, field)!r} now"
@@ -253,9 +264,22 @@ class MetricBuffer:
                 f"log({name!r}) was called with other options in the same {self._stage} epoch: {'; '.join(changed)} "
                 "(unset options follow from where it is called). Use the same options, or another name."
             )
+        else:
+            self._claim(slot, value, index)
         slot.options = options
         metrics.by_name[name] = slot
         return slot
+
+    def _claim(self, slot: Slot, value: Any, index: int | None) -> None:
+        """Note that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
+        if slot.loader is None or index is None or index == slot.loader:
+            return
+        if not is_metric_object(value):
+            raise ConfigurationError(
+                f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
+                "whose values would mix. Give each loader's metric its own name, or leave add_dataloader_idx out."
+            )
+        slot.loader = None
 
     def _when(self, name: str, on_step: bool | None, on_epoch: bool | None, in_step: bool) -> tuple[bool, bool]:
         training_step = self._stage == "train" and in_step
@@ -286,11 +310,24 @@ class MetricBuffer:
         return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values that wait for `flush_step`; they go on waiting.
+        """Return this rank's own step values that wait for `flush_step`; they go on waiting, and are no longer new.
 
         Waits for the device. Not collective.
         """
-        return self._flush_step(None, keep=True)
+        return self._new.all_steps(list(self._by_slots()))
+
+    def peek_new(self) -> Flushed:
+        """Return this rank's own values that nobody has looked at: of steps, and outside of steps of the epoch so far.
+
+        They go on waiting. Waits for the device if there are any. Not collective.
+        """
+        train = self._stages["train"].slots.values() if self._stage != "train" else ()
+        flushed = self._new.of_steps((*train, *self._by_slots()))
+        if not self.in_step:
+            of_epoch = self._new.of_epoch(self._by_slots())
+            flushed.callback.update(of_epoch.callback)
+            flushed.prog_bar.update(of_epoch.prog_bar)
+        return flushed
 
     def flush_step(self, exchange: Exchange | None = None) -> Flushed:
         """Return the latest value of everything that was logged on_step since the last flush.
@@ -301,18 +338,15 @@ class MetricBuffer:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, also when
                 nothing was logged. None: one process.
         """
-        return self._flush_step(exchange, keep=False)
-
-    def _flush_step(self, exchange: Exchange | None, *, keep: bool) -> Flushed:
         reads = HostReads()
         waiting: list[tuple[Slot, Entry, float | int]] = []  # a float is the value, an int its index in `reads`
         for slot in self._by_slots():
             if slot.last is None:
                 continue
-            for entry, value in _step_values(slot):
+            for entry, value in step_values(slot):
                 waiting.append((slot, entry, reads.add(value) if isinstance(value, Tensor) else float(value)))
-            if not keep:
-                slot.last = None
+            slot.last = None
+        self._new.steps.clear()
         read = reads.read()
         own: list[tuple[Entry, float]] = []
         shared: dict[str, Entry] = {}
@@ -332,7 +366,7 @@ class MetricBuffer:
             flushed.put(entry, value, "step")
         if exchange is not None:
             gathered = exchange({"metrics": {key: tuple(entry) for key, entry in shared.items()}})
-            _put_combined(flushed, gather_entries(gathered), reductions, "step")
+            put_combined(flushed, gather_entries(gathered), reductions, "step")
         return flushed
 
     def flush_epoch(self, exchange: Exchange | None = None) -> Flushed:
@@ -347,7 +381,7 @@ class MetricBuffer:
             exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
-        entries = _epoch_entries(slots)
+        entries = epoch_entries(slots)
         objects = {slot.key: slot for slot in self._by_slots() if slot.metric is not None}
         reductions = {slot.key: slot.settings.reduction for slot in slots}
         alone = {key for key, entry in entries.items() if self._stays_here(key) and not entry.main_only}
@@ -357,8 +391,8 @@ class MetricBuffer:
         }
         gathered = [payload] if exchange is None else exchange(payload)
         flushed = Flushed()
-        _put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
-        _put_combined(flushed, gather_entries(gathered), reductions, "epoch")
+        put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
+        put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         self._put_objects(flushed, objects, gathered)
         for slot in slots:
             slot.clear_epoch()
@@ -378,8 +412,7 @@ class MetricBuffer:
         # Every rank computes in the same order, since torchmetrics communicates in `compute`.
         order = [key for key in counts if key in objects]
         order += [key for key, slot in objects.items() if slot.on_epoch and key not in counts]
-        reads = HostReads()
-        waiting: list[tuple[Entry, float | int]] = []
+        waiting: list[tuple[Entry, float | Tensor]] = []
         for key in order:
             slot = objects[key]
             everywhere = counts.get(key) == len(gathered)
@@ -390,105 +423,6 @@ class MetricBuffer:
                     TrainwrightWarning,
                     stacklevel=3,
                 )
-            result = slot.metric.compute() if everywhere else _compute_alone(slot.metric)
-            for entry, value in _named(slot, entry_of(slot), result):
-                waiting.append((entry, reads.add(value) if isinstance(value, Tensor) else float(value)))
-        read = reads.read()
-        for entry, at in waiting:
-            flushed.put(entry, at if isinstance(at, float) else read[at][0], "epoch")
-
-
-def _step_values(slot: Slot) -> Iterator[tuple[Entry, float | Tensor]]:
-    last = slot.last
-    entry = entry_of(slot)
-    if slot.metric is None and isinstance(last, (float, Tensor)):
-        yield entry, last
-        return
-    if is_metric_object(last):
-        # Without a batch value: what has been accumulated, unless the epoch's end has reset it meanwhile.
-        parts = last.values() if isinstance(last, torch.nn.ModuleDict) else (last,)
-        if not all(part.update_called for part in parts):
-            return
-        last = _compute_alone(last)
-    yield from _named(slot, entry, last)
-
-
-def _named(slot: Slot, entry: Entry, result: Any) -> Iterator[tuple[Entry, float | Tensor]]:
-    """Yield what a metric object gave, one number at a time; the parts of a dict are named `name/key`."""
-    if isinstance(result, dict):
-        for key, value in result.items():
-            yield entry._replace(name=f"{slot.name}/{key}"), to_number(f"{slot.name}/{key}", value)
-    else:
-        yield entry, to_number(slot.name, result)
-
-
-def _compute_alone(metric: Any) -> Any:
-    """Compute a metric object without other ranks, and without its remembering the result."""
-    with without_ranks(metric):
-        return metric.compute()
-
-
-@contextmanager
-def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
-    """Let the metric objects among a module and its parts compute this rank's own values, without the other ranks."""
-    changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
-    for part in metric.modules():
-        if hasattr(part, "distributed_available_fn"):
-            changed.append((part, part.distributed_available_fn, part.compute_with_cache))  # type: ignore[arg-type]
-            part.distributed_available_fn, part.compute_with_cache = _no_ranks, False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for part, available, cached in changed:
-            part.distributed_available_fn, part.compute_with_cache = available, cached
-
-
-def _no_ranks() -> bool:
-    return False
-
-
-def _epoch_entries(slots: list[Slot]) -> dict[str, Entry]:
-    """Return key → this rank's aggregate, read from the devices with one copy each."""
-    reads = HostReads()
-    waiting: list[tuple[Slot, list[int | list[float]]]] = []
-    for slot in slots:
-        if not slot.has_epoch_values:
-            continue
-        slot.fold()
-        parts: list[int | list[float]]
-        if slot.kind == "custom":
-            parts = [reads.add(chunk) if isinstance(chunk, Tensor) else chunk for chunk in slot.chunks]
-        else:
-            parts = [reads.add(total) for total in slot.totals.values()]
-        waiting.append((slot, parts))
-    read = reads.read()
-    found: dict[str, Entry] = {}
-    for slot, parts in waiting:
-        values = [value for part in parts for value in (read[part] if isinstance(part, int) else part)]
-        entry = entry_of(slot)
-        if slot.kind == "custom":
-            found[slot.key] = entry._replace(values=values)
-        else:
-            found[slot.key] = entry._replace(total=_total(slot, values), weight=slot.weight)
-    return found
-
-
-def _total(slot: Slot, device_values: list[float]) -> float:
-    if slot.kind in ("mean", "sum"):
-        return slot.host_total + sum(device_values)
-    values = device_values if slot.host_extreme is None else [slot.host_extreme, *device_values]
-    entries = [Entry(slot.name, slot.suffix, False, False, False, slot.kind, False, total=value) for value in values]
-    result = combine(entries, None)
-    return float("nan") if result is None else result
-
-
-def _put_combined(
-    flushed: Flushed,
-    entries: dict[str, list[Entry]],
-    reductions: dict[str, Reduction],
-    when: Literal["step", "epoch"],
-) -> None:
-    for key, found in entries.items():
-        value = combine(found, reductions.get(key))
-        if value is not None:
-            flushed.put(found[0], value, when)
+            result = slot.metric.compute() if everywhere else compute_alone(slot.metric)
+            waiting += named_values(slot, entry_of(slot), result)
+        read_into(flushed, waiting, "epoch")

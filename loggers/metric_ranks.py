@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import Reduction, Slot, pick
 
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
@@ -23,18 +24,25 @@ class Flushed:
         logged: those for the loggers.
         callback: all of them; where a key was logged on step and epoch, also under its plain name.
         prog_bar: those for the progress bar.
+        loaders: key → the one of several evaluation loaders that it is about.
+        aliases: the plain names of values that `callback` also has under their full names.
     """
 
     logged: dict[str, float] = field(default_factory=dict)
     callback: dict[str, float] = field(default_factory=dict)
     prog_bar: dict[str, float] = field(default_factory=dict)
+    loaders: dict[str, int] = field(default_factory=dict)
+    aliases: set[str] = field(default_factory=set)
 
     def put(self, entry: Entry, value: float, when: Literal["step", "epoch"]) -> None:
         """Enter one value under the names that its options ask for."""
         plain = entry.name + entry.suffix
         shown = f"{entry.name}_{when}{entry.suffix}" if entry.forked else plain
-        self.callback[plain] = value
-        self.callback[shown] = value
+        self.callback[plain] = self.callback[shown] = MetricValue(value)
+        if entry.forked:
+            self.aliases.add(plain)
+        if entry.loader is not None:
+            self.loaders[shown] = entry.loader
         if entry.logger:
             self.logged[shown] = value
         if entry.prog_bar:
@@ -53,6 +61,7 @@ class Entry(NamedTuple):
         total: the weighted sum (mean), the sum, the smallest or the largest value.
         weight: the sum of the weights; 0 when this rank has nothing.
         values: all values, for a reduction of the user's own.
+        loader: the one of several evaluation loaders that it is about; None: none of them.
     """
 
     name: str
@@ -65,13 +74,15 @@ class Entry(NamedTuple):
     total: float = 0.0
     weight: float = 0.0
     values: Sequence[float] = ()
+    loader: int | None = None
 
 
 def entry_of(slot: Slot) -> Entry:
     """Return the entry of `slot`, without values."""
     settings = slot.settings
     forked = settings.on_step and settings.on_epoch
-    return Entry(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, slot.kind, settings.main_only)
+    kind, main_only, loader = slot.kind, settings.main_only, slot.loader
+    return Entry(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only, loader=loader)
 
 
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:

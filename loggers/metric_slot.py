@@ -125,11 +125,13 @@ class Slot:
         last_weight: its weight in a mean over ranks.
         values, weights: pending values of the epoch, at most FOLD_EVERY.
         metric: the torchmetrics object, when that is what was logged.
+        loader: the index of the one of several evaluation loaders whose values these are; None: not of one.
     """
 
     __slots__ = (
-        "chunks", "host_extreme", "host_total", "is_free", "last", "last_weight", "metric", "name", "on_epoch",
-        "on_step", "options", "settings", "suffix", "totals", "values", "weigh", "weigh_step", "weight", "weights",
+        "chunks", "host_extreme", "host_total", "is_free", "last", "last_weight", "loader", "metric", "name",
+        "on_epoch", "on_step", "options", "settings", "suffix", "totals", "values", "weigh", "weigh_step",
+        "weight", "weights",
     )  # fmt: skip
 
     def __init__(self, name: str, suffix: str, settings: Settings) -> None:
@@ -141,6 +143,7 @@ class Slot:
         self.values: list[float | Tensor] = []
         self.weights: list[float] = []
         self.metric: Any = None
+        self.loader: int | None = None
         self.clear_epoch()
         self.configure(settings)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.foreign_names import check_owner, foreign_object
 from trainwright.core.registry import Registry
 from trainwright.loggers.logger import Logger
 
@@ -48,13 +49,15 @@ def resolve_loggers(
     if isinstance(spec, Iterable):
         return [logger for item in spec for logger in _resolve_one(item, root)]
     raise ConfigurationError(
-        f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
+        foreign_object(spec)
+        or f"logger={spec!r}: expected True, False, a name ({', '.join(LOGGERS)}), a Logger, or a list of these."
     )
 
 
 def _resolve_one(item: object, root: Path) -> list[Logger]:
     if isinstance(item, (str, Logger)):
         return resolve_loggers(item, root)
+    check_owner(item)
     raise ConfigurationError(
         f"logger=[…, {item!r}]: expected a name ({', '.join(LOGGERS)}) or a Logger in the list, not "
         f"{type(item).__name__}."

@@ -40,6 +40,8 @@ class TensorBoardLogger(VersionedLogger):
         writer_options: handed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
     """
 
+    NAME_HPARAMS_FILE = HPARAMS_FILE
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
@@ -56,6 +58,16 @@ class TensorBoardLogger(VersionedLogger):
         self._default_hp_metric = default_hp_metric
         self._writer_options = writer_options
         self._writer: Any = None
+
+    @property
+    def sub_dir(self) -> Path | None:
+        """The folder inside the version's folder that event files go to; None: the version's itself."""
+        return self._sub_dir
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The hyper-parameters that have been logged, as they are written."""
+        return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
         """Claim the folder; the event file is made by the first entry.

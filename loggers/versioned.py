@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.errors import require_package
+from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.logger import Logger, RunInfo
 
@@ -37,6 +37,9 @@ class VersionedLogger(Logger):
         version: an int N for `version_N`, or text for a folder of that name; None: a new one.
         prefix: put before the name of each metric, with a dash.
         sub_dir: a folder inside the version's folder that log files go to.
+
+    Raises:
+        ConfigurationError: `name`, `version` or `sub_dir` lead out of the folder that they are in.
     """
 
     def __init__(
@@ -49,6 +52,10 @@ class VersionedLogger(Logger):
         sub_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(prefix=prefix)
+        owner = type(self).__name__
+        for argument, value in (("name", name), ("version", version), ("sub_dir", sub_dir)):
+            if value is not None and not isinstance(value, int):
+                check_below(os.fspath(value), f"{owner}({argument}={os.fspath(value)!r})")
         self._save_dir = Path(save_dir) if save_dir is not None else None
         self._name = name or ""
         self._version = version
@@ -72,7 +79,8 @@ class VersionedLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The version; None until the logger has been started."""
+        """The version; a logger whose `save_dir` is known claims one when it is asked first."""
+        self._claim_early()
         return self._version
 
     @property
@@ -90,6 +98,7 @@ class VersionedLogger(Logger):
     @property
     def version_dir(self) -> Path | None:
         """The folder of this version; None until it is known."""
+        self._claim_early()
         if self.root_dir is None or self._version is None:
             return None
         folder = f"version_{self._version}" if isinstance(self._version, int) else self._version
@@ -151,6 +160,10 @@ class VersionedLogger(Logger):
             f"{type(self).__name__} writes into {self.log_dir}, which holds the log of another run; its values of "
             f"{', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new folder."
         )
+
+    def _claim_early(self) -> None:
+        if self._version is None and self._save_dir is not None and self._run is None:
+            self._begin()
 
     def _close(self) -> None:
         """Close what is open."""
@@ -237,6 +250,23 @@ class VersionedLogger(Logger):
         return {}
 
 
+def check_below(path: str, what: str) -> None:
+    """Check that a relative path stays below the folder that it is relative to.
+
+    Args:
+        path: with `/`, or the system's own separator; an empty one is the folder itself.
+        what: begins the message.
+
+    Raises:
+        ConfigurationError: it is absolute, climbs with `..`, or no file system can have it.
+    """
+    steps = path.replace("\\", "/").split("/")
+    if os.path.isabs(path) or ".." in steps or "\0" in path:
+        raise ConfigurationError(
+            f"{what} leads out of the logger's folder. Give a name below it, and put the path before it into save_dir."
+        )
+
+
 def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
     """Make a new folder in `root_dir` that no other process gets, and return its version.
 
@@ -244,6 +274,8 @@ def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
         root_dir: made if need be.
         run_name: name of the folder, or None for `version_N`.
     """
+    if run_name:
+        check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
     for version in _candidates(root_dir, run_name):
         with contextlib.suppress(FileExistsError):

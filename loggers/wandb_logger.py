@@ -35,6 +35,10 @@ class WandbLogger(Logger):
         log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
         experiment: a run that exists already; it is used and not finished.
         prefix: put before the name of each metric, with a dash.
+        dir: the same as `save_dir`.
+        anonymous: let W&B log without an account; its own setting when None.
+        checkpoint_name: name of the artifacts of checkpoints. Default: `"model-"` and the run's id.
+        add_file_policy: `"mutable"`: W&B copies a checkpoint before it uploads it; `"immutable"`: it does not.
         init_options: handed to `wandb.init`, for example `entity`, `group`, `tags`, `config`.
 
     Raises:
@@ -52,9 +56,23 @@ class WandbLogger(Logger):
         log_model: Literal["all"] | bool = False,
         experiment: Any = None,
         prefix: str = "",
+        *,
+        dir: str | os.PathLike[str] | None = None,
+        anonymous: bool | None = None,
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **init_options: Any,
     ) -> None:
         super().__init__(prefix=prefix)
+        if add_file_policy not in ("mutable", "immutable"):
+            raise ConfigurationError(
+                f"WandbLogger(add_file_policy={add_file_policy!r}): expected 'mutable' or 'immutable'."
+            )
+        save_dir = save_dir if dir is None else dir
+        if anonymous is not None:
+            init_options["anonymous"] = "allow" if anonymous else "never"
+        self._checkpoint_name = checkpoint_name
+        self._add_file_policy = add_file_policy
         if offline and log_model:
             raise ConfigurationError(
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints are uploaded, which needs a "
@@ -77,6 +95,7 @@ class WandbLogger(Logger):
         self._floor: int | None = None  # the last step that a resumed history holds
         self._last_step: int | None = None
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
+        self._ended: Any = None  # the W&B run that `finish` has closed
 
     @classmethod
     def in_folder(cls, root_dir: Path) -> Logger:
@@ -97,6 +116,18 @@ class WandbLogger(Logger):
     def log_dir(self) -> Path | None:
         """The parent of W&B's own folders."""
         return self._save_dir
+
+    @property
+    def save_dir(self) -> Path | None:
+        """The same."""
+        return self._save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """The W&B run, opened if need be; after `finish` the one that was closed, whose facts can still be read."""
+        if self._run is None and self._ended is not None and not self.muted:
+            return self._ended
+        return super().experiment
 
     def start(self, run: RunInfo) -> None:
         """Open the W&B run. Blocks until its service has started, and online until the server has answered.
@@ -127,6 +158,7 @@ class WandbLogger(Logger):
             }
             self._experiment, self._is_ours = wandb.init(**{**options, **self._init_options}), True
         super().start(run)
+        self._ended = None
         experiment = self._experiment
         self._id = experiment.id
         self._project = self._project or getattr(experiment, "project", None)
@@ -159,6 +191,57 @@ class WandbLogger(Logger):
         wandb = require_package("wandb", purpose="WandbLogger")
         self._log({key: wandb.Table(columns=["text"], data=[[text]])}, step)
 
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a table: `columns` with rows of `data`, or a pandas frame."""
+        wandb = require_package("wandb", purpose="WandbLogger")
+        self._log({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: Any) -> None:
+        """Log sounds: arrays or paths; each of `options`, such as `sample_rate=[…]`, is a list with one for each."""
+        self._log_several("Audio", key, audios, step, options)
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **options: Any) -> None:
+        """Log videos: arrays or paths; each of `options`, such as `fps=[…]`, is a list with one for each."""
+        self._log_several("Video", key, videos, step, options)
+
+    def _log_several(
+        self, kind: str, key: str, values: list[Any], step: int | None, options: Mapping[str, list[Any]]
+    ) -> None:
+        if not isinstance(values, list) or any(len(given) != len(values) for given in options.values()):
+            raise ConfigurationError(
+                f"WandbLogger.log_{kind.lower()}({key!r}): pass a list, and options as lists of the same length."
+            )
+        make = getattr(require_package("wandb", purpose="WandbLogger"), kind)
+        made = [
+            make(value, **{name: given[index] for name, given in options.items()}) for index, value in enumerate(values)
+        ]
+        self._log({key: made}, step)
+
+    def download_artifact(
+        self,
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool = True,
+    ) -> str:
+        """Download an artifact and return its folder; by default it becomes an input of the run that is open."""
+        if use_artifact and not self.muted:
+            found = self.use_artifact(artifact, artifact_type)
+        else:
+            found = require_package("wandb", purpose="WandbLogger").Api().artifact(artifact, type=artifact_type)
+        return str(found.download(root=None if save_dir is None else str(save_dir)))
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Return an artifact, as an input of the run."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         """Upload a checkpoint now (`log_model="all"`), or remember it for the end (`log_model=True`)."""
         if self._log_model == "all":
@@ -190,6 +273,7 @@ class WandbLogger(Logger):
             self._last_checkpoint = None
             if self._is_ours:
                 experiment, self._experiment = self._experiment, None
+                self._ended = experiment
                 experiment.finish(exit_code=_EXIT_CODES[status])
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,10 +296,10 @@ class WandbLogger(Logger):
             return
         self._id = found
 
-    def _log(self, values: Mapping[str, Any], step: int) -> None:
-        if self._floor is not None and step <= self._floor:
+    def _log(self, values: Mapping[str, Any], step: int | None) -> None:
+        if self._floor is not None and step is not None and step <= self._floor:
             return
-        self._backend().log({**self.prefixed(values), STEP_KEY: step})
+        self._backend().log({**self.prefixed(values), **({} if step is None else {STEP_KEY: step})})
 
     def _backend(self) -> Any:
         if self._experiment is None:
@@ -224,10 +308,13 @@ class WandbLogger(Logger):
 
     def _upload(self, path: Path, aliases: tuple[str, ...]) -> None:
         wandb = require_package("wandb", purpose="WandbLogger")
-        artifact = wandb.Artifact(f"model-{self._id}", type="model", metadata={"checkpoint": path.name})
-        artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
+        artifact = wandb.Artifact(
+            self._checkpoint_name or f"model-{self._id}", type="model", metadata={"checkpoint": path.name}
+        )
+        add = artifact.add_dir if path.is_dir() else artifact.add_file
+        add(str(path), **({} if self._add_file_policy == "mutable" else {"policy": self._add_file_policy}))
         self._backend().log_artifact(artifact, aliases=["latest", path.name, *aliases])
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the connection behind: a copy in another process opens its own, with the same id."""
-        return {**self.__dict__, "_run": None, "_experiment": None}
+        return {**self.__dict__, "_run": None, "_experiment": None, "_ended": None}

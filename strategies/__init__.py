@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainwright.core.foreign_names import missing
 from trainwright.core.registry import Registry, import_object
 
 if TYPE_CHECKING:
@@ -152,4 +153,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC:
         return import_object(f"{_PUBLIC[name]}:{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise missing(__name__, name, __all__)

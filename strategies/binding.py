@@ -1,4 +1,4 @@
-"""How the user's own methods are called: with the arguments they want, through the wrapper if there is one."""
+"""How the user's own methods are called: with the arguments they take, through the wrapper if there is one."""
 
 from __future__ import annotations
 
@@ -11,33 +11,21 @@ import torch
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import arguments_of, bind
+from trainwright.core.task import TaskModule
 from trainwright.strategies.precision import Precision
 
 
-def bind_step(
-    step: Callable[..., Any], name: str, wrapper: Callable[..., Any] | None, *, num_arguments: int
-) -> Callable[..., Any]:
-    """Return a caller of one of the task's steps that takes `num_arguments` arguments and drops those it does not want.
+def bind_step(task: TaskModule, name: str, wrapper: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a caller of one of the task's steps that leaves out what the step does not take.
 
     Args:
-        step: the task's own method.
-        name: what it is called, for the wrapper.
+        task: whose step.
+        name: `"training_step"`, with `(batch, batch_idx)`, or an evaluation's, which may get `dataloader_idx` too.
         wrapper: `wrapper(name, *args)` runs the step through an engine; None calls the method itself.
-        num_arguments: 2 (batch, batch_idx) or 3 (… and dataloader_idx).
     """
-    call = step if wrapper is None else functools.partial(wrapper, name)
-    wanted = _positional(step)
-    if wanted >= num_arguments:
-        return call
-    return lambda *args: call(*args[:wanted])
-
-
-def _positional(step: Callable[..., Any]) -> int:
-    """Return how many of (batch, batch_idx, dataloader_idx) a step of the task takes."""
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return 3
-    return min(sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters), 3)
+    call = None if wrapper is None else functools.partial(wrapper, name)
+    return bind(getattr(task, name), name, arguments_of(TaskModule, name), call)
 
 
 def need_closure(optimizers: Iterable[Optimizer], precision: Precision) -> bool:
@@ -71,7 +59,7 @@ def defines_itself(owner: object, name: str) -> bool:
 class ScaledOptimizer:
     """An optimizer as a task's own `optimizer_step` sees it while the loss is scaled: an overflown step is left out.
 
-    Everything but `step` is the optimizer's own.
+    Everything but `step` is the optimizer's own, whose class it also has for `isinstance`.
 
     Args:
         optimizer: its gradients are unscaled already.
@@ -82,9 +70,17 @@ class ScaledOptimizer:
         self.optimizer = optimizer
         self._scaler = scaler
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    @property
+    def __class__(self) -> Any:
+        return type(self.optimizer)
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise AttributeError("the class of a wrapped optimizer is the optimizer's")
+
+    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
         """Step unless a gradient is not finite; returns the closure's loss."""
-        self._scaler.step(self.optimizer)
+        self._scaler.step(self.optimizer, **own)
         return None if closure is None else closure()
 
     def __getattr__(self, name: str) -> Any:
@@ -96,10 +92,11 @@ class StepWatch:
 
     Attributes:
         stepped: one of the watched optimizers has stepped since this was last set to False.
+        begun: likewise, or is stepping.
     """
 
     def __init__(self) -> None:
-        self.stepped = False
+        self.stepped = self.begun = False
         self._handles: list[Any] = []
 
     def begin(self, optimizers: Iterable[Optimizer]) -> None:
@@ -114,4 +111,4 @@ class StepWatch:
         self._handles = []
 
     def _note(self, *_: Any) -> None:
-        self.stepped = True
+        self.stepped = self.begun = True

@@ -14,6 +14,7 @@ from trainwright.core.run import Run
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import StepWatch
+from trainwright.strategies.step_outputs import outputs_of
 
 
 class StepByHand:
@@ -36,10 +37,21 @@ class StepByHand:
         """Whether an optimizer stepped during the last group, in a task that optimizes by hand."""
         return self._watch.stepped
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """What scales losses of 16-bit mixed precision, once there are optimizers; None otherwise."""
+        return self._scaler
+
+    @property
+    def begun_by_hand(self) -> bool:
+        """Whether an optimizer has begun to step in the present group, or the last one, of such a task."""
+        return self._watch.begun
+
     def _run_by_hand(self, group: Group) -> None:
+        self._watch.begun = False
         self._watch.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
         for i, batch in enumerate(group.batches):
-            idx = group.first_idx + i
+            group.index, idx = i, group.first_idx + i
             if self._transfer is not None:
                 batch = self._transfer(batch)
             self.sink.batch = batch
@@ -49,7 +61,7 @@ class StepByHand:
             with self._context or nullcontext():
                 output = self._training_step(batch, idx)
             if self.hooks.on_train_batch_end:
-                group.last_output, group.last_batch = output, batch
+                group.last_output, group.last_batch = outputs_of(output), batch
         self.sink.batch = None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -79,14 +91,36 @@ class StepByHand:
     def _average_gradients(self) -> None:
         """Average the gradients that a manual backward left over ranks."""
 
-    def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        """Step one optimizer for a task that optimizes by hand: unscales and tells the listeners first."""
-        if self._scaler is not None:
+    def manual_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+        """Step one optimizer for a task that optimizes manually.
+
+        Gradients are unscaled and hooks called before it steps: with a closure after each of its calls, since it makes
+        the gradients.
+
+        Args:
+            optimizer: to be stepped.
+            closure: computes the loss and runs backward.
+            **own: further arguments of its `step`.
+        """
+        if self._scaler is not None:  # its step takes no closure
+            loss = None if closure is None else closure()
             self._scaler.unscale_(optimizer)
+            self._announce_step(optimizer)
+            result = self._scaler.step(optimizer, **own)
+            self._scaler.update()
+            return result if closure is None else loss
+        if closure is None:
+            self._announce_step(optimizer)
+            return optimizer.step(**own)
+
+        def closed() -> Any:
+            loss = closure()
+            self._announce_step(optimizer)
+            return loss
+
+        return optimizer.step(closed, **own)
+
+    def _announce_step(self, optimizer: Optimizer) -> None:
         for hook in self.hooks.on_before_optimizer_step:
             hook(self.run, self.task, optimizer)
-        if self._scaler is None:
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        result = self._scaler.step(optimizer)
-        self._scaler.update()
-        return result
+        self._watch.begun = True

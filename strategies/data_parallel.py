@@ -51,6 +51,9 @@ class DataParallel(Strategy):
         copies = self.processes.world_size // self.dp_size  # of each data-parallel rank's value
         return value if copies == 1 else value / copies
 
+    def sum_over_data_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        return self._sum_over_ranks(value)
+
     def _data_group(self) -> Any:
         """Return the process group of the ranks that see different data; None for all ranks."""
         return None

@@ -88,6 +88,7 @@ def kernel_choice(
         detect_anomaly: find the operation behind a NaN in backward.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    timed_before = torch.backends.cudnn.benchmark
     if benchmark is not None:
         torch.backends.cudnn.benchmark = benchmark
     if deterministic:
@@ -99,3 +100,5 @@ def kernel_choice(
             yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if benchmark is not None or deterministic:
+            torch.backends.cudnn.benchmark = timed_before

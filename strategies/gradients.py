@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError, nearest
+from trainwright.core.tree import WAITED_FOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,11 @@ def stack_counts(counts: Sequence[Any], device: torch.device) -> torch.Tensor:
     float64 where the device has it, so that counts stay exact beyond 2²⁴.
     """
     dtype = torch.float32 if device.type in ("mps", "xla") else torch.float64
+    beside = device.type not in WAITED_FOR
     if any(isinstance(count, torch.Tensor) and count.device.type == device.type for count in counts):
-        parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=True) for count in counts]
+        parts = [torch.as_tensor(count).to(device=device, dtype=dtype, non_blocking=beside) for count in counts]
         return torch.stack([part.reshape(()) for part in parts])
-    return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=True)
+    return torch.tensor([float(count) for count in counts], dtype=dtype).to(device, non_blocking=beside)
 
 
 def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | None) -> float | torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.model import plain_name
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import is_cut
 from trainwright.strategies.capabilities import Capabilities
@@ -23,6 +23,13 @@ class Inspectable:
     device: torch.device
     processes: Processes
     capabilities: Capabilities
+
+    def clearer(self, error: BaseException, task: TaskModule) -> Exception | None:
+        """Return an error that says in words of the task what an engine's own means; None: it is as clear as can be.
+
+        Asked when a stage has failed. Not collective.
+        """
+        return None
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return one of the task's tensors, or one that is cut alike, whole.

@@ -22,6 +22,8 @@ class OwnLoop:
     """
 
     device: torch.device
+    sync_each_batch: bool = False
+    """Whether gradients cross ranks in every micro-batch of a step."""
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return what brings a batch to the device, without waiting for the copy; None where batches are in place."""
@@ -50,3 +52,11 @@ class OwnLoop:
             prepared: what `prepare_model` returned.
         """
         return nullcontext()
+
+    def sum_over_data_ranks(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a 0-dim tensor on the device over the ranks that see different data. Collective.
+
+        Args:
+            value: may be overwritten. It is not read on the host.
+        """
+        return value

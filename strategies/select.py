@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.foreign_names import check_owner
 from trainwright.core.process import Topology, detect
 from trainwright.strategies import STRATEGIES
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
@@ -17,9 +18,11 @@ from trainwright.strategies.strategy import Strategy
 
 ENGINE_ARGUMENTS = {
     "deepspeed_plugin": "Trainer(strategy='deepspeed')",
+    "deepspeed_plugins": "Trainer(strategy='deepspeed')",
     "fsdp_plugin": "Trainer(strategy='fsdp')",
     "megatron_lm_plugin": "Trainer(strategy='tp')",
     "parallelism_config": "Trainer(strategy='tp')",
+    "torch_tp_plugin": "Trainer(strategy='tp')",
 }
 """Arguments of Hugging Face's Accelerator for engines that run steps of their own, and what serves in their place."""
 
@@ -81,6 +84,7 @@ def select(
     if isinstance(strategy, str):
         chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
     else:
+        check_owner(strategy)
         chosen = strategy
     if sync_batchnorm:
         if not hasattr(chosen, "sync_batchnorm"):

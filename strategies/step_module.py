@@ -20,6 +20,6 @@ class StepModule(nn.Module):
         super().__init__()
         self.task = task
 
-    def forward(self, step: str, *args: Any) -> Any:
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
         """Run the step called `step`, for example `"training_step"`."""
-        return getattr(self.task, step)(*args)
+        return getattr(self.task, step)(*args, **kwargs)

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable, overrides
+from trainwright.callbacks.hook_table import HookTable
 from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.optimizer import load_named_optimizer_state, named_optimizer_state
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
+from trainwright.core.signatures import overrides, own_hook
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
 from trainwright.strategies.alone import Rehearses
@@ -47,6 +48,7 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.processes.process_group import Processes
 from trainwright.strategies.saves_pieces import SavesPieces
 from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.step_outputs import outputs_of
 from trainwright.strategies.transfer import make_transfer
 
 MakeOptimizers = Callable[[], list[Optimizer]]
@@ -89,6 +91,7 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         self._watch = StepWatch()
         self._zeroed = True
         self._last_idx = 0
+        self.when_built: Callable[[], None] | None = None  # called in `prepare` when the task is built, before all else
 
     # Where it runs
 
@@ -159,6 +162,8 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         """
         self.task = task
         self._build(task)
+        if self.when_built is not None:
+            self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         self._place(task)
@@ -198,14 +203,12 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         """
         task = self.task
         self.run, self.hooks, self.sink = run, hooks, sink
-        self._items = task.num_items if counts_items and overrides(task, "num_items", TaskModule) else None
+        self._items = own_hook(task, "num_items", TaskModule) if counts_items else None
         self._transfer = make_transfer(task, getattr(run, "datamodule", None), self.device, self.precision)
         self._backward = task.backward if overrides(task, "backward", TaskModule) else None
-        self._own_step = task.optimizer_step if overrides(task, "optimizer_step", TaskModule) else None
-        self._own_zero = task.optimizer_zero_grad if overrides(task, "optimizer_zero_grad", TaskModule) else None
-        self._own_clip = (
-            task.configure_gradient_clipping if overrides(task, "configure_gradient_clipping", TaskModule) else None
-        )
+        self._own_step = own_hook(task, "optimizer_step", TaskModule)
+        self._own_zero = own_hook(task, "optimizer_zero_grad", TaskModule)
+        self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
         self._automatic = task.automatic_optimization
         self._needs_closure = need_closure(self.optimizers, self.precision)
         self._plain_step = self._own_step is None and self._scaler is None and not self._needs_closure
@@ -215,9 +218,8 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         self._zero_late = bool(hooks.on_before_zero_grad) or own
         self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(self.optimizers))
         self._watch.begin([] if task.automatic_optimization else self.optimizers)
-        step = task.training_step
         wrapped = self._step if task.automatic_optimization else None  # by hand, backward runs inside the step
-        self._training_step = bind_step(step, "training_step", wrapped, num_arguments=2)
+        self._training_step = bind_step(task, "training_step", wrapped)
         self._eval_steps: dict[str, Callable[..., Any]] = {}
 
     def begin_evaluation(self) -> None:
@@ -257,7 +259,7 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         else:
             output, total = self._run_batches(group, weights)
         if self.hooks.on_train_batch_end:
-            group.last_output, group.last_batch = output, self.sink.batch
+            group.last_output, group.last_batch = outputs_of(output), self.sink.batch
         self.sink.batch = None
         if self._scaler is not None and total is not None:
             for optimizer in self.optimizers:
@@ -274,7 +276,7 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         total: torch.Tensor | None = None
         skipped: list[int] = []
         for i, batch in enumerate(group.batches):
-            idx, last = group.first_idx + i, i == num - 1
+            group.index, idx, last = i, group.first_idx + i, i == num - 1
             output = None  # what a micro-batch gave must not outlive it into the next one's forward
             with self._synchronizing(last):  # gradients cross ranks in the last one only
                 output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
@@ -282,9 +284,10 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
                 skipped.append(i)
             else:
                 total = loss if total is None else total + loss
-            if not last:
+            if not last and self.hooks.on_train_batch_end:
+                outputs = outputs_of(output)
                 for hook in self.hooks.on_train_batch_end:
-                    hook(self.run, self.task, output, self.sink.batch, idx)
+                    hook(self.run, self.task, outputs, self.sink.batch, idx)
         return output, self._leave_out(skipped, group, weights, total) if skipped else total
 
     def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
@@ -413,16 +416,16 @@ class Strategy(DataRanks, StepByHand, OwnLoop, FiniteCheck, Inspectable, Rehears
         """Return a batch on this process's device, through the task's or data module's transfer hooks."""
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
-    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> Any:
+    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device.
 
-        `dataloader_idx` is handed on to steps that take it.
+        `dataloader_idx` is handed on to steps that take it; None where there is only one loader.
         """
         step = self._eval_steps.get(name)
         if step is None:
-            step = self._eval_steps[name] = bind_step(getattr(self.task, name), name, self._eval_step, num_arguments=3)
+            step = self._eval_steps[name] = bind_step(self.task, name, self._eval_step)
         with self._context or _NOTHING:
-            return step(batch, idx, dataloader_idx)
+            return step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
 
     # State
 

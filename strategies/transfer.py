@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainwright.callbacks.hook_table import overrides
+from trainwright.core.signatures import arguments_of, bind, own_hook
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import move
 from trainwright.strategies.binding import defines_itself
@@ -30,9 +30,10 @@ def make_transfer(
     """
 
     def find(name: str) -> Any:
-        if overrides(task, name, TaskModule):
-            return getattr(task, name)
-        return getattr(datamodule, name) if datamodule is not None and defines_itself(datamodule, name) else None
+        own = own_hook(task, name, TaskModule)
+        if own is not None or datamodule is None or not defines_itself(datamodule, name):
+            return own
+        return bind(getattr(datamodule, name), name, arguments_of(TaskModule, name))
 
     plain = partial(move, device=device, float_dtype=precision.param_dtype)
     before, transfer, after = (find(name) for name in _HOOKS)

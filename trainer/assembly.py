@@ -7,6 +7,7 @@ from typing import Any
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.trainer.checks import check_callbacks
 
 
 def given_callbacks(callbacks: Any) -> list[Any]:
@@ -59,15 +60,13 @@ def default_callbacks(
 
 
 def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Callback]:
-    """Add what `configure_callbacks` returns; each replaces the Trainer's of the same type."""
+    """Add what `configure_callbacks` returns; each replaces the Trainer's of the same type.
+
+    Raises:
+        ConfigurationError: see `check_callbacks`.
+    """
     own = given_callbacks(task.configure_callbacks())
     types = {type(callback) for callback in own}
-    return [callback for callback in callbacks if type(callback) not in types] + own
-
-
-def without_savers(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks that a fast development run keeps: none that saves or stops early."""
-    from trainwright.callbacks.early_stopping import EarlyStopping
-    from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-
-    return [callback for callback in callbacks if not isinstance(callback, (EarlyStopping, ModelCheckpoint))]
+    found = [callback for callback in callbacks if type(callback) not in types] + own
+    check_callbacks(found)
+    return found

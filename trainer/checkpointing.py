@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -11,9 +12,10 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.optim import Optimizer
 
-from trainwright.checkpoint import Snapshot, read_checkpoint
+from trainwright.checkpoint import Snapshot, clean_stale, read_checkpoint
 from trainwright.checkpoint.layout import PARTS
-from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.manifests import read_manifest
+from trainwright.checkpoint.quiet_thread import leaves_cores
 from trainwright.checkpoint.writer import go_on_from
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.core.rng import rng_state, set_rng_state
@@ -22,13 +24,29 @@ from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
 from trainwright.strategies.processes.process_group import Processes
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.job import left_by_earlier
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
 from trainwright.trainer.saved_entries import Entries
 from trainwright.trainer.shared_hashing import SharedHashing
+from trainwright.trainer.shown_checkpoint import ShownCheckpoint
 
 T = TypeVar("T")
 
 _OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a checkpoint besides their own entries
+
+
+def half_done(run: RunFacts) -> str | None:
+    """Return why the present state is not that of the last completed step, in words; None when it is.
+
+    Within a step it is, as long as no optimizer has begun to step.
+    """
+    if run.at_step_boundary:
+        return None
+    if run.stepping or run.strategy.begun_by_hand or not run.strategy.capabilities.state_rests:
+        return "an optimizer was stepping, so that the weights may be half updated"
+    if run._train_data is not None and run._train_data.loader.stateful:
+        return "its loader, which keeps its own place, had read on for a step that was not completed"
+    return None
 
 
 def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
@@ -78,8 +96,7 @@ def _collect(
     run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
-        "hyper_parameters": dict(task.hparams),
-        **({} if (name := vars(task).get("_hparams_name")) is None else {"hyper_parameters_name": name}),
+        **task.saved_hyperparameters(),
         "task": {key: value for key, value in shown.items() if key not in _OWN_KEYS},
     }
     if not weights_only:
@@ -90,6 +107,11 @@ def _collect(
             "data": _place_in_data(run, by_data_rank),
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            **(
+                {}
+                if (data := run.datamodule) is None
+                else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
+            ),
             "left_out": run.rollback_state(),
             "metrics": [of_rank["metrics"] for of_rank in by_data_rank],
             "seed": run.seed,
@@ -99,6 +121,8 @@ def _collect(
         }
         if strategy.dp_size != run.world_size:  # ranks that work on one batch together draw the same numbers
             trainer["data_ranks"] = list(strategy.data_ranks)
+        if not run.at_step_boundary:
+            trainer["within_step"] = True
     optimizers = [] if weights_only else strategy.optimizer_states()
     if strategy.saves_pieces:
         model, optimizers = strategy.in_pieces((model, optimizers))
@@ -112,7 +136,8 @@ def _collect(
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
         in_pieces=strategy.saves_pieces,
-        overlaps=strategy.capabilities.state_rests,
+        overlaps=strategy.capabilities.state_rests
+        and leaves_cores(strategy.device, strategy.processes.topology.local_world_size),
     )
 
 
@@ -170,40 +195,115 @@ def find_checkpoint(run: RunFacts, request: LoadRequest, stage: Stage) -> Path |
     )
 
 
-def restore(run: RunFacts, path: Path, request: LoadRequest) -> None:
+def open_for(run: RunFacts, stage: Stage, load: LoadRequest) -> Opened | None:
+    """Find the checkpoint that a stage starts from and read it, on every rank; None without one. Collective.
+
+    Raises:
+        FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
+    """
+    if stage == "fit" and run.is_global_zero and not run.rehearsing and run.checkpoint_dir.is_dir():
+        clean_stale(run.checkpoint_dir)  # what a run that was killed while it wrote has left
+    path = run.broadcast(left_by_earlier(run.attempt, run.checkpoint_dir) if run.is_global_zero else None)
+    if path is not None:
+        load = replace(load, ckpt_path=path, weights_only=False)
+    elif load.ckpt_path is not None:
+        path = find_checkpoint(run, load, stage)
+    if path is None:
+        return None
+    if load.resumes(stage):
+        check_fits(run, path)
+    return Opened.at(path, load, full=load.resumes(stage))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that has been read, not yet loaded.
+
+    Attributes:
+        path: what `choose` returned; its files are not hashed again.
+        request: what is to be loaded, and what may be missing.
+        snapshot: its parts; tensors are mapped to the files.
+        shown: what the hooks see, and may change the weights of.
+    """
+
+    path: Path
+    request: LoadRequest
+    snapshot: Snapshot
+    shown: ShownCheckpoint
+
+    @classmethod
+    def at(cls, path: Path, request: LoadRequest, *, full: bool) -> Opened:
+        """Read a checkpoint: all of it (`full`), or what a task needs for its weights.
+
+        Raises:
+            CheckpointError: a part is missing.
+        """
+        if full:
+            parts, allow_missing = PARTS["full"], request.parts_to_miss
+            found = read_checkpoint(path, verify=False, parts=parts, allow_missing=allow_missing, copy_model=False)
+        else:
+            found = read_checkpoint(path, verify=False, parts=WEIGHTS, copy_model=False)
+        if found.model is None:
+            raise CheckpointError(f"{path} holds no weights.")
+        return cls(path, request, found, _shown(path, found))
+
+    def show(self, run: RunFacts) -> None:
+        """Let the task and the callbacks read back what they added, and change weights before they are loaded."""
+        run.fire("on_load_checkpoint", self.shown)
+
+
+def _shown(path: Path, snapshot: Snapshot) -> ShownCheckpoint:
+    trainer = snapshot.trainer
+    read: dict[str, Callable[[], Any]] = {
+        "epoch": lambda: snapshot.state.get("epoch", 0),
+        "global_step": lambda: snapshot.state.get("step", 0),
+        "hyper_parameters": lambda: trainer.get("hyper_parameters", {}),
+    }
+    if snapshot.kind == "full":
+        read |= {
+            "callbacks": lambda: trainer.get("callbacks", {}),
+            "lr_schedulers": lambda: trainer.get("schedulers", []),
+            "optimizer_states": lambda: read_checkpoint(path, verify=False, parts=("optimizer",)).optimizers,
+        }
+    return ShownCheckpoint(trainer.get("task", {}), snapshot.model, read)
+
+
+def restore(run: RunFacts, opened: Opened) -> None:
     """Put a checkpoint's whole state into a prepared run. Every rank reads the same folder; nothing is communicated.
 
-    Args:
-        run: the Trainer.
-        path: what `choose` returned; its files are not hashed again.
-        request: what may be missing.
+    Callbacks get their states before optimizers do. An optimizer whose groups differ from the saved ones is restored
+    after `on_fit_start`, since a callback may make them there.
 
     Raises:
         CheckpointError: a part is missing, or does not fit this task.
     """
-    snapshot = read_checkpoint(
-        path, verify=False, parts=PARTS["full"], allow_missing=request.parts_to_miss, copy_model=False
-    )
+    snapshot, path, request = opened.snapshot, opened.path, opened.request
     saved = Entries(snapshot.trainer, path, request.allow_missing)
-    restore_weights(run, snapshot, path, request)
+    restore_weights(run, opened)
     run.state.load_dict(snapshot.state)
     go_on_from(read_manifest(path).created)
     run.load_metrics(snapshot.metrics)
-    fresh = _restore_optimizers(run, snapshot, path, request)
-    _restore_schedules(run, saved, fresh)
+    saved.restore_callbacks(run)
+    _restore_optimizers_and_schedules(run, opened, saved)
     saved.restore_strategy(run)
     data, seed = saved.take("data", {}), saved.take("seed", None)
     if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
         run.load_data_state(data, seed)
     run.load_rollback_state(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
     run.run_id = saved.take("run_id", "")
-    saved.restore_callbacks(run)
     saved.restore_loggers(run)
     saved.restore_datamodule(run)
     if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
         run.restore_later(partial(_restore_metrics, run, snapshot.trainer.get("metrics", []), path))
     ranks = snapshot.trainer.get("data_ranks")  # only there if they are not all ranks
     states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
+    if snapshot.trainer.get("within_step"):
+        warnings.warn(
+            f"{path} was written after step {run.state.step} when the next one had begun: that one is done anew, and "
+            "what it had drawn from generators, put into buffers and logged by then remains.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
     if len(states) == run.strategy.dp_size:
         run.restore_later(partial(set_rng_state, states[run.strategy.dp_rank], run.strategy.device))
     elif "rng" not in snapshot.missing:
@@ -241,6 +341,22 @@ def _restore_metrics(run: RunFacts, of_ranks: list[dict[str, Any]], path: Path) 
             TrainwrightWarning,
             stacklevel=2,
         )
+
+
+def _restore_optimizers_and_schedules(run: RunFacts, opened: Opened, saved: Entries) -> None:
+    """Restore them now, or once callbacks have made the parameter groups that the checkpoint has (`on_fit_start`)."""
+
+    def load() -> None:
+        fresh = _restore_optimizers(run, opened.snapshot, opened.path, opened.request)
+        _restore_schedules(run, saved, fresh)
+
+    snapshot, own = opened.snapshot, run.optimizers
+    if run.hooks.on_fit_start and len(snapshot.optimizers) == len(own):
+        pairs = zip(snapshot.optimizers, own, strict=True)
+        if any(len(state.get("param_groups", [])) != len(optimizer.param_groups) for state, optimizer in pairs):
+            run.restore_after_fit_start = load
+            return
+    load()
 
 
 def _restore_optimizers(run: RunFacts, snapshot: Snapshot, path: Path, request: LoadRequest) -> list[Optimizer]:
@@ -292,17 +408,9 @@ def _restore_schedules(run: RunFacts, saved: Entries, fresh: list[Optimizer]) ->
                     group["lr"] = rate
 
 
-def restore_weights(run: RunFacts, snapshot: Snapshot, path: Path, request: LoadRequest) -> None:
-    """Load a snapshot's weights, and let the task and the callbacks read back what they added."""
-    if snapshot.model is None:
-        raise CheckpointError(f"{path} holds no weights.")
-    shown: dict[str, Any] = {
-        **snapshot.trainer.get("task", {}),
-        "epoch": snapshot.state.get("epoch", 0),
-        "global_step": snapshot.state.get("step", 0),
-        "state_dict": snapshot.model,
-    }
-    run.fire("on_load_checkpoint", shown)
+def restore_weights(run: RunFacts, opened: Opened) -> None:
+    """Load the weights of a checkpoint that the hooks have seen."""
+    shown, path, request = opened.shown, opened.path, opened.request
     strict = run.task.strict_loading if request.strict is None else request.strict
     missing, left_over = run.strategy.load_model_state(shown["state_dict"], strict=strict)
     # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
@@ -314,16 +422,11 @@ def restore_weights(run: RunFacts, snapshot: Snapshot, path: Path, request: Load
         warnings.warn(f"{path} was loaded in part. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
 
 
-def load_weights(run: RunFacts, path: Path, request: LoadRequest) -> None:
-    """Load the weights alone of what `choose` returned."""
-    restore_weights(run, read_checkpoint(path, verify=False, parts=WEIGHTS, copy_model=False), path, request)
-
-
-def begin_from_weights(run: RunFacts, path: Path, request: LoadRequest) -> None:
+def begin_from_weights(run: RunFacts, opened: Opened) -> None:
     """Load the weights alone, and stand at the start of a new run."""
-    load_weights(run, path, request)
+    restore_weights(run, opened)
     run.state.load_dict(TrainState().to_dict())
-    run.print(f"trainwright: a new run begins at step 0 from the weights of {path}")
+    run.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
 
 
 def check_fits(run: RunFacts, path: Path) -> None:

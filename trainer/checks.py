@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from trainwright.callbacks.callback import Callback
-from trainwright.callbacks.hook_table import check_hook_names, overrides
+from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.callbacks.hook_table import check_hook_names
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.foreign_names import check_owner
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.run import Stage
+from trainwright.core.signatures import check_signatures, overrides
 from trainwright.core.task import TaskModule
+from trainwright.core.urls import is_url
 from trainwright.data import DataModule
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.strategy import Strategy
@@ -20,16 +25,47 @@ _KNOWN_TASK_NAMES = tuple(
 )
 _KNOWN_DATA_NAMES = tuple(name for name in vars(DataModule) if not name.startswith("_"))
 _KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
+_TASK_HOOKS = (
+    *vars(TaskHooks), *_STEPS, "backward", "configure_callbacks", "configure_gradient_clipping", "configure_model",
+    "configure_optimizers", "lr_scheduler_step", "num_items", "num_tokens", "optimizer_step", "optimizer_zero_grad",
+    "shard_units", "tensor_parallel_plan",
+)  # fmt: skip
+# Words in the names of the hooks that a stage calls and others do not.
+_WORDS: dict[str, frozenset[str]] = {
+    "fit": frozenset({"train", "training", "sanity", "fit", "val", "validation"}),
+    "validate": frozenset({"val", "validation"}),
+    "test": frozenset({"test"}),
+    "predict": frozenset({"predict"}),
+}
+_WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
+_ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
 
 
-def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool, on_nonfinite: str | None = None) -> None:
+def check_task(
+    task: Any,
+    stage: Stage,
+    accumulate: int,
+    *,
+    clips: bool,
+    on_nonfinite: str | None = None,
+    counts_tokens: bool = False,
+) -> None:
     """Check that a task can run a stage.
+
+    Args:
+        task: what the user handed over.
+        stage: the stage that is about to begin.
+        accumulate: micro-batches in one optimizer step.
+        clips: gradients are clipped.
+        on_nonfinite: the Trainer's argument.
+        counts_tokens: a length in tokens decides about something.
 
     Raises:
         ConfigurationError: it is no TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
             optimization is combined with what only automatic optimization does.
     """
     if not isinstance(task, TaskModule):
+        check_owner(task)
         raise ConfigurationError(
             f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
             "put the module inside."
@@ -38,6 +74,12 @@ def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool, on_nonf
     if "_modules" not in vars(task):
         raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
     check_hook_names(task, TaskModule, _KNOWN_TASK_NAMES)
+    check_signatures(task, TaskModule, _called_in(stage, _TASK_HOOKS))
+    if counts_tokens and not callable(task.num_tokens):
+        raise ConfigurationError(
+            f"{name}.num_tokens is a {type(task.num_tokens).__name__}, but a length in tokens has the tokens of each "
+            "batch counted. Rename your attribute, and define num_tokens(self, batch)."
+        )
     if stage == "fit":
         if not overrides(task, "training_step", TaskModule):
             raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
@@ -68,17 +110,43 @@ def check_task(task: Any, stage: Stage, *, accumulate: int, clips: bool, on_nonf
             raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
 
 
-def check_datamodule(datamodule: DataModule) -> None:
-    """Check the names of a data module's hooks.
+def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
+    """Return the task that was given under one of its two names; None when it was given under neither.
 
     Raises:
-        ConfigurationError: a hook is misspelt.
+        ConfigurationError: two different ones were given, or none to train.
+    """
+    if task is not None and model is not None and task is not model:
+        raise ConfigurationError(f"{stage}() was given two tasks, as task= and as model=. Pass one of them.")
+    found = model if task is None else task
+    if found is None and stage == "fit":
+        raise ConfigurationError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
+    return found
+
+
+def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
+    """Check the names and arguments of a data module's hooks.
+
+    Raises:
+        ConfigurationError: a hook is misspelt, or cannot be called.
     """
     check_hook_names(datamodule, DataModule, _KNOWN_DATA_NAMES)
+    hooks = [name for name in _KNOWN_DATA_NAMES if callable(vars(DataModule)[name])]
+    check_signatures(datamodule, DataModule, _called_in(stage, hooks))
 
 
-def check_callbacks(callbacks: list[Any]) -> None:
+def _called_in(stage: Stage, hooks: Iterable[str]) -> list[str]:
+    """Return the hooks that a stage may call; methods for another one are the user's own affair."""
+    others = _WORDS_OF_STAGES - _WORDS[stage] | (frozenset() if stage == "fit" else _ONLY_FIT)
+    return [name for name in hooks if not name.startswith("__") and others.isdisjoint(name.split("_"))]
+
+
+def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
     """Check that callbacks are callbacks, that their hooks exist, and that their states can be told apart.
+
+    Args:
+        callbacks: those known so far.
+        stage: the stage that is about to begin, whose hooks must be callable; None: none yet.
 
     Raises:
         ConfigurationError: naming the callback.
@@ -86,11 +154,14 @@ def check_callbacks(callbacks: list[Any]) -> None:
     keys: dict[str, Any] = {}
     for callback in callbacks:
         if not isinstance(callback, Callback):
+            check_owner(callback)
             raise ConfigurationError(
                 f"callbacks holds a {type(callback).__name__}, which is no trainwright.Callback. Pass instances of "
                 "sub-classes of Callback."
             )
         check_hook_names(callback, Callback, _KNOWN_CALLBACK_NAMES)
+        if stage is not None:
+            check_signatures(callback, Callback, _called_in(stage, (*EVENTS, "state_dict", "load_state_dict")))
         key = callback.state_key
         other = keys.get(key)
         if other is not None and (callback.state_dict() or other.state_dict()):
@@ -137,6 +208,19 @@ def check_graphs(loggers: list[Any], strategy: Strategy) -> None:
                 f"{type(logger).__name__}(log_graph=True) runs the task on the main rank alone, and a forward under "
                 f"{name} takes all ranks. Leave log_graph out, or log the graph of a run with devices=1."
             )
+
+
+def check_storage_options(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> None:
+    """Check that options for a storage service come with a URL.
+
+    Raises:
+        ConfigurationError: they come with a path of this machine.
+    """
+    if storage_options is not None and not is_url(filepath):
+        raise ConfigurationError(
+            f"save_checkpoint(storage_options=…) is for a URL, which fsspec opens, and {str(filepath)!r} is a path of "
+            "this machine. Leave storage_options out, or give a URL such as 's3://bucket/name'."
+        )
 
 
 def has_step(task: TaskModule, name: str) -> bool:

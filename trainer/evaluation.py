@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import torch
 
-from trainwright.core.errors import TaskError
+from trainwright.core.tree import map_tensors
 from trainwright.loggers.metric_ranks import Flushed
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.failure import note_batch
 from trainwright.trainer.loaders import EvaluationData
 from trainwright.trainer.replay import replay_batch
 
@@ -52,7 +53,7 @@ def evaluate(
         The metrics of the epoch, and for each loader the outputs of this rank's batches (empty unless `keep`).
         Collective in its last act, the exchange of metrics.
     """
-    name, hooks, metrics = _EVENTS[kind], run.hooks, run.metrics
+    name, metrics = _EVENTS[kind], run.metrics
     data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
@@ -67,15 +68,16 @@ def evaluate(
             run.fire(f"on_{name}_start")
             data, limits = _prepare(run, kind, max_batches)  # a callback may have had the loaders made anew
             run.fire(f"on_{name}_epoch_start")
+            several = len(data.loaders) > 1
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
-                metrics.dataloader_idx = index if len(data.loaders) > 1 else None
+                metrics.dataloader_idx = index if several else None
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
                         raise Abandoned
                     if capabilities.lockstep_evaluation and not loader.has_batch(idx):
-                        replay_batch(run, kind, f"{name}_step", batch, idx, index)
+                        replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx)
                         continue
-                    output = _one_batch(run, kind, name, batch, idx, index, hooks)
+                    output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, keep=keep)
                     if keep:
                         outputs[index].append(output)
                     del output, batch  # or they would live on through the next batch's forward
@@ -103,27 +105,41 @@ def _prepare(run: RunFacts, kind: EvaluationKind, max_batches: int | None) -> tu
     return data, limits
 
 
-def _one_batch(run: RunFacts, kind: str, name: str, batch: Any, idx: int, index: int, hooks: Any) -> Any:
-    metrics, task = run.metrics, run.task
-    batch = run.strategy.to_device(batch, index)
+def _one_batch(
+    run: RunFacts, kind: EvaluationKind, name: str, batch: Any, idx: int, dataloader_idx: int | None, *, keep: bool
+) -> Any:
+    """Run one batch and return what the step returned, without a graph where anybody keeps it.
+
+    Args:
+        dataloader_idx: None with a single loader; hooks and steps are handed it only with several.
+        keep: the caller keeps the output.
+    """
+    metrics, task, hooks = run.metrics, run.task, run.hooks
+    loader = () if dataloader_idx is None else (dataloader_idx,)
+    batch = run.strategy.to_device(batch, dataloader_idx or 0)
     metrics.batch, metrics.in_step = batch, True
     for hook in getattr(hooks, f"on_{name}_batch_start"):
-        hook(run, task, batch, idx, index)
-    output = run.strategy.eval_step(f"{name}_step", batch, idx, index)
-    if kind == "predict" and output is None:
-        raise TaskError(f"{type(task).__name__}.predict_step returned None. Return the prediction.")
-    for hook in getattr(hooks, f"on_{name}_batch_end"):
-        hook(run, task, output, batch, idx, index)
+        hook(run, task, batch, idx, *loader)
+    try:
+        output = run.strategy.eval_step(f"{name}_step", batch, idx, dataloader_idx)
+    except Exception as error:
+        note_batch(run, error, f"{name}_step", batch, idx)
+        raise
+    ends = getattr(hooks, f"on_{name}_batch_end")
+    if ends or keep:  # a step may switch gradients on for itself
+        output = map_tensors(torch.Tensor.detach, output)
+    for hook in ends:
+        hook(run, task, output, batch, idx, *loader)
     metrics.batch, metrics.in_step = None, False
     run.eval_batches_done += 1
     return output
 
 
 def results_by_loader(flushed: Flushed, num_loaders: int) -> list[dict[str, float]]:
-    """Return the metrics as one dict per loader; those of all loaders together are in each."""
-    mark = "/dataloader_idx_"
+    """Return the metrics as one dict per loader, each under one name; those of no loader are in all of them."""
+    shown = {key: float(value) for key, value in flushed.callback.items() if key not in flushed.aliases}
     return [
-        {key: value for key, value in flushed.callback.items() if mark not in key or key.endswith(f"{mark}{index}")}
+        {key: value for key, value in shown.items() if flushed.loaders.get(key, index) == index}
         for index in range(num_loaders)
     ]
 

@@ -63,6 +63,17 @@ class EvaluationRunner(StageRunner):
         self.state.validation_owed = False
         self._validated_at = self.state.step
 
+    def progress(self) -> dict[str, Any]:
+        """Return where training stands, for a checkpoint: with a validation that is due and has not been done."""
+        state, end = self.state, self._group_end
+        owed = state.validation_owed or (
+            end is not None
+            and self._validated_at != state.step
+            and self.has_validation
+            and self.validation.outstanding(state, *end)
+        )
+        return {**state.to_dict(), "validation_owed": owed}
+
     def _run_evaluation(self, *, kind: Literal["validate", "test"], verbose: bool) -> list[dict[str, float]]:
         flushed, outputs = evaluation.evaluate(self, kind)
         results = evaluation.results_by_loader(flushed, len(outputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import warnings
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,12 +15,14 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.errors import TaskError, TrainwrightWarning
+from trainwright.core.errors import TaskError
+from trainwright.core.metric_value import as_values
 from trainwright.core.run import Rehearsal, SchedulerConfig, Stage
-from trainwright.core.state import SkippedData, StepResult, TrainState
+from trainwright.core.state import Group, SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.data import DataModule
+from trainwright.data.workers import Workers
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange, Flushed
@@ -29,6 +31,7 @@ from trainwright.strategies.processes.standing import Position
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.job import Attempt
 from trainwright.trainer.loaders import EvaluationData, Sources, TrainData
+from trainwright.trainer.notices import Notices
 from trainwright.trainer.optimization import ManualOptimizer, Schedules
 from trainwright.trainer.schedule import ValidationSchedule
 
@@ -41,6 +44,9 @@ class RunFacts(ABC):
     Attributes:
         state: where training stands; kept between stages.
         stage: the stage that is running, or None.
+        verb, status: the last stage that was started; how far it has come: `"initializing"`, `"running"`, `"finished"`
+            or `"interrupted"`.
+        ckpt_path: the checkpoint that this stage, or the last one, has loaded; None: none.
         callbacks: this stage's callbacks, the task's own included.
         loggers: the loggers.
         logging: the loggers as one.
@@ -52,6 +58,7 @@ class RunFacts(ABC):
         metrics: takes what tasks and callbacks log.
         exchange: gathers small host objects over ranks; None for one process.
         should_stop: set it to True to end `fit` after the present step.
+        stop_reason: why `request_stop` was called last in this stage, or None.
         interrupted: Ctrl-C ended the last stage.
         trains: this stage, or the last one, is a `fit`, so that there are optimizers and progress to save.
         resumed: this fit continues a checkpoint.
@@ -59,7 +66,9 @@ class RunFacts(ABC):
         sanity_checking: the validation that runs is the one before training.
         last_result: loss and gradient norm of the last optimizer step (see `last_step`).
         quiet_groups: so many groups of micro-batches need no look at what is due; 0 makes the next one look.
-        at_step_boundary: no optimizer step is half done.
+        at_step_boundary: no training step is half done.
+        stepping: optimizers step just now, or what they did is being counted.
+        workers: the loader workers of this stage.
         attempt: which attempt of a launcher at its job this fit belongs to.
         evaluating: `"validate"`, `"test"` or `"predict"` while one runs, else None.
         eval_batches_done: evaluation batches completed in this stage, by this rank.
@@ -74,6 +83,9 @@ class RunFacts(ABC):
 
     state: TrainState
     stage: Stage | None
+    verb: Stage | None
+    status: str
+    ckpt_path: str | None
     callbacks: list[Callback]
     loggers: list[Any]
     logging: LoggerGroup | None
@@ -86,6 +98,7 @@ class RunFacts(ABC):
     metrics: MetricBuffer
     exchange: Exchange | None
     should_stop: bool
+    stop_reason: str | None
     interrupted: bool
     trains: bool
     resumed: bool
@@ -93,6 +106,7 @@ class RunFacts(ABC):
     last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None
     quiet_groups: int
     at_step_boundary: bool
+    stepping: bool
     attempt: Attempt
     eval_batches_done: int
     num_eval_batches: list[int | float]
@@ -101,7 +115,7 @@ class RunFacts(ABC):
     seed: int | None
     skipped_batches: list[SkippedData]
     on_nonfinite: Policy | None
-    _warned_of_loss: bool
+    notices: Notices
     count_tokens: bool
     rehearsing: bool = False
     default_root_dir: Path
@@ -118,11 +132,15 @@ class RunFacts(ABC):
     _progress_bar_metrics: dict[str, float]
     _eval_data: dict[str, EvaluationData]
     _to_restore: list[Callable[[], None]]
+    restore_after_fit_start: Callable[[], None] | None  # optimizers whose groups callbacks make in `on_fit_start`
     safe_point: Any
+    workers: Workers
+    _is_set_up: bool
     clip: GradientClip | None
     _sources: Sources
     _train_data: TrainData | None
     _validation: ValidationSchedule | None
+    _group: Group | None  # the one that is being trained on
     _group_end: tuple[int, bool] | None  # of the group that was counted last: its length, and whether it is the last
 
     @abstractmethod
@@ -201,16 +219,6 @@ class RunFacts(ABC):
     def last_step(self) -> StepResult | None:
         """What the last optimizer step gave; None before the first."""
         return None if self.last_result is None else StepResult(*self.last_result)
-
-    @property
-    def lightning_module(self) -> TaskModule:
-        """The task, by the name that people who come from Lightning know."""
-        return self.task
-
-    @property
-    def logger(self) -> Any | None:
-        """The first logger, or None."""
-        return self.loggers[0] if self.loggers else None
 
     @property
     def log_dir(self) -> Path | None:
@@ -300,13 +308,15 @@ class RunFacts(ABC):
 
     @property
     def callback_metrics(self) -> Mapping[str, float]:
-        """The latest value of every logged metric, as of the last flush."""
+        """The latest value of every logged metric; see `Run.callback_metrics`."""
+        if not self.sanity_checking and sys.exc_info()[0] is None:  # whatever failed, the device may have
+            self.show_metrics(self.metrics.peek_new())
         return self._callback_metrics
 
     @property
     def logged_metrics(self) -> Mapping[str, float]:
         """The latest value of every metric that went to the loggers."""
-        return self._logged_metrics
+        return as_values(self._logged_metrics)
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
@@ -365,6 +375,10 @@ class RunFacts(ABC):
         if self.logging is not None:
             self.logging.log_metrics({**metrics, "epoch": self.state.epoch}, max(self.state.step - 1, 0))
 
+    def show_now(self, metrics: Mapping[str, float]) -> None:
+        """Put host-side numbers into `callback_metrics`."""
+        self._callback_metrics.update(as_values(metrics))
+
     def show_metrics(self, flushed: Flushed) -> None:
         """Show metrics to callbacks and the progress bar."""
         self._callback_metrics.update(flushed.callback)
@@ -372,33 +386,17 @@ class RunFacts(ABC):
 
     def load_metrics(self, metrics: Mapping[str, float]) -> None:
         """Show callbacks and schedules what they saw when a checkpoint was written."""
-        self._callback_metrics = dict(metrics)
+        self._callback_metrics = as_values(metrics)
 
     def take_metrics(self, flushed: Flushed, kind: str) -> None:
         """Take metrics that were read from the device: show them to callbacks, hand them to the loggers."""
         if self.sanity_checking:
             return
         if kind == "train" and self.on_nonfinite is None:
-            self._warn_of_loss(flushed)
+            self.notices.bad_loss(flushed.callback, self.state.step, manual=not self.task.automatic_optimization)
         self.show_metrics(flushed)
         if flushed.logged and kind != "predict":
             self.log_now(flushed.logged)
-
-    def _warn_of_loss(self, flushed: Flushed) -> None:
-        """Say once that a training loss is not finite, though nobody asked for a look at each step."""
-        bad = [name for name, value in flushed.callback.items() if "loss" in name.lower() and not math.isfinite(value)]
-        if bad and self.is_global_zero and not self._warned_of_loss:
-            self._warned_of_loss = True
-            how = (
-                "Trainer(on_nonfinite='raise'), 'skip' or 'rollback' looks before each optimizer step"
-                if self.task.automatic_optimization
-                else "a task that optimizes by hand has to look before its optimizers step"
-            )
-            warnings.warn(
-                f"{bad[0]} is {flushed.callback[bad[0]]} at step {self.state.step}; the weights may be spoilt: {how}.",
-                TrainwrightWarning,
-                stacklevel=2,
-            )
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
@@ -447,15 +445,15 @@ class RunFacts(ABC):
         named = getattr(saver, "local_dirpath", None) or getattr(saver, "dirpath", None)
         return Path(named) if named else self.default_root_dir / "checkpoints"
 
-    def print(self, *values: Any) -> None:
-        """Print on the main process only, without breaking the progress bar."""
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
         if bar is not None:
-            bar.print(*values)
+            bar.print(*values, **options)
         else:
-            print(*values)  # noqa: T201  # this is what the method is for
+            print(*values, **options)  # noqa: T201  # this is what the method is for
 
     # Optimization by hand
 

@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.checkpoint import find_checkpoints, read_checkpoint, verify
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.checkpoint import check_checkpoint, find_checkpoints, read_checkpoint
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.process import job
 from trainwright.strategies.processes.process_group import Processes
 
@@ -49,10 +49,13 @@ def left_by_earlier(attempt: Attempt, folder: Path) -> Path | None:
         return None
     found = [item for item in find_checkpoints(folder) if item.manifest.kind == "full"]
     for item in sorted(found, key=lambda item: item.manifest.created, reverse=True):
-        if problems := verify(item.path):
-            text = f"passing over the damaged checkpoint {item.path}: {'; '.join(problems)}"
+        try:
+            check_checkpoint(item.path)
+            trainer = read_checkpoint(item.path, verify=False, parts=("trainer",)).trainer
+        except CheckpointError as error:
+            text = f"passing over the damaged checkpoint {item.path}: {error}"
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
             continue
-        if read_checkpoint(item.path, verify=False, parts=("trainer",)).trainer.get("job") == attempt.key:
+        if trainer.get("job") == attempt.key:
             return item.path
     return None

@@ -162,8 +162,7 @@ class JointSaves:
     def _do(self, writer: AsyncWriter | None, target: Target, write: Callable[..., None]) -> None:
         then = target.then if self._run.is_global_zero else None
         if writer is not None:
-            # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
-            writer.start(target.path, partial(write, threads=False), then=then)
+            writer.start(target.path, write, then=then)
             return
         write()
         if then is not None:

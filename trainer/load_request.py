@@ -5,23 +5,37 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import get_args
+from typing import Any, Literal, get_args
 
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_manifest, whole_checkpoint
 from trainwright.checkpoint.hashing import HashFiles
 from trainwright.checkpoint.layout import PARTS, Kind
-from trainwright.checkpoint.reader import OnDamaged
+from trainwright.checkpoint.newest import OnDamaged
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.run import Stage
 from trainwright.core.urls import is_url
 from trainwright.trainer import remote_saves
 from trainwright.trainer.facts import RunFacts
+from trainwright.trainer.saved_best import rank_saved
 
 WEIGHTS = ("trainer", "model")  # the parts that hold weights, and what tasks and callbacks saved beside them
 # What a resumed run may be told to go on without: parts of a checkpoint, and entries of its trainer part.
 PARTS_TO_MISS = ("optimizer", "rng")
 ENTRIES_TO_MISS = ("schedulers", "scaler", "callbacks", "loggers", "datamodule")
+
+
+class Default(Enum):
+    """The value of a `ckpt_path` that was not given, for the verbs in which None says something."""
+
+    BEST = "the best checkpoint, where there is one and no task is given"
+
+    def __repr__(self) -> str:
+        return "Default.BEST"
+
+
+CkptPath = str | Path | None | Literal[Default.BEST]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,7 @@ class LoadRequest:
         allow_missing: what a resume may go on without.
         strict: whether weights that are missing or left over are an error; None: the task's `strict_loading`.
         weights_only: begin a new run from the weights instead of resuming.
+        implied: nobody named the checkpoint: without one the present weights are used, and a line says which are.
     """
 
     ckpt_path: str | Path | None = None
@@ -41,6 +56,14 @@ class LoadRequest:
     allow_missing: tuple[str, ...] = ()
     strict: bool | None = None
     weights_only: bool = False
+    implied: bool = False
+
+    @classmethod
+    def for_evaluation(cls, ckpt_path: CkptPath, *, task_given: bool) -> LoadRequest:
+        """Return the request that `validate`, `test` and `predict` make: without a task the best checkpoint."""
+        if ckpt_path is not Default.BEST:
+            return cls(ckpt_path)
+        return cls(None) if task_given else cls("best", on_damaged="fall_back", implied=True)
 
     @classmethod
     def checked(
@@ -65,7 +88,7 @@ class LoadRequest:
             if name in WEIGHTS:
                 raise ConfigurationError(
                     f"allow_missing={list(names)!r}: nothing can be resumed without the part {name!r}. To begin a new "
-                    "run from a checkpoint's weights, pass weights_only=True."
+                    "run from a checkpoint's weights, pass load_weights_only=True."
                 )
             if name not in known:
                 raise ConfigurationError(
@@ -114,7 +137,7 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFi
 
     Raises:
         FileNotFoundError: there is none.
-        ConfigurationError: `"best"` without a ModelCheckpoint that has one.
+        ConfigurationError: `"best"`, and neither this Trainer nor an earlier run in its folder has one.
         CheckpointError: it is damaged, lacks a part, or holds weights only and is to be resumed.
     """
     if request.ckpt_path is None:
@@ -142,7 +165,16 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFi
             )
         return found
     if place == "best":
-        return _best(run, request, stage, hash_files)
+        if request.implied and monitored_saver(run) is None:
+            return None
+        path = _best(run, request, stage, hash_files)
+        if request.implied:
+            saver = monitored_saver(run)
+            run.print(
+                f"trainwright: {stage} uses the best weights by {getattr(saver, 'monitor', None)!r}, {path}. Pass "
+                "ckpt_path=None for those that the task has now."
+            )
+        return path
     path = whole_checkpoint(
         Path(str(place)).expanduser(),
         kind=kind,
@@ -155,16 +187,29 @@ def choose(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFi
     return path
 
 
+def monitored_saver(run: RunFacts) -> Any | None:
+    """Return the first callback that has kept a best checkpoint by a metric, or None."""
+    savers = (callback for callback in run.callbacks if getattr(callback, "monitor", None) is not None)
+    return next((saver for saver in savers if getattr(saver, "best_model_path", "")), None)
+
+
 def _best(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> Path:
-    """Return the best checkpoint of this Trainer's ModelCheckpoint, or the best one that is whole if asked for."""
-    saver = run.checkpoint_callback
+    """Return the best checkpoint, or the best one that is whole if asked for.
+
+    It is that of this Trainer's ModelCheckpoint. A Trainer that has not trained takes it from the index of the run
+    whose checkpoints are in the same folder.
+    """
+    saver = monitored_saver(run) or run.checkpoint_callback
     best = getattr(saver, "best_model_path", "")
-    if not best:
+    if best:
+        scores: dict[str, float] = getattr(saver, "best_k_models", {})
+        ranked = sorted(scores, key=scores.__getitem__, reverse=getattr(saver, "mode", "min") == "max")
+    elif run.state.step:
         raise ConfigurationError(
             f"{stage}(ckpt_path='best'): no ModelCheckpoint of this Trainer has a best checkpoint yet. Pass a path."
         )
-    scores: dict[str, float] = getattr(saver, "best_k_models", {})
-    ranked = sorted(scores, key=scores.__getitem__, reverse=getattr(saver, "mode", "min") == "max")
+    else:
+        best, *ranked = rank_saved(run)
     flaws: list[str] = []
     for name in dict.fromkeys([best, *ranked]):
         try:
@@ -187,6 +232,6 @@ def _best(run: RunFacts, request: LoadRequest, stage: Stage, hash_files: HashFil
 def _check_kind(request: LoadRequest, stage: Stage, path: Path) -> None:
     if request.resumes(stage) and read_manifest(path).kind == "weights":
         raise CheckpointError(
-            f"{path} holds weights only, so that a run cannot be resumed from it. Pass weights_only=True to begin a "
-            "new run from its weights, or resume from a full checkpoint."
+            f"{path} holds weights only, so that a run cannot be resumed from it. Pass load_weights_only=True to "
+            "begin a new run from its weights, or resume from a full checkpoint."
         )

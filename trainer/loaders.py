@@ -7,14 +7,18 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.foreign_names import check_owner
 from trainwright.core.hooks import TaskHooks
+from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule, iterate_groups, prepare_loader, resolve_limit
+from trainwright.data.combined import leaves_of
 from trainwright.data.loader import holds_loaders
 from trainwright.data.prepared import PreparedLoader
+from trainwright.data.workers import Workers
+from trainwright.strategies.strategy import Strategy
 
 _METHODS = {
     "train": "train_dataloader",
@@ -53,10 +57,13 @@ class Sources:
         for name, loader in list(given.items()):
             if isinstance(loader, DataModule):
                 datamodule = given.pop(name) if datamodule is None else datamodule
+        for loader in given.values():
+            check_owner(loader)
         if datamodule is not None:
             if given:
                 raise ConfigurationError(f"{stage}() was given a data module and loaders. Give it one or the other.")
             if not isinstance(datamodule, DataModule):
+                check_owner(datamodule)
                 raise ConfigurationError(
                     f"datamodule={type(datamodule).__name__} is no trainwright.DataModule. Sub-class DataModule."
                 )
@@ -103,7 +110,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What preparing a loader needs to know of the run: `dp_rank` of `dp_size`, the seed, and how ranks agree."""
+    """What preparing a loader needs to know of the run: `dp_rank` of `dp_size`, the seed, how ranks agree, workers."""
 
     dp_rank: int
     dp_size: int
@@ -113,7 +120,22 @@ class Ranks:
     agree: Callable[[list[int]], list[list[int]]] | None
     lockstep_evaluation: bool = False
     per_sample_rng: bool = False
-    outlives_signals: bool = True
+    workers: Workers | None = None
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], strategy: Strategy, seed: int, workers: Workers) -> Ranks:
+        """Return it for this rank of a run: `arguments` are the Trainer's, `strategy` knows the other ranks."""
+        return cls(
+            dp_rank=strategy.dp_rank,
+            dp_size=strategy.dp_size,
+            seed=seed,
+            use_distributed_sampler=arguments["use_distributed_sampler"],
+            uneven=arguments["uneven_batches"],
+            agree=strategy.gather_integers_by_data_rank,
+            lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
+            per_sample_rng=arguments["per_sample_rng"],
+            workers=workers,
+        )
 
     def prepare(self, loader: Any, stage: Any, shuffle: bool | None = None) -> PreparedLoader:
         """Prepare one loader for this rank."""
@@ -129,7 +151,7 @@ class Ranks:
             lockstep=None if stage == "train" else self.lockstep_evaluation,
             shuffle=shuffle,
             per_sample_rng=self.per_sample_rng,
-            outlives_signals=self.outlives_signals,
+            workers=self.workers,
         )
 
 
@@ -141,11 +163,17 @@ class TrainData:
         ranks: see `Ranks`.
         limit: `limit_train_batches`.
         overfit: only so much of the data, in its own order (`overfit_batches`); 0: all.
+
+    Attributes:
+        given: the loader as the user made it.
     """
 
     def __init__(self, loader: Any, ranks: Ranks, *, limit: int | float | None, overfit: int | float) -> None:
+        self.given = loader
         if isinstance(loader, (list, tuple, dict)) and holds_loaders(loader):
             loader = CombinedLoader(loader, mode="max_size_cycle")
+        if overfit and ranks.dp_rank == 0:
+            _warn_of_shuffling(loader, overfit)
         self.loader = ranks.prepare(loader, "train", shuffle=False if overfit else None)
         self._limit, self._name = (overfit, "overfit_batches") if overfit else (limit, _LIMITS["train"])
         self.num_batches: int | None = None
@@ -167,10 +195,12 @@ class TrainData:
         facts = self.loader.facts()
         return {**place, "order": facts} if facts else place
 
-    def close(self, *, keep_state: bool) -> None:
-        """End the loader's workers; with `keep_state`, `loader.state_dict` still says where it stood."""
-        if keep_state:
-            self.loader.freeze_state()
+    def keep_state(self) -> None:
+        """Have `loader.state_dict` say where it stands also after `close`."""
+        self.loader.freeze_state()
+
+    def close(self) -> None:
+        """End the loader's workers."""
         self.loader.close()
 
     def check_resume(self, place: Mapping[str, Any], num_ranks: int) -> None:
@@ -232,9 +262,13 @@ class EvaluationData:
         kind: `"validate"`, `"test"` or `"predict"`.
         ranks: see `Ranks`.
         limit: the stage's `limit_*_batches`, for each loader separately.
+
+    Attributes:
+        given: the loaders as the user made them.
     """
 
     def __init__(self, loaders: Any, kind: str, ranks: Ranks, *, limit: int | float | None) -> None:
+        self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
         several = isinstance(loaders, (list, tuple, dict)) and holds_loaders(loaders)
@@ -255,6 +289,17 @@ class EvaluationData:
     def num_batches(self) -> list[int | float]:
         """Batches of each loader on one rank; infinite when unknown."""
         return [float("inf") if limit is None else limit for limit in self.limits]
+
+
+def _warn_of_shuffling(loader: Any, overfit: int | float) -> None:
+    leaves = leaves_of(getattr(loader, "iterables", loader))
+    if any("RandomSampler" in type(getattr(leaf, "sampler", None)).__name__ for leaf in leaves):
+        warnings.warn(
+            f"overfit_batches={overfit!r} reads the same batches in every epoch: the training loader's shuffle=True is "
+            "switched off. Leave shuffle out to silence this.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
 
 
 def _listed(facts: Mapping[str, Any]) -> str:

@@ -61,7 +61,8 @@ class GuardedStep:
         """Run a group. Collective.
 
         Raises:
-            NonFiniteError: `on_nonfinite="raise"`, or it cannot be gone back (again); on every rank.
+            NonFiniteError: `on_nonfinite="raise"`, or it cannot be gone back (again), or `max_skipped` groups were
+                skipped one after the other; on every rank.
             RollBack: the run is to go back to a checkpoint; on every rank.
         """
         if self._ahead and self._is_left_out(group):
@@ -73,8 +74,10 @@ class GuardedStep:
         self._buffers.refresh()
         loss = strategy.forward_backward(group)
         if loss is None or strategy.is_finite(loss):
+            self._run.skipped_in_a_row = 0
             return loss
         self._decide(group, loss)
+        group.last_output = {}
         return None
 
     def _is_left_out(self, group: Group) -> bool:
@@ -90,12 +93,20 @@ class GuardedStep:
         if run.on_nonfinite == "raise":
             self._log(group)
             raise self._error(found, "No weight has been changed")
+        if run.max_skipped is not None and run.skipped_in_a_row >= run.max_skipped:
+            self._log(group)
+            raise self._error(
+                found,
+                f"{run.skipped_in_a_row} groups before it were skipped one after the other, and max_skipped="
+                f"{run.max_skipped}: nothing is learned any more",
+            )
         skipped = self._record(found, group)
         path = None
         if run.on_nonfinite == "rollback":
             self._check_may_go_back(found, group)
             path = run.find_checkpoint(run.state.step)
         run.skipped_batches.append(skipped)
+        run.skipped_in_a_row += 1
         run.strategy.drop_group()
         if path is not None:
             raise RollBack(Wish(path, found.text, leaves_out=False))
@@ -160,7 +171,11 @@ class GuardedStep:
         error = NonFiniteError(
             f"{found.text}. {why}. Look at these samples and at the operations behind the loss "
             "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or go on "
-            "without such groups: Trainer(on_nonfinite='skip')."
+            + (
+                "without such groups: Trainer(on_nonfinite='skip')."
+                if self._run.on_nonfinite != "skip"
+                else "for longer: Trainer(max_skipped=None)."
+            )
         )
         error.step, error.epoch, error.ranks, error.source = found.step, found.epoch, found.ranks, found.source
         error.parameters, error.sample_ids = found.names, found.sample_ids

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.task import TaskModule
 
@@ -144,6 +145,22 @@ def _unknown_form(returned: Any, origin: str) -> ConfigurationError:
     )
 
 
+def warn_of_joint_steps(task: TaskModule, num_optimizers: int) -> None:
+    """Warn once of several optimizers on one loss, unless the task itself says `automatic_optimization = True`."""
+    own = [task, *(cls for cls in type(task).__mro__ if cls is not TaskModule)]
+    said = any("automatic_optimization" in vars(owner) for owner in own)
+    if num_optimizers > 1 and not said and "_said_joint" not in vars(task):
+        object.__setattr__(task, "_said_joint", True)
+        warnings.warn(
+            f"{type(task).__name__}.configure_optimizers returned {num_optimizers} optimizers: automatic optimization "
+            "steps all of them on the one loss that training_step returns. If each has a loss of its own (a GAN), set "
+            "self.automatic_optimization = False in __init__ and step them in training_step; if that is meant, set it "
+            "to True.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
 class Schedules:
     """Steps learning-rate schedules: each once per unit it declares, whatever the world size or accumulation.
 
@@ -185,7 +202,15 @@ class Schedules:
         if config.paused:
             return
         if config.monitor is None:
-            self._task.lr_scheduler_step(config.scheduler, None)
+            try:
+                self._task.lr_scheduler_step(config.scheduler, None)
+            except ValueError as error:  # OneCycleLR counts its own steps
+                if "total steps is" not in str(error):
+                    raise
+                raise ConfigurationError(
+                    f"{type(config.scheduler).__name__} is shorter than the run: {error}. Give it the run's length: "
+                    "total_steps=self.trainer.estimated_stepping_batches with interval='step'."
+                ) from error
         elif config.monitor in metrics:
             self._task.lr_scheduler_step(config.scheduler, metrics[config.monitor])
         else:
@@ -210,23 +235,66 @@ class Schedules:
 
 
 class ManualOptimizer:
-    """An optimizer as a task that optimizes by hand sees it: `step` goes through the strategy.
+    """An optimizer as a task that optimizes manually sees it: `step` goes through the strategy.
 
-    Everything else (`param_groups`, `zero_grad`, `state_dict`, …) is the optimizer's own.
+    Everything else (`param_groups`, `zero_grad`, `state_dict`, …) is the optimizer's own, whose class it also has for
+    `isinstance`.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: Any) -> None:
-        self._optimizer = optimizer
-        self._strategy = strategy
+        vars(self).update(_optimizer=optimizer, _strategy=strategy)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._optimizer)
+
+    @__class__.setter
+    def __class__(self, value: Any) -> None:
+        raise AttributeError("the class of a wrapped optimizer is the optimizer's")
 
     @property
     def optimizer(self) -> Optimizer:
         """The torch optimizer itself."""
-        return self._optimizer
+        found: Optimizer = self._optimizer
+        return found
 
-    def step(self, closure: Any = None) -> Any:
-        """Unscale, tell the listeners, step."""
-        return self._strategy.manual_step(self._optimizer, closure)
+    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+        """Unscale the gradients, call the hooks and step.
+
+        Args:
+            closure: computes the loss and runs `manual_backward`; hooks are called after it.
+            **own: further arguments of the optimizer's `step`.
+
+        Returns:
+            The closure's loss, or what the optimizer's `step` returns.
+
+        Raises:
+            TaskError: `closure` is not callable.
+        """
+        if closure is not None and not callable(closure):
+            raise TaskError(
+                f"step(closure={type(closure).__name__}): the closure must be a function that returns the loss."
+            )
+        return self._strategy.manual_step(self._optimizer, closure, **own)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Let only this optimizer's parameters require gradients in a `with` block.
+
+        Args:
+            sync_grad: False keeps the gradients of its backward passes on this rank, see `TaskModule.no_sync`.
+        """
+        with self._strategy.task.toggled_optimizer(self), nullcontext() if sync_grad else self._strategy.no_sync():
+            yield
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+        return getattr(vars(self)["_optimizer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "step":  # wrapped by somebody, such as a schedule; the optimizer's own must not call back here
+            vars(self)[name] = value
+        else:
+            setattr(self._optimizer, name, value)
+
+    def __repr__(self) -> str:
+        return repr(self._optimizer)

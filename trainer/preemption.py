@@ -6,12 +6,14 @@ then broken off), write a checkpoint if there is time, and leave together with e
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,6 +30,106 @@ CHECKPOINT_NAME = "preempted"  # one folder a run, replaced each time, so that t
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 _ROUNDS = 1000  # of an evaluation, between two exchanges at most
 _MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
+
+
+class _Handler:
+    """A handler of this module; in a process that was forked it does what the system would do.
+
+    Whoever forks ends the new process with SIGTERM, as multiprocessing does, and waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self.handle(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Act on it in the process that has set this handler."""
+
+
+class _Requeue(_Handler):
+    """Act on SIGUSR1, Slurm's warning, outside of a fit: nothing has to be saved, so that the process ends at once."""
+
+    def __init__(self, is_main: bool, requeue: bool) -> None:
+        super().__init__()
+        self._requeues = is_main and requeue
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Have Slurm run the job again, and raise `Preempted` wherever the process is."""
+        if _Leaving.begun:
+            return
+        name = signal.Signals(number).name
+        done = _requeue() if self._requeues else ""
+        os.write(2, f"trainwright: {name} came outside of a fit; the process ends.{done}\n".encode())
+        raise Preempted(name)
+
+
+class _Leaving(_Handler):
+    """Keep further signals from ending a process that leaves already: its exit code is 143.
+
+    Args:
+        deadline: until when; a process that has gone on instead is ended as before.
+        before: the handlers that were set before the fit.
+    """
+
+    begun = False
+
+    def __init__(self, deadline: float, before: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._deadline, self._before = deadline, before
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Ignore it, or pass it on to the handler of before."""
+        if time.monotonic() >= self._deadline:
+            _Leaving.begun = False
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+@atexit.register
+def _leave_quietly() -> None:
+    """Keep the code of a process that leaves until its end: Python puts the system's handlers back before that."""
+    if _Leaving.begun:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def listen(*, is_main: bool, requeue: bool) -> None:
+    """Act on SIGUSR1 from now on, also before a fit and after it, unless a handler of the user's own is set.
+
+    Args:
+        is_main: this is the process of rank 0.
+        requeue: it has Slurm run the job again.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return
+    before = signal.getsignal(signal.SIGUSR1)
+    if before is signal.SIG_DFL or isinstance(before, _Requeue):
+        signal.signal(signal.SIGUSR1, _Requeue(is_main, requeue))
+
+
+def _is_users(handler: Any) -> bool:
+    return callable(handler) and not isinstance(handler, _Handler)
+
+
+class _Note(_Handler):
+    """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well."""
+
+    def __init__(self, preemption: Preemption, run: RunFacts, before: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._preemption, self._run, self._before = preemption, run, before
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note it."""
+        self._preemption.take(number)
+        self._run.quiet_groups = 0  # the loop looks after the present step
+        if _is_users(self._before[number]):
+            self._before[number](number, frame)
 
 
 class Preemption:
@@ -60,24 +162,28 @@ class Preemption:
             yield
             return
         before: dict[int, Any] = {}
-
-        def note(number: int, frame: FrameType | None) -> None:
-            if not self.signal:
-                self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
-            run.quiet_groups = 0  # the loop looks after the present step
-            if callable(before[number]):
-                before[number](number, frame)
-
+        note = _Note(self, run, before)
+        _Leaving.begun = False
         for number in _SIGNALS:
             before[number] = signal.getsignal(number)
             signal.signal(number, note)
         try:
             yield
         finally:
+            _Leaving.begun = self.agreed
+            leaving = _Leaving(self._deadline, before)
             for number, handler in before.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if self.signal and not self.agreed and not callable(before[self.signal]):
+                if self.agreed and not _is_users(handler):
+                    signal.signal(number, leaving)
+                else:
+                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self.signal and not self.agreed and not _is_users(before[self.signal]):
             signal.raise_signal(self.signal)
+
+    def take(self, number: int) -> None:
+        """Take a signal that has come to this process; the first one counts."""
+        if not self.signal:
+            self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
 
     def remaining_s(self) -> float:
         """Return the seconds until the process is ended from outside."""

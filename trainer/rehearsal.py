@@ -16,7 +16,8 @@ from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run, SaveRequest, Trial
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.data.combined import leaves_of
-from trainwright.loggers.metric_buffer import MetricBuffer, without_ranks
+from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.loggers.metric_values import without_ranks
 from trainwright.trainer import evaluation
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.rewind import Rewind
@@ -298,7 +299,7 @@ class _NoSaves:
     def finish(self) -> None:
         """Do nothing."""
 
-    def save_now(self, path: Any, *, weights_only: bool) -> None:
+    def save_now(self, path: Any, *, weights_only: bool, storage_options: Any = None) -> None:
         """Write nothing."""
 
     def emergency_save(self, request: SaveRequest) -> None:

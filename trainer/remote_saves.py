@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from trainwright.checkpoint import newest_valid, read_manifest
 from trainwright.checkpoint.layout import Kind
@@ -63,9 +65,9 @@ def twin(run: RunFacts, url: str) -> Path:
     return local_folder(run.default_root_dir.absolute() / "checkpoints", _parent(url)) / last_part(url)
 
 
-def upload_to(run: RunFacts, path: Path, url: str) -> None:
+def upload_to(run: RunFacts, path: Path, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Upload the checkpoint `path` to `url`, which ends with its name; an own one of that name is replaced."""
-    RemoteIndex(_parent(url), run=run.run_id).upload(path, replace=True)
+    RemoteIndex(_parent(url), run=run.run_id, storage_options=storage_options).upload(path, replace=True)
 
 
 def _parent(url: str) -> str:

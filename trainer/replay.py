@@ -13,7 +13,12 @@ from trainwright.trainer.facts import RunFacts
 
 
 def replay_batch(
-    run: RunFacts, kind: Literal["validate", "test", "predict"], step: str, batch: Any, idx: int, dataloader_idx: int
+    run: RunFacts,
+    kind: Literal["validate", "test", "predict"],
+    step: str,
+    batch: Any,
+    idx: int,
+    dataloader_idx: int | None,
 ) -> None:
     """Run an evaluation step for what it communicates only: nothing is logged, kept or told to anybody.
 
@@ -25,16 +30,16 @@ def replay_batch(
         step: the task's method.
         batch: some batch, on the host.
         idx: its round.
-        dataloader_idx: its loader's index.
+        dataloader_idx: its loader's index; None with a single loader.
     """
     task, device = run.task, run.strategy.device
     unread = MetricBuffer()
-    unread.begin(kind, num_dataloaders=dataloader_idx + 1)
+    unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
     before = map_tensors(torch.clone, objects_state(task))
     sink, task._sink = task._sink, unread
     try:
-        unread.batch = run.strategy.to_device(batch, dataloader_idx)
+        unread.batch = run.strategy.to_device(batch, dataloader_idx or 0)
         run.strategy.eval_step(step, unread.batch, idx, dataloader_idx)
     finally:
         task._sink = sink

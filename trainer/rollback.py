@@ -10,14 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint import RunIndex, read_manifest, verify
-from trainwright.core.errors import RollbackError, TrainwrightWarning
-from trainwright.core.run import Stage
+from trainwright.checkpoint import RunIndex, check_checkpoint, read_manifest
+from trainwright.core.errors import CheckpointError, RollbackError, TrainwrightWarning
 from trainwright.core.state import SkippedData
 from trainwright.trainer import checkpointing
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.load_request import LoadRequest
 from trainwright.trainer.loaders import TrainData
+from trainwright.trainer.logger_start import start_loggers
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.settings import Settings
 
@@ -58,10 +58,14 @@ class Rollbacks(RunFacts):
     Attributes:
         max_rollbacks: it may go back so many times.
         num_rollbacks: it has gone back so many times.
+        max_skipped: so many groups may be skipped one after the other; None: any number.
+        skipped_in_a_row: so many have been since the last one that was not.
     """
 
     settings: Settings
     max_rollbacks: int
+    max_skipped: int | None
+    skipped_in_a_row: int
     safe_point: SafePoint
     _train_data: TrainData | None
     _position: dict[str, Any] | None
@@ -71,31 +75,35 @@ class Rollbacks(RunFacts):
     _origin: Path | None  # the checkpoint that this fit was resumed from
 
     @abstractmethod
-    def _start_loggers(self, stage: Stage) -> None: ...
-
-    @abstractmethod
     def _begin_fit(self) -> None: ...
 
     @abstractmethod
     def at_safe_point(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
 
-    def _forget_rollbacks(self, max_rollbacks: int) -> None:
-        self.max_rollbacks = max_rollbacks
+    def _forget_rollbacks(self, max_rollbacks: int, max_skipped: int | None) -> None:
+        self.max_rollbacks, self.max_skipped = max_rollbacks, max_skipped
+        self.skipped_in_a_row = 0
         self.num_rollbacks = 0
         self.skipped_batches: list[SkippedData] = []
         self._abandoned = set()
 
-    def enter_checkpoint(self, path: Path, load: LoadRequest) -> None:
+    def enter_checkpoint(self, opened: checkpointing.Opened) -> None:
         """Put a full checkpoint into the prepared run, so that the next epoch goes on from it.
 
         Every rank must call it; nothing is communicated.
         """
-        checkpointing.restore(self, path, load)
+        checkpointing.restore(self, opened)
         if self.state.epoch_done:
             self.state.begin_next_epoch()
             if self._position is not None:
                 self._position["position"] = None
+
+    def finish_restoring(self) -> None:
+        """Restore what had to wait for `on_fit_start`."""
+        restore, self.restore_after_fit_start = self.restore_after_fit_start, None
+        if restore is not None:
+            restore()
 
     @abstractmethod
     def _restore_last(self) -> None: ...
@@ -155,18 +163,20 @@ class Rollbacks(RunFacts):
         self.metrics.flush_step()  # of the branch that is left
         if logging is not None:
             logging.finish("interrupted")  # started again below, they remove what lies behind the checkpoint
-        data.close(keep_state=False)  # workers that are ahead of the place to go back to
+        data.close()  # workers that are ahead of the place to go back to
         # Callbacks and loggers live through what a resume in a new process would be to them.
         self.fire("setup", "fit")
         for config in self.lr_scheduler_configs:
             config.paused = False
-        self.enter_checkpoint(wish.path, LoadRequest())
+        opened = checkpointing.Opened.at(wish.path, LoadRequest(), full=True)
+        opened.show(self)
+        self.enter_checkpoint(opened)
         state.seconds = left["seconds"]  # time does not go back
         if not self.settings.arguments["reload_dataloaders_every_n_epochs"]:
             self._train_data = data
         if wish.leaves_out:
             self._leave_out_since(left, stop, wish.reason)
-        self._start_loggers("fit")
+        start_loggers(self, "fit", hyperparameters=self.settings.arguments["enable_autolog_hparams"])
         self._begin_fit()
         self._validated_at, self.last_result, self.at_step_boundary = -1, None, True
         self.warn(
@@ -174,6 +184,7 @@ class Rollbacks(RunFacts):
             f"{self.num_rollbacks} of at most {self.max_rollbacks}."
         )
         self.fire("on_fit_start")
+        self.finish_restoring()
         self.fire("on_train_start")
         if state.batch_in_epoch == 0:
             self._restore_last()
@@ -242,12 +253,13 @@ def _newest_of_run(run: RunFacts, max_step: int, left_behind: Set[str], origin: 
     if origin is not None and origin.is_dir() and read_manifest(origin).step <= max_step:
         candidates.append(origin)
     for path in candidates:
-        problems = verify(path)
-        if not problems:
-            return path
-        warnings.warn(
-            f"passing over the damaged checkpoint {path}: {'; '.join(problems)}", TrainwrightWarning, stacklevel=2
-        )
+        try:
+            check_checkpoint(path)
+        except CheckpointError as error:
+            text = f"passing over the damaged checkpoint {path}: {error}"
+            warnings.warn(text, TrainwrightWarning, stacklevel=2)
+            continue
+        return path
     return None
 
 

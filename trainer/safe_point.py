@@ -18,7 +18,7 @@ from typing import Any
 from trainwright.callbacks.checkpoint_moment import names_in
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
 from trainwright.checkpoint.durable import alone_in, hidden, make_folder
-from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.manifests import read_manifest
 from trainwright.checkpoint.remote import remote_names
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
@@ -157,12 +157,15 @@ class SafePoint:
         """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
         return checkpointing.on_main_rank(self._run.strategy.processes, partial(remote_names, url), f"look into {url}")
 
-    def save_now(self, place: str | Path, *, weights_only: bool) -> Path:
+    def save_now(
+        self, place: str | Path, *, weights_only: bool, storage_options: Mapping[str, Any] | None = None
+    ) -> Path:
         """Write a checkpoint that the index does not list, and return once it is published. Collective.
 
         Args:
             place: where; for a URL it is written on this machine and uploaded.
             weights_only: leave the optimizer, progress and generators out.
+            storage_options: for fsspec, where `place` is a URL.
 
         Returns:
             Its folder on this machine.
@@ -182,7 +185,7 @@ class SafePoint:
 
             def upload(path: Path) -> None:
                 if is_url(place):
-                    remote_saves.upload_to(self._run, path, place)
+                    remote_saves.upload_to(self._run, path, place, storage_options)
 
             def work() -> None:
                 self._wait()
@@ -264,7 +267,7 @@ class SafePoint:
         while self._published:
             path, aliases = self._published.popleft()
             if self._run.logging is not None:
-                self._run.logging.log_checkpoint(path, aliases=aliases)
+                self._run.logging.log_checkpoint(path, aliases=aliases, saver=self._run.checkpoint_callback)
         while self._complaints:
             warnings.warn(self._complaints.popleft(), TrainwrightWarning, stacklevel=2)
 
@@ -333,10 +336,10 @@ class SafePoint:
         run = self._run
         if not run.is_global_zero:
             return
-        if not run.at_step_boundary:
+        if (why := checkpointing.half_done(run)) is not None:
             warnings.warn(
-                f"no checkpoint {request.name!r} of the failed run: it stopped within an optimizer step, whose "
-                "parameters may be half updated. The earlier checkpoints are whole.",
+                f"no checkpoint {request.name!r} of the failed run: it stopped while {why}. The earlier "
+                "checkpoints are whole.",
                 TrainwrightWarning,
                 stacklevel=2,
             )

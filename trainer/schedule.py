@@ -76,6 +76,13 @@ class ValidationSchedule:
             self._next_s = (run.state.seconds // self._span_s + 1) * self._span_s
             self._clock.start(run)
 
+    @property
+    def num_batches_between(self) -> int | float | None:
+        """Micro-batches between two validations; infinite for an epoch of unknown length, None in another unit."""
+        if self._at_end:
+            return math.inf if self._num_batches is None else self._num_batches
+        return self._batches or None
+
     def in_epoch(self, epoch: int) -> bool:
         """Tell whether 0-based `epoch` has validations at all."""
         return self._every_n_epoch is None or (epoch + 1) % self._every_n_epoch == 0

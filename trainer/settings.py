@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
 from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
-from trainwright.trainer.assembly import default_callbacks, given_callbacks, without_savers
+from trainwright.trainer.assembly import default_callbacks, given_callbacks
 from trainwright.trainer.checks import check_callbacks, check_graphs, check_needs
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -22,19 +25,25 @@ _POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
 # Arguments of other trainers, and where their meaning went.
 _ELSEWHERE = {
     "gpus": "devices=…, accelerator='gpu'",
-    "tpu_cores": "devices=…, accelerator='tpu'",
+    "tpu_cores": "accelerator='auto', devices=… (there are no TPUs here)",
     "num_processes": "devices=…, accelerator='cpu'",
     "distributed_backend": "strategy=…",
     "resume_from_checkpoint": "fit(ckpt_path=…)",
     "checkpoint_callback": "enable_checkpointing=… and callbacks=[ModelCheckpoint(…)]",
     "weights_summary": "enable_model_summary=… and callbacks=[ModelSummary(…)]",
     "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate=…)]",
-    "plugins": "strategy=…, precision=…",
-    "profiler": "a callback around torch.profiler",
     "track_grad_norm": "trainer.last_step.grad_norm",
     "auto_lr_find": "Tuner(trainer).lr_find(…), or callbacks=[LearningRateFinder()]",
     "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(…), or callbacks=[BatchSizeFinder()]",
     "terminate_on_nan": "on_nonfinite='raise'",
+}
+# Arguments of Lightning that are taken with its default alone, and what to do about other values.
+_NOT_SERVED = {
+    "profiler": "there are no profilers here yet. Leave it out, and run torch.profiler in a callback.",
+    "plugins": "there are no plugins here. Leave it out: precision= sets the number formats, arguments of the strategy "
+    "set what an engine does, launcher= names the cluster, and sync_batchnorm=True serves BatchNorm.",
+    "model_registry": "there is no registry of models here. Leave it out, and have ModelCheckpoint(dirpath='s3://…') "
+    "upload checkpoints.",
 }
 
 
@@ -117,9 +126,9 @@ def parse_validation_interval(value: Any) -> int | float | Duration:
     """
     if value is None:
         return 1.0
-    if isinstance(value, (str, Duration, datetime.timedelta)):
+    if isinstance(value, (str, Duration, datetime.timedelta, dict)):
         try:
-            duration = Duration(value)
+            duration = parse_time(value, "it") if isinstance(value, dict) else Duration(value)
         except ConfigurationError as error:
             raise ConfigurationError(f"val_check_interval: {error}") from None
         if duration.value <= 0:
@@ -128,7 +137,7 @@ def parse_validation_interval(value: Any) -> int | float | Duration:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(
             f"val_check_interval={value!r}: write a whole number of batches, a fraction of an epoch such as 0.25, or a "
-            "length with its unit such as '500 steps'."
+            "length with its unit such as '500 steps' or {'minutes': 5}."
         )
     if isinstance(value, float) and not 0.0 < value <= 1.0:
         raise ConfigurationError(
@@ -161,10 +170,16 @@ def check_plain_arguments(arguments: dict[str, Any]) -> None:
             "check_val_every_n_epoch=None counts batches over epochs, so val_check_interval="
             f"{arguments['val_check_interval']!r} cannot be a fraction of one. Use a whole number of batches."
         )
+    for name, instead in _NOT_SERVED.items():
+        if arguments[name] is not None and arguments[name] != []:
+            raise ConfigurationError(f"{name}={arguments[name]!r}: {instead}")
     if arguments["barebones"]:
         _check_barebones(arguments)
     if arguments["on_save_error"] not in ("raise", "warn"):
         raise ConfigurationError(f"on_save_error={arguments['on_save_error']!r} is unknown. Write 'raise' or 'warn'.")
+    if arguments["on_interrupt"] not in (None, "return", "raise"):
+        raise ConfigurationError(f"on_interrupt={arguments['on_interrupt']!r} is unknown. Write 'return' or 'raise'.")
+    _whole("max_skipped", arguments["max_skipped"], 1, "None for no bound")
     policy = arguments["on_nonfinite"]
     if policy not in (None, *_POLICIES):
         raise ConfigurationError(
@@ -263,23 +278,32 @@ class Settings:
     root: Path
     preemption_grace_s: float | None = None
 
+    @property
+    def units(self) -> set[str]:
+        """The units of the lengths that decide about something: `"samples"`, `"tokens"`, …"""
+        lengths = (*self.limits.others, self.val_check_interval)
+        return {length.unit for length in lengths if isinstance(length, Duration)}
 
-def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
+
+def configure(given: dict[str, Any]) -> Settings:
     """Read and check all arguments of a Trainer.
+
+    Args:
+        given: the local names of its `__init__`: `self`, the arguments, and those that it does not know as `unknown`.
 
     Raises:
         ConfigurationError: the first thing that is wrong.
     """
-    reject_unknown(unknown, arguments)
+    arguments = {name: value for name, value in given.items() if name not in ("self", "unknown", "__class__")}
+    reject_unknown(given.get("unknown", {}), arguments)
     check_plain_arguments(arguments)
-    arguments = dict(arguments)
     dev_batches = int(arguments["fast_dev_run"])
     quiet = bool(dev_batches) or arguments["barebones"]
     if dev_batches:
         arguments |= {
             "max_epochs": 1, "max_steps": dev_batches, "min_epochs": None, "min_steps": None, "max_time": None,
             "max_samples": None, "max_tokens": None, "val_check_interval": 1.0, "check_val_every_n_epoch": 1,
-            "num_sanity_val_steps": 0, "log_every_n_steps": 1, "logger": False, "enable_checkpointing": False,
+            "num_sanity_val_steps": 0, "log_every_n_steps": 1, "logger": False,
             **dict.fromkeys(_LIMITS, dev_batches),
         }  # fmt: skip
     if arguments["barebones"]:
@@ -287,16 +311,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
             "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
             "enable_model_summary": False, "num_sanity_val_steps": 0,
         }  # fmt: skip
-    selection = select(
-        strategy=arguments["strategy"],
-        accelerator=arguments["accelerator"],
-        devices=arguments["devices"],
-        num_nodes=arguments["num_nodes"],
-        precision=Precision.parse(arguments["precision"] or "32-true"),
-        compile=arguments["compile"],
-        launcher=arguments["launcher"],
-        sync_batchnorm=arguments["sync_batchnorm"],
-    )
+    selection = _select(arguments)
     limits = parse_limits(
         max_epochs=arguments["max_epochs"],
         max_steps=dev_batches * arguments["accumulate_grad_batches"] if dev_batches else arguments["max_steps"],
@@ -312,7 +327,7 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
         "test": arguments["limit_test_batches"],
         "predict": arguments["limit_predict_batches"],
     }
-    callbacks = _callbacks(arguments, quiet, bool(dev_batches))
+    callbacks = _callbacks(arguments, quiet)
     check_needs(callbacks, selection.strategy)
     root = Path(arguments["default_root_dir"] or ".").absolute()
     loggers = resolve_loggers(arguments["logger"] if arguments["logger"] is not None else True, root)
@@ -331,11 +346,9 @@ def configure(arguments: dict[str, Any], unknown: dict[str, Any]) -> Settings:
     )
 
 
-def _callbacks(arguments: dict[str, Any], quiet: bool, dev_run: bool) -> list[Any]:
+def _callbacks(arguments: dict[str, Any], quiet: bool) -> list[Any]:
     given = given_callbacks(arguments["callbacks"])
     check_callbacks(given)
-    if dev_run:
-        given = without_savers(given)
     return given + default_callbacks(
         given,
         enable_checkpointing=arguments["enable_checkpointing"],
@@ -343,3 +356,19 @@ def _callbacks(arguments: dict[str, Any], quiet: bool, dev_run: bool) -> list[An
         enable_model_summary=arguments["enable_model_summary"],
         quiet=quiet,
     )
+
+
+def _select(arguments: dict[str, Any]) -> Selection:
+    selection = select(
+        strategy=arguments["strategy"],
+        accelerator=arguments["accelerator"],
+        devices=arguments["devices"],
+        num_nodes=arguments["num_nodes"],
+        precision=Precision.parse(arguments["precision"] or "32-true"),
+        compile=arguments["compile"],
+        launcher=arguments["launcher"],
+        sync_batchnorm=arguments["sync_batchnorm"],
+    )
+    if not dist.is_initialized():
+        check_address(selection.topology)
+    return selection

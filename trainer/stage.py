@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -20,32 +19,40 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.callback import Callback, log_through
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.checkpoint import clean_stale
 from trainwright.core.duration import Duration, Interval
-from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
-from trainwright.core.process import detect, started_by_trainer
+from trainwright.core.errors import ConfigurationError, Preempted
+from trainwright.core.process import describe, detect, is_interactive, started_by_trainer
 from trainwright.core.run import SaveRequest, SchedulerConfig, Stage
 from trainwright.core.state import TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
-from trainwright.loggers.logger import RunInfo
+from trainwright.data.workers import Workers
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_ranks import Exchange
 from trainwright.strategies.devices import kernel_choice
 from trainwright.strategies.processes.launcher import run_in_processes
-from trainwright.trainer import checkpointing
+from trainwright.trainer import checkpointing, ending
 from trainwright.trainer.agreement import Agreement
 from trainwright.trainer.assembly import with_task_callbacks
-from trainwright.trainer.checks import check_callbacks, check_datamodule, check_needs, check_task, has_step
-from trainwright.trainer.job import Attempt, left_by_earlier, this_attempt
+from trainwright.trainer.checks import (
+    check_callbacks,
+    check_datamodule,
+    check_needs,
+    check_storage_options,
+    check_task,
+    has_step,
+)
+from trainwright.trainer.job import Attempt, this_attempt
 from trainwright.trainer.load_request import LoadRequest, check_early
 from trainwright.trainer.loaders import EvaluationData, Ranks, Sources, TrainData
-from trainwright.trainer.optimization import Schedules, parse_optimizers
-from trainwright.trainer.preemption import Preemption
+from trainwright.trainer.logger_start import start_loggers
+from trainwright.trainer.optimization import Schedules, parse_optimizers, warn_of_joint_steps
+from trainwright.trainer.preemption import Preemption, listen
 from trainwright.trainer.rollback import Rollbacks
+from trainwright.trainer.run_state import RunState
 from trainwright.trainer.safe_point import SafePoint
 from trainwright.trainer.schedule import EndOfFit, ValidationSchedule
 from trainwright.trainer.settings import Settings
@@ -61,7 +68,8 @@ class StageRunner(Rollbacks):
     def __init__(self, settings: Settings) -> None:
         arguments = settings.arguments
         self.settings = settings
-        self.state = TrainState()
+        self.state: TrainState = RunState(self)
+        self.verb, self.status = None, "initializing"
         self.loggers: list[Any] = settings.loggers
         self.default_root_dir: Path = settings.root
         self.accumulate_grad_batches: int = arguments["accumulate_grad_batches"]
@@ -79,10 +87,12 @@ class StageRunner(Rollbacks):
         self.seed: int | None = arguments["seed"]
         self.interrupted = False
         self.on_nonfinite = arguments["on_nonfinite"]
-        self._forget_rollbacks(arguments["max_rollbacks"])
+        self._forget_rollbacks(arguments["max_rollbacks"], arguments["max_skipped"])
         self._task: TaskModule | None = None
         self._forget_metrics()
         self._forget_stage()
+        if settings.preemption_grace_s is not None:
+            listen(is_main=settings.selection.topology.rank == 0, requeue=arguments["auto_requeue"])
 
     def _forget_stage(self) -> None:
         """Drop what belongs to one stage."""
@@ -101,9 +111,9 @@ class StageRunner(Rollbacks):
         self.epoch_closes = True
         self.count_tokens = self._samples_decide = False
         self.attempt = Attempt()
-        self.last_result = None
+        self.last_result = self.stop_reason = None
         self.quiet_groups = 0
-        self.at_step_boundary = True
+        self.at_step_boundary, self.stepping = True, False
         self.exchange: Exchange | None = None
         self.safe_point = SafePoint(self, self.settings.arguments)
         self.num_eval_batches: list[int | float] = []
@@ -112,12 +122,15 @@ class StageRunner(Rollbacks):
         self._sources = Sources({})
         self._train_data: TrainData | None = None
         self._eval_data: dict[str, EvaluationData] = {}
+        self.workers = Workers()
         self._validation: ValidationSchedule | None = None
         self._position: dict[str, Any] | None = None
         self._to_restore: list[Callable[[], None]] = []
+        self.restore_after_fit_start = None
         self._origin: Path | None = None
-        self._warned_of_loss = self._stop_agreed = False
-        self._validated_at, self._group_end = -1, None
+        self.ckpt_path: str | None = None
+        self._stop_agreed = False
+        self._validated_at, self._group_end, self._group = -1, None, None
         self.preemption = Preemption(self.settings.preemption_grace_s)
         self._clock = time.perf_counter()
         self.logging: LoggerGroup | None = None
@@ -136,27 +149,37 @@ class StageRunner(Rollbacks):
         self._forget_stage()
         self._forget_metrics()
         self.interrupted = False
+        self.verb, self.status = stage, "running"
         work = partial(self._run_stage, stage, sources, load, body)
         selection = self.settings.selection
         try:
             if selection.starts_processes and not started_by_trainer():
                 involved = [task, sources.datamodule, *sources.given.values(), *self.callbacks, *self.loggers]
-                return run_in_processes(work, self.strategy.num_processes, involved)
-            return work()
+                result = run_in_processes(work, self.strategy.num_processes, involved)
+            else:
+                result = work()
+            self.status = "finished"
+            return result
         except KeyboardInterrupt:
             self.interrupted = True
+            if (self.settings.arguments["on_interrupt"] or ("return" if is_interactive() else "raise")) == "raise":
+                raise
             return None
+        finally:
+            if self.status == "running":
+                self.status = "interrupted"
 
     def _check(self, stage: Stage, task: Any, sources: Sources, load: LoadRequest) -> None:
-        clips, policy = self.clip is not None, self.on_nonfinite
-        check_task(task, stage, accumulate=self.accumulate_grad_batches, clips=clips, on_nonfinite=policy)
+        clips, policy, counts = self.clip is not None, self.on_nonfinite, "tokens" in self.settings.units
+        check_task(task, stage, self.accumulate_grad_batches, clips=clips, on_nonfinite=policy, counts_tokens=counts)
+        check_callbacks(self.settings.callbacks, stage)
         check_needs(self.settings.callbacks, self.strategy, task if stage == "fit" else None)
+        if sources.datamodule is not None:
+            check_datamodule(sources.datamodule, stage)
         kind = "train" if stage == "fit" else stage
         if not sources.has(kind, task):
             sources.make(kind, task)  # raises, saying what to pass
         sources.check_lengths(stage)
-        if sources.datamodule is not None:
-            check_datamodule(sources.datamodule)
         check_early(load, stage)
 
     def _run_stage(self, stage: Stage, sources: Sources, load: LoadRequest, body: Body) -> Any:
@@ -179,10 +202,12 @@ class StageRunner(Rollbacks):
             self.interrupted = isinstance(error, KeyboardInterrupt)
             if self.interrupted or isinstance(error, Preempted):
                 status = "interrupted"
-            self._tell_about(error)
+            clearer = ending.tell_about(self, error)
+            if clearer is not None:
+                raise clearer from error
             raise
         finally:
-            self._tear_down(stage, status)
+            ending.tear_down(self, stage, status)
 
     def _join(self) -> None:
         selection = self.settings.selection
@@ -195,7 +220,7 @@ class StageRunner(Rollbacks):
         if self.seed is None:
             self.seed = processes.broadcast_object(torch.initial_seed())
         if processes.world_size > 1 and self.is_global_zero:
-            self.print(f"trainwright: {topology}")
+            self.print(f"trainwright: {describe(topology)}")
         self.agreement = Agreement(processes, _AGREE_EVERY_N_STEPS)
         if self.stage == "fit":
             self.attempt = this_attempt(processes)
@@ -206,23 +231,26 @@ class StageRunner(Rollbacks):
         task = self.task
         task._run = self
         self.callbacks = [] if self.rehearsing else with_task_callbacks(self.callbacks, task)
-        check_callbacks(self.callbacks)
+        log_through(task, self.callbacks)
+        check_callbacks(self.callbacks, stage)
         check_needs(self.callbacks, self.strategy)  # those of the task too
         self.hooks = HookTable(self.callbacks, task)
         self._is_set_up = True
         self._prepare_data(stage)
         make = self._make_optimizers if stage == "fit" else None
+        opened = checkpointing.open_for(self, stage, load)
+        if opened is not None:
+            self.strategy.when_built = partial(opened.show, self)
         self.optimizers = self.strategy.prepare(task, make)
         self.schedules = Schedules(self.lr_scheduler_configs, task)
         # A user may raise the bounds between two fits.
         self._end = EndOfFit(replace(self.settings.limits, max_epochs=self.max_epochs, max_steps=self.max_steps))
-        lengths = (*self.settings.limits.others, self.settings.val_check_interval)
-        units = {length.unit for length in lengths if isinstance(length, Duration)}
-        self.count_tokens |= "tokens" in units
-        self._samples_decide = "samples" in units
+        self.count_tokens |= "tokens" in self.settings.units
+        self._samples_decide = "samples" in self.settings.units
         self.logging = LoggerGroup(self.loggers, is_main=self.is_global_zero and not self.rehearsing)
-        self._load(stage, load)
-        self._start_loggers(stage)
+        if opened is not None:
+            self._load(stage, opened)
+        start_loggers(self, stage, hyperparameters=self.settings.arguments["enable_autolog_hparams"])
         self.strategy.attach(self, self.hooks, self.metrics)
         task._sink = self.metrics
         if stage == "fit":
@@ -247,26 +275,18 @@ class StageRunner(Rollbacks):
         optimizers, self.lr_scheduler_configs = parse_optimizers(
             self.task.configure_optimizers(), type(self.task).__name__
         )
+        warn_of_joint_steps(self.task, len(optimizers))
         return optimizers
 
-    def _load(self, stage: Stage, load: LoadRequest) -> None:
-        if stage == "fit" and self.is_global_zero and not self.rehearsing and self.checkpoint_dir.is_dir():
-            clean_stale(self.checkpoint_dir)  # what a run that was killed while it wrote has left
-        path = self.broadcast(left_by_earlier(self.attempt, self.checkpoint_dir) if self.is_global_zero else None)
-        if path is not None:
-            load = replace(load, ckpt_path=path, weights_only=False)
-        elif load.ckpt_path is not None:
-            path = checkpointing.find_checkpoint(self, load, stage)
-        if path is None:
-            return
-        if not load.resumes(stage):
-            load_weights = checkpointing.begin_from_weights if stage == "fit" else checkpointing.load_weights
-            return load_weights(self, path, load)
-        checkpointing.check_fits(self, path)
-        self.enter_checkpoint(path, load)
-        self.safe_point.adopt(path)
+    def _load(self, stage: Stage, opened: checkpointing.Opened) -> None:
+        self.ckpt_path = str(opened.path)
+        if not opened.request.resumes(stage):
+            load_weights = checkpointing.begin_from_weights if stage == "fit" else checkpointing.restore_weights
+            return load_weights(self, opened)
+        self.enter_checkpoint(opened)
+        self.safe_point.adopt(opened.path)
         self.resumed = True
-        self._origin = path
+        self._origin = opened.path
 
     def _begin_fit(self) -> None:
         """Align every interval with where the run stands."""
@@ -287,63 +307,6 @@ class StageRunner(Rollbacks):
             )
         return self._validation
 
-    def _start_loggers(self, stage: Stage) -> None:
-        """Start the loggers, after a checkpoint told them which run they continue; not for predictions."""
-        if stage == "predict" or self.logging is None:
-            return
-        self.logging.start(RunInfo(self.default_root_dir))
-        found: dict[str, Any] = {}
-        for owner in (self.datamodule, self.task):
-            if owner is not None and getattr(owner, "_hparams_log", True):
-                found |= owner.hparams_initial
-        if stage == "fit" and found:
-            self.logging.log_hyperparams(found)
-        if stage == "fit":
-            self.logging.log_graph(self.task, self.task.example_input_array)
-
-    # Tearing down
-
-    def _tell_about(self, error: BaseException) -> None:
-        """Let every callback and the data module know; nothing here may hide the error."""
-        if not self._is_set_up:
-            return
-        listeners: list[Callable[[], Any]] = [
-            partial(hook, self, self._task, error) for hook in self.hooks.on_exception
-        ]
-        if self.datamodule is not None:
-            listeners.append(partial(self.datamodule.on_exception, error))
-        for listener in listeners:
-            try:
-                listener()
-            except Exception as second:  # noqa: BLE001  # reported; the first error is the one to raise
-                warnings.warn(
-                    f"on_exception itself failed: {type(second).__name__}: {second}", TrainwrightWarning, stacklevel=2
-                )
-
-    def _tear_down(self, stage: Stage, status: Any) -> None:
-        task = self.task
-        try:
-            self.safe_point.close()
-            if self._is_set_up:
-                if self.datamodule is not None:
-                    self.datamodule.teardown(stage)
-                self.fire("teardown", stage)
-                task.teardown(stage)
-            if self.logging is not None:
-                self.logging.finish(status)
-            self._close_loaders(keep_state=status != "failed")
-        finally:
-            task._sink = None
-            self.stage = None
-            self.strategy.teardown()
-
-    def _close_loaders(self, *, keep_state: bool) -> None:
-        """End loader workers: a Trainer that is kept would keep them too."""
-        if self._train_data is not None:
-            self._train_data.close(keep_state=keep_state)
-        for data in self._eval_data.values():
-            data.close()
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
         blank = object.__new__(type(self))
@@ -354,23 +317,14 @@ class StageRunner(Rollbacks):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self.state = RunState(self, self.state)
         self.safe_point = SafePoint(self, self.settings.arguments)
 
     # Data
 
     def _ranks(self) -> Ranks:
-        arguments, strategy = self.settings.arguments, self.strategy
         assert self.seed is not None  # chosen when the processes joined
-        return Ranks(
-            dp_rank=strategy.dp_rank,
-            dp_size=strategy.dp_size,
-            seed=self.seed,
-            use_distributed_sampler=arguments["use_distributed_sampler"],
-            uneven=arguments["uneven_batches"],
-            agree=strategy.gather_integers_by_data_rank,
-            lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
-            per_sample_rng=arguments["per_sample_rng"],
-        )
+        return Ranks.of(self.settings.arguments, self.strategy, self.seed, self.workers)
 
     def train_data(self) -> TrainData:
         """The prepared training data; made at the first asking."""
@@ -456,25 +410,32 @@ class StageRunner(Rollbacks):
         self.safe_point.add_save(request)
         self.quiet_groups = 0
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None
+    ) -> Path:
         """Write a checkpoint now, or after a stage. Collective; not within a training step; returns once it stands.
 
-        Optimizers and progress belong to `fit`: after another stage it holds weights only, with a warning.
+        Optimizers and progress belong to `fit`: after another stage it holds weights only, with a warning. After a fit
+        that has ended within a step it is one of the step before, unless weights were changing just then.
 
         Args:
             filepath: where; with a URL it is written below `default_root_dir/checkpoints` and uploaded from there.
-            weights_only: leave the optimizer, progress and generators out.
+            weights_only: leave the optimizer, progress and generators out. Default: False.
+            storage_options: for fsspec, such as credentials, where `filepath` is a URL.
 
         Returns:
             Its folder on this machine.
 
         Raises:
-            ConfigurationError: no task has been trained yet, or a step is half done.
+            ConfigurationError: no task has been trained yet, a step is half done, or options for a path that is no URL.
             OSError, CheckpointError: it, or one before it, could not be written.
         """
-        if not self._is_set_up or not self.at_step_boundary:
+        if not self._is_set_up or not (self.at_step_boundary or self.stage is None):
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
-        return self.safe_point.save_now(filepath, weights_only=weights_only)
+        if (why := checkpointing.half_done(self)) is not None:
+            raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
+        check_storage_options(filepath, storage_options)
+        return self.safe_point.save_now(filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
     def remote_names(self, url: str) -> list[str]:
         """Return the names of what lies below a remote folder; see `Run.remote_names`."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint.reader import OnDamaged
+from trainwright.checkpoint.newest import OnDamaged
 from trainwright.core.duration import Duration
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.task import TaskModule
@@ -28,14 +28,17 @@ from trainwright.core.tree import batch_size
 from trainwright.data import DataModule
 from trainwright.loggers.logger import Logger
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.evaluation_runner import EvaluationRunner
-from trainwright.trainer.load_request import LoadRequest
+from trainwright.trainer.checks import one_task
+from trainwright.trainer.counting import count_samples, count_tokens
+from trainwright.trainer.lightning_names import LightningNames
+from trainwright.trainer.load_request import CkptPath, Default, LoadRequest
 from trainwright.trainer.loaders import Sources
 from trainwright.trainer.non_finite import step_function
+from trainwright.trainer.notices import Notices
 from trainwright.trainer.settings import configure
 
 
-class Trainer(EvaluationRunner):
+class Trainer(LightningNames):
     """Trains, evaluates and predicts with a task.
 
     Args:
@@ -55,7 +58,7 @@ class Trainer(EvaluationRunner):
             fraction of them (1.0: all).
         overfit_batches: train and validate on this much of the data, unshuffled.
         val_check_interval: validate after every so many batches (int), fraction of an epoch (float), or length with a
-            unit (`"500 steps"`, a Duration).
+            unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
         check_val_every_n_epoch: validate in every so many epochs; None: `val_check_interval` counts over epochs.
         num_sanity_val_steps: validation batches tried before training; -1: all. 2 unless told.
         log_every_n_steps: metrics are read from the device and handed to loggers after every so many steps.
@@ -73,6 +76,9 @@ class Trainer(EvaluationRunner):
         sync_batchnorm: BatchNorm statistics over all processes.
         reload_dataloaders_every_n_epochs: ask for the loaders anew after every so many epochs; 0: never.
         default_root_dir: where a run's files go; the present folder unless told.
+        enable_autolog_hparams: hand hyper-parameters to the loggers when a fit starts. Default: True.
+        profiler, plugins, model_registry: accepted as Lightning has them by default, None (for `plugins` also an empty
+            list); anything else is an error that says what does the same.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
         launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables say which rank this is.
         uneven_batches: what happens when ranks have different numbers of batches: `"pad"`, `"stop"` or `"error"`.
@@ -80,6 +86,7 @@ class Trainer(EvaluationRunner):
             `"raise"`, `"skip"` the group, or `"rollback"` to the newest checkpoint and leave it out. None: nothing is
             looked at; the others read one flag from the device in each step.
         max_rollbacks: how often a run may go back to a checkpoint.
+        max_skipped: how many groups may be skipped one after the other; None: any number. Default: 100.
         seed: of the order of the data; torch's initial seed unless told.
         async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
             the cost of one copy of the state in memory; False: training waits until they are on the disk.
@@ -89,6 +96,8 @@ class Trainer(EvaluationRunner):
             SIGUSR1. A `fit` then saves after the present step, if a save is known to take less, and every rank exits
             with 143. None: signals are left alone.
         auto_requeue: have Slurm run the job again when it sent SIGUSR1, as `sbatch --signal=USR1@120` makes it do.
+        on_interrupt: what follows once Ctrl-C has ended a stage in order, with `trainer.interrupted` set: `"return"`
+            (default at a prompt or in a notebook) or `"raise"` (default in a script).
 
     Raises:
         ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
@@ -117,7 +126,7 @@ class Trainer(EvaluationRunner):
         limit_test_batches: int | float | None = None,
         limit_predict_batches: int | float | None = None,
         overfit_batches: int | float = 0.0,
-        val_check_interval: int | float | str | Duration | datetime.timedelta | None = None,
+        val_check_interval: int | float | str | Duration | datetime.timedelta | dict[str, int] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int | None = None,
         log_every_n_steps: int | None = None,
@@ -132,38 +141,44 @@ class Trainer(EvaluationRunner):
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         per_sample_rng: bool = False,
+        profiler: str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
+        plugins: list[Any] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
         compile: bool | str | dict[str, Any] = False,
         launcher: str = "auto",
         uneven_batches: Literal["pad", "stop", "error"] = "pad",
         on_nonfinite: Literal["raise", "skip", "rollback"] | None = None,
         max_rollbacks: int = 3,
+        max_skipped: int | None = 100,
         seed: int | None = None,
         async_save: bool = True,
         on_save_error: Literal["raise", "warn"] = "raise",
         preemption_grace: float | str | None = 30.0,
         auto_requeue: bool = True,
+        on_interrupt: Literal["return", "raise"] | None = None,
         **unknown: Any,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown", "__class__")}
-        self.settings = configure(arguments, unknown)
-        super().__init__(self.settings)
+        super().__init__(configure(locals()))
 
     # The four stages
 
     def fit(
         self,
-        task: TaskModule,
+        task: TaskModule | None = None,
         train_dataloaders: Any = None,
         val_dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         *,
-        weights_only: bool = False,
+        model: TaskModule | None = None,
+        load_weights_only: bool = False,
         strict: bool | None = None,
         allow_missing: Iterable[str] = (),
         on_damaged: OnDamaged | None = None,
@@ -171,27 +186,27 @@ class Trainer(EvaluationRunner):
         """Train a task. Collective: every process of the run calls it.
 
         Args:
-            task: what to train.
+            task, model: what to train; two names of one argument.
             train_dataloaders: a loader, several in a list or dict (combined), or a data module.
             val_dataloaders: one validation loader or several.
             datamodule: instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
-            weights_only: take its weights alone, and begin at step 0 with new optimizers.
+            weights_only: accepted for compatibility: Lightning's word about unpickling, and nothing is unpickled here.
+            load_weights_only: take its weights alone, and begin at step 0 with new optimizers. Default: False.
             strict: whether weights that are missing or left over are an error; the task's `strict_loading` unless told.
             allow_missing: what the checkpoint may lack; it starts anew, with a warning: `"optimizer"`, `"rng"`,
                 `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
             on_damaged: `"error"`, or `"fall_back"` to the newest valid one before it, with a warning. Unless told,
                 `"last"` falls back and everything else is an error.
 
-        Ctrl-C ends it early: it returns, with `trainer.interrupted` set.
-
         Raises:
             ConfigurationError: the task or its data cannot be trained.
             FileNotFoundError, CheckpointError: the checkpoint is not there, or does not fit.
         """
+        task = one_task("fit", task, model)
         sources = Sources.of("fit", datamodule, train=train_dataloaders, validate=val_dataloaders)
         load = LoadRequest.checked(
-            ckpt_path, weights_only=weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
+            ckpt_path, weights_only=load_weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
         )
         self._start("fit", task, sources, load, partial(Trainer._fit))
 
@@ -199,23 +214,39 @@ class Trainer(EvaluationRunner):
         self,
         task: TaskModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: CkptPath = Default.BEST,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Validate a task (the last one unless given) and return its metrics, one dict per loader. Collective."""
-        return self._evaluate("validate", task, dataloaders, ckpt_path, verbose, datamodule)
+        """Validate a task (the last one unless given) and return its metrics, one dict per loader. Collective.
+
+        `ckpt_path`: a checkpoint to take weights from (a path, `"last"`, `"best"`), or None: those that the task has.
+        Default: if no task is given and a ModelCheckpoint has a `monitor`, its best one, which a line says; else None.
+        `model` is another name of `task`; `weights_only` is accepted for compatibility and changes nothing.
+        """
+        return self._evaluate(
+            "validate", one_task("validate", task, model), dataloaders, ckpt_path, verbose, datamodule
+        )
 
     def test(
         self,
         task: TaskModule | None = None,
         dataloaders: Any = None,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: CkptPath = Default.BEST,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
+        *,
+        model: TaskModule | None = None,
     ) -> list[dict[str, float]]:
-        """Test a task (the last one unless given) and return its metrics, one dict per loader. Collective."""
-        return self._evaluate("test", task, dataloaders, ckpt_path, verbose, datamodule)
+        """Test a task (the last one unless given) and return its metrics, one dict per loader. Collective.
+
+        The arguments are those of `validate`.
+        """
+        return self._evaluate("test", one_task("test", task, model), dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
         self,
@@ -223,36 +254,42 @@ class Trainer(EvaluationRunner):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
-        ckpt_path: str | Path | None = None,
+        ckpt_path: CkptPath = Default.BEST,
+        weights_only: bool | None = None,
+        *,
+        model: TaskModule | None = None,
     ) -> list[Any] | None:
-        """Predict with a task (the last one unless given). Collective.
+        """Predict with a task (the last one unless given). Collective. The arguments are those of `validate`.
 
         Returns:
             What `predict_step` returned for each batch, over all ranks and in the data's order; for several loaders a
             list of such lists. None unless `return_predictions`: then nothing is kept.
         """
+        task = one_task("predict", task, model)
+        load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
         task = task if task is not None else self.task
         sources = Sources.of("predict", datamodule, predict=dataloaders)
         found: list[Any] | None = self._start(
-            "predict", task, sources, LoadRequest(ckpt_path), partial(Trainer._predict, keep=return_predictions)
+            "predict", task, sources, load, partial(Trainer._predict, keep=return_predictions)
         )
         return found
 
     def _evaluate(
         self, kind: Literal["validate", "test"], task: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
+        load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
         task = task if task is not None else self.task
         sources = Sources.of(kind, datamodule, **{kind: loaders})
-        found = self._start(
-            kind, task, sources, LoadRequest(ckpt_path), partial(Trainer._run_evaluation, kind=kind, verbose=verbose)
-        )
+        found = self._start(kind, task, sources, load, partial(Trainer._run_evaluation, kind=kind, verbose=verbose))
         return found or []
 
     # The loop
 
     def _fit(self) -> None:
         """A whole run: sanity check, epochs until a bound, a wish or a signal ends it."""
+        self.notices = Notices(is_main=self.is_global_zero)
         self.fire("on_fit_start")
+        self.finish_restoring()
         self._sanity_check()
         self.train_data()
         self.fire("on_train_start")
@@ -281,16 +318,17 @@ class Trainer(EvaluationRunner):
         closed = True
         try:
             for group in groups:
-                self.at_step_boundary = False
+                self._group, self.at_step_boundary = group, False
                 for hook in hooks.on_train_step_start:
                     hook(self, task, group)
                 loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
                 for hook in hooks.on_before_optimizer_step:
                     for optimizer in self._optimizers_of(loss):
                         hook(self, task, optimizer)
+                self.stepping = True
                 norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
                 self._advance(group, loss is not None or strategy.stepped_by_hand)
-                self.at_step_boundary = True  # from here on the step is done
+                self.at_step_boundary, self.stepping = True, False  # from here on the step is done
                 self.last_result = loss, norm
                 for hook in hooks.on_train_batch_end:
                     hook(self, task, group.last_output, group.last_batch, state.batch_in_epoch - 1)
@@ -304,8 +342,9 @@ class Trainer(EvaluationRunner):
             self.metrics.batch = None
             strategy.discard_gradients()
             self.schedules.after_epoch(state.epoch)
-            closed = True
+            self.at_step_boundary = closed = True
         self._end_epoch(closed)
+        self._group = None
 
     def _end_step(self, group: Group) -> bool:
         """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
@@ -315,9 +354,12 @@ class Trainer(EvaluationRunner):
             self._validate()
         if self.log_every.due(state):
             self._flush_step()  # the only host sync
+        if not state.step_in_epoch and self.task.automatic_optimization and not self.skipped_batches:
+            self.notices.nothing_trained(state, type(self.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
         if not ends and self.safe_point.waiting:
             self._settle()
+            ends = self._must_stop() if self.exchange is None else self._heeds_wish()  # an action may have asked for it
         if self.preemption.agreed and not ends:
             self._leave()
         self.quiet_groups = self._groups_until_something_is_due() - 1
@@ -343,7 +385,8 @@ class Trainer(EvaluationRunner):
         data.begin_epoch(state.epoch, self._take_position())
         self.metrics.begin("train")
         self.safe_point.finish_copy()  # callbacks may give optimizers a new start here
-        self.fire("on_train_epoch_start")
+        if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
+            self.fire("on_train_epoch_start")
         data = self.train_data()  # a callback may have had it made anew
         self.validation.align(self)
         self._validates = self.has_validation
@@ -362,7 +405,7 @@ class Trainer(EvaluationRunner):
         state = self.state
         self._read_clock()
         self.metrics.in_step = False
-        if self._heeds_wish() and not closed:
+        if not closed and self._heeds_wish():
             closed = True
             self.schedules.after_epoch(state.epoch)
             if self._validated_at != state.step and self.validation.in_epoch(state.epoch):
@@ -393,11 +436,15 @@ class Trainer(EvaluationRunner):
         state.batch_in_epoch += n
         samples = group.num_samples
         if samples is None:
-            samples = batch_size(group.batches[0]) if n == 1 and not self.exchange else self._count_samples(group)
+            samples = (
+                batch_size(group.batches[0])
+                if n == 1 and not self.exchange
+                else count_samples(group, self.strategy, exact=self._samples_decide)
+            )
         state.samples += samples
         state.samples_in_epoch += samples
         if self.count_tokens:
-            state.tokens += self._count_tokens(group)
+            state.tokens += count_tokens(group, self.task, self.strategy)
         if stepped and self.schedules.steps_often:
             self.schedules.after_step(state.step, self._metrics_of_step() if self.schedules.watch_steps else {})
         if group.is_last:
@@ -410,34 +457,10 @@ class Trainer(EvaluationRunner):
         found = dict(self._callback_metrics)
         return found if self.exchange is None else dict(self.broadcast(found))
 
-    def progress(self) -> dict[str, Any]:
-        """Return where training stands, for a checkpoint: with a validation that is due and has not been done."""
-        state, end = self.state, self._group_end
-        owed = state.validation_owed or (
-            end is not None
-            and self._validated_at != state.step
-            and self.has_validation
-            and self.validation.outstanding(state, *end)
-        )
-        return {**state.to_dict(), "validation_owed": owed}
-
     def _read_clock(self) -> None:
         now = time.perf_counter()
         self.state.seconds += now - self._clock
         self._clock = now
-
-    def _count_samples(self, group: Group) -> int:
-        mine = sum(batch_size(batch) for batch in group.batches)
-        if self.exchange is None:  # one process
-            return mine
-        # Ranks must agree on the number where something is decided by it, and only there is it worth an exchange.
-        return self._sum(mine) if self._samples_decide else mine * self.strategy.dp_size
-
-    def _count_tokens(self, group: Group) -> int:
-        return self._sum(sum(self.task.num_tokens(batch) for batch in group.batches))
-
-    def _sum(self, value: int) -> int:
-        return sum(of_rank[0] for of_rank in self.strategy.gather_integers_by_data_rank([value]))
 
     def _optimizers_of(self, loss: Any) -> list[Optimizer]:
         """The optimizers that are about to step; none after a skipped group or in a task that steps them itself."""
@@ -463,7 +486,11 @@ class Trainer(EvaluationRunner):
         self.preemption.hear([told for _, *told in everyone])
 
     def _heeds_wish(self) -> bool:
-        return self._stop_agreed and self._end.may_stop_early(self.state)
+        if not self._stop_agreed:
+            return False
+        if not (may_stop := self._end.may_stop_early(self.state)):
+            self.notices.stop_put_off(self.state, self.settings.limits, self.stop_reason)
+        return may_stop
 
     # Metrics
 

@@ -116,7 +116,7 @@ class Tuner:
         sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
         attribute = finder.attribute(model, sources.datamodule)
         found: LRFinder | None = self._search(method, model, sources, partial(_find_lr, finder=finder))
-        lr = None if found is None or attribute is None else found.suggestion()
+        lr = None if found is None or attribute is None else found.examine()[0]  # the search has warned
         if lr is not None and attribute is not None:
             attribute.set(lr)
         return found

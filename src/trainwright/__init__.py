@@ -11,8 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainwright import callbacks, checkpoint, cli, core, data, loggers, strategies, templates, trainer
+    from trainwright import callbacks, checkpoint, cli, core, data, loggers, strategies, templates, trainer, utilities
     from trainwright.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+    from trainwright.cli.script import CLI
     from trainwright.core.byte_sizes import convert_file_size_to_int
     from trainwright.core.duration import Duration
     from trainwright.core.errors import (
@@ -120,6 +121,7 @@ if TYPE_CHECKING:
         set_module_tensor_to_device,
     )
     from trainwright.trainer.accelerator.accelerator import Accelerator
+    from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
     from trainwright.trainer.accelerator.loader import AcceleratedLoader
     from trainwright.trainer.accelerator.model import AcceleratedModel
     from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
@@ -129,7 +131,18 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_SUBMODULES = ("callbacks", "checkpoint", "cli", "core", "data", "loggers", "strategies", "templates", "trainer")
+_SUBMODULES = (
+    "callbacks",
+    "checkpoint",
+    "cli",
+    "core",
+    "data",
+    "loggers",
+    "strategies",
+    "templates",
+    "trainer",
+    "utilities",
+)
 
 # Where each public name lives; the block above says the same to editors and type checkers, and a test compares them.
 _HOMES = {
@@ -154,6 +167,7 @@ _HOMES = {
     "CheckpointError": "trainwright.core.errors",
     "clean_device_map": "trainwright.strategies.offload",
     "clear_device_cache": "trainwright.core.memory",
+    "CLI": "trainwright.cli.script",
     "CombinedLoader": "trainwright.data",
     "compute_module_sizes": "trainwright.strategies.offload",
     "compute_module_total_buffer_size": "trainwright.strategies.offload",
@@ -183,6 +197,7 @@ _HOMES = {
     "find_executable_batch_size": "trainwright.core.memory",
     "find_tied_parameters": "trainwright.strategies.offload",
     "FSDPStrategy": "trainwright.strategies",
+    "GradientAccumulationPlugin": "trainwright.trainer.accelerator.accumulation",
     "gather": "trainwright.strategies",
     "gather_object": "trainwright.strategies",
     "get_balanced_memory": "trainwright.strategies.offload",
@@ -250,6 +265,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CLI",
     "AcceleratedLoader",
     "AcceleratedModel",
     "AcceleratedOptimizer",
@@ -277,6 +293,7 @@ __all__ = [
     "Duration",
     "EarlyStopping",
     "FSDPStrategy",
+    "GradientAccumulationPlugin",
     "JSONLinesLogger",
     "LearningRateMonitor",
     "LoadedKeys",
@@ -373,6 +390,7 @@ __all__ = [
     "strategies",
     "templates",
     "trainer",
+    "utilities",
     "wait_for_everyone",
 ]
 
@@ -401,10 +419,12 @@ def __getattr__(name: str) -> Any:
     elif name in _SUBMODULES:
         value = import_module(f"trainwright.{name}")
     else:
-        raise AttributeError(f"module 'trainwright' has no attribute {name!r}")
+        from trainwright.core.foreign_names import missing
+
+        raise missing("trainwright", name, __all__)
     globals()[name] = value  # the next access does not come here
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -27,6 +27,7 @@ from trainwright.strategies.ddp.comm_hooks import (
     Hook,
 )
 from trainwright.strategies.ddp.replicas import Replicas, any_trained, broadcast_from_main, frozen_parameters
+from trainwright.strategies.ddp.unused import unused_parameters
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
 from trainwright.strategies.step_module import StepModule
@@ -125,9 +126,12 @@ class DDPStrategy(Replicas):
                 "GroupNorm or LayerNorm."
             )
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
-        if self.sync_batchnorm:
+    def _build(self, task: TaskModule) -> None:
+        super()._build(task)
+        if self.sync_batchnorm:  # what `configure_model` has built too
             nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
         optimizers = super().prepare(task, make_optimizers)
         trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
         if trains and task.automatic_optimization:
@@ -221,6 +225,9 @@ class DDPStrategy(Replicas):
             self._learns_graph = False
             return nullcontext()
         return replica.no_sync()
+
+    def clearer(self, error: BaseException, task: TaskModule) -> Exception | None:
+        return unused_parameters(error, task)
 
     def _leave_others(self) -> None:
         super()._leave_others()

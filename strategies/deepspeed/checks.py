@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.binding import need_closure
 from trainwright.strategies.deepspeed.config import EngineConfig

@@ -98,3 +98,21 @@ class DummyScheduler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned."""
         self.real.load_state_dict(state)
+
+
+def refuse_schedule_of_dummy(scheduler: Any, origin: str) -> None:
+    """Raise for a real schedule of a `DummyOptim`, which would change the learning rate of nothing.
+
+    Args:
+        scheduler: what `configure_optimizers` returned.
+        origin: of the configuration, for the message.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
+        raise ConfigurationError(
+            f"configure_optimizers returned DummyOptim, since {origin} names the optimizer, and a "
+            f"{type(scheduler).__name__} of it, which would not change the real learning rate. Return DummyScheduler "
+            "and put a 'scheduler' into the configuration, or take the 'optimizer' out of it and return a real one."
+        )

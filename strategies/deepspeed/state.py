@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.model import load_plain_state, plain_name
+from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.optimizer import load_named_optimizer_state
 from trainwright.checkpoint.pieces import Pieces as SavedPieces
 from trainwright.checkpoint.pieces import Span
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.pieces import Pieces, cut

@@ -20,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.checkpoint.model import plain_name
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
@@ -39,7 +39,7 @@ from trainwright.strategies.deepspeed.frozen import FrozenEngines
 from trainwright.strategies.deepspeed.library import join, leave, load_library, quiet_imports
 from trainwright.strategies.deepspeed.options import read_options
 from trainwright.strategies.deepspeed.pieces import FlatPieces, ParameterPieces, Pieces
-from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
+from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler, refuse_schedule_of_dummy
 from trainwright.strategies.deepspeed.state import EngineState, as_torch
 from trainwright.strategies.deepspeed.traces import Traces
 from trainwright.strategies.engine_settings import EngineSettings
@@ -153,6 +153,8 @@ class DeepSpeedStrategy(DataParallel):
         check_unbuilt(task, self.config)
         with self.precision.default_dtype(), self._building():
             task.configure_model()
+        if self.when_built is not None:
+            self.when_built()
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         if self.stage < 3:
@@ -255,6 +257,7 @@ class DeepSpeedStrategy(DataParallel):
     def _take_schedule(self, schedule: Any, run: Run) -> None:
         """Let what stands for DeepSpeed's scheduler hand on to it."""
         for config in run.lr_scheduler_configs:
+            refuse_schedule_of_dummy(config.scheduler, self.config.origin)
             if isinstance(config.scheduler, DummyScheduler):
                 if schedule is None:
                     raise ConfigurationError(

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainwright.callbacks.hook_table import overrides
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.ending import GIVEN_UP, give_up
 from trainwright.strategies.processes.process_group import Processes

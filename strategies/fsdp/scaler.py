@@ -33,8 +33,15 @@ class ShardScaler(torch.amp.GradScaler):
         return flags
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale this rank's pieces and agree on whether any overflowed. Collective; does not wait for the device."""
+        """Unscale this rank's pieces and agree on whether any overflowed. Collective.
+
+        Waits for the device where gradients are on the host (`cpu_offload`): ranks meet on the device.
+        """
         super().unscale_(optimizer)
         found: dict[Any, torch.Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        assert self._scale is not None  # torch has checked it
         for flag in found.values():
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            shared = flag.to(self._scale.device)
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+            if shared is not flag:
+                flag.copy_(shared)

@@ -32,11 +32,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable, overrides
-from trainwright.checkpoint.model import plain_name
+from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.run import Run
+from trainwright.core.signatures import overrides
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors

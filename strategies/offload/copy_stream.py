@@ -62,7 +62,7 @@ class CopyStream:
         if self._stream is None:
             self.num_queued += 1
             return source, None
-        made = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        made = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
 
         def copy() -> None:
             made.copy_(source, non_blocking=True)

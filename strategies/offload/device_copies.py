@@ -59,7 +59,10 @@ class PinnedBuffers:
         with self._lock:
             found = self._free.pop(0) if len(self._free) > 1 else None
         if found is None:
-            return torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            # Where the user's default device is another, only the host has pinned memory; and a buffer that was made in
+            # inference mode could not be written again outside of it.
+            with torch.inference_mode(False):
+                return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         buffer, event = found
         if event is not None:
             event.synchronize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from trainwright.core.byte_sizes import format_bytes
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.strategies.offload.devices import get_max_memory, parse_device
-from trainwright.strategies.offload.explain import DeviceMapReport, explain
 from trainwright.strategies.offload.placement import (
     Device,
     Outline,
@@ -25,6 +24,9 @@ from trainwright.strategies.offload.placement import (
     place,
 )
 from trainwright.strategies.offload.sizes import DType, class_names, compute_module_total_buffer_size, read_outline
+
+if TYPE_CHECKING:
+    from trainwright.strategies.offload.explain import DeviceMapReport
 
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -74,8 +76,10 @@ def infer_auto_device_map(
     chosen = outermost(outline, placement.device_of)
     device_map = {outline.names[part]: device for part, device in chosen.items()}
     if not offload_buffers and placement.runs_on is not None:
-        _warn_of_buffers(model, device_map, placement, budgets, dtype, special_dtypes)
+        _warn_of_buffers(model, outline, device_map, placement, budgets, dtype, special_dtypes)
     if verbose:
+        from trainwright.strategies.offload.explain import explain
+
         sys.stdout.write(f"{explain(outline, budgets, placement)}\n")
     if clean_result:
         device_map = {outline.names[part]: device for part, device in collapse(outline, chosen).items()}
@@ -100,6 +104,8 @@ def explain_device_map(
     Raises:
         ConfigurationError: as there.
     """
+    from trainwright.strategies.offload.explain import explain
+
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
@@ -367,26 +373,38 @@ def _warn_of_devices_passed_over(outline: Outline, placement: Placement, budgets
 
 def _warn_of_buffers(
     model: nn.Module,
+    outline: Outline,
     device_map: Mapping[str, Device],
     placement: Placement,
     budgets: Mapping[Device, int | None],
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
 ) -> None:
-    """Say when the buffers of offloaded modules, which stay on the device that computes, do not fit there."""
-    away = [name for name, device in device_map.items() if not is_accelerator(device)]
-    needed = sum(
-        compute_module_total_buffer_size(module, dtype, special_dtypes)
-        for module in (_module_at(model, name) for name in away)
-        if module is not None
-    )
+    """Say when the buffers of offloaded modules, which stay on the device that computes, do not fit there beside the
+    weights of the largest layer that comes and goes.
+    """
+
+    def buffer_bytes(name: str) -> int:
+        module = _module_at(model, name)
+        return 0 if module is None else compute_module_total_buffer_size(module, dtype, special_dtypes)
+
+    needed = sum(buffer_bytes(name) for name, device in device_map.items() if not is_accelerator(device))
     runs_on = placement.runs_on
     budget = None if runs_on is None else budgets[runs_on]
-    free = 0 if budget is None or runs_on is None else budget - placement.used_bytes[runs_on]
-    if needed > free and budget is not None:
+    if not needed or runs_on is None or budget is None:
+        return
+    streamed, buffers = 0, {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for index, device in placement.device_of.items():
+        for part in range(index, outline.ends[index]) if not is_accelerator(device) else ():
+            name = outline.names[part]
+            if outline.whole[part] and name not in buffers:
+                streamed = max(streamed, outline.sizes_bytes[part] - buffer_bytes(name))
+    free = budget - placement.used_bytes[runs_on] - streamed
+    if needed > free:
         warnings.warn(
             f"the buffers of modules that are offloaded take {format_bytes(needed)} and stay on device {runs_on!r}, "
-            f"where {format_bytes(free)} are free. If memory runs out, use offload_buffers=True.",
+            f"where {format_bytes(max(free, 0))} are free beside the largest layer that comes and goes "
+            f"({format_bytes(streamed)}). If memory runs out, use offload_buffers=True.",
             TrainwrightWarning,
             stacklevel=3,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies.offload.placement import largest_whole
 from trainwright.strategies.offload.sizes import DType, dtype_byte_size, read_outline
 
 ADAM_COPIES = 4  # weights, gradients, and two averages of Adam, all in the dtype of the weights
@@ -33,13 +34,15 @@ class WeightCount:
         elements: floating elements of parameters and buffers, a shared tensor counted once.
         fixed_bytes: of counters and masks, whose dtype does not change.
         largest_layer: name of the largest module that is not divided.
-        largest_elements: of that module.
+        largest_elements: floating elements of that module.
+        largest_fixed_bytes: of the counters and masks in that module.
     """
 
     elements: int
     fixed_bytes: int
     largest_layer: str
     largest_elements: int
+    largest_fixed_bytes: int = 0
 
     def total_bytes(self, dtype: DType) -> int:
         """Return the bytes of all weights and buffers in a dtype."""
@@ -47,7 +50,7 @@ class WeightCount:
 
     def largest_bytes(self, dtype: DType) -> int:
         """Return the bytes of the largest layer in a dtype."""
-        return math.ceil(self.largest_elements * dtype_byte_size(dtype))
+        return math.ceil(self.largest_elements * dtype_byte_size(dtype)) + self.largest_fixed_bytes
 
     def training_bytes(self, dtype: DType) -> int:
         """Return the bytes of weights, gradients and both averages of Adam, all in one dtype, without activations."""
@@ -61,7 +64,13 @@ def count_weights(model: nn.Module) -> WeightCount:
         model: on any device, the meta device included.
     """
     outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None), dtype="int8")
-    largest_elements, largest_layer = largest_whole(outline)
+    layers = [
+        (size - fixed, fixed, name)  # elements of one byte each, beside the others
+        for size, name, is_whole in zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
+        if is_whole
+        for fixed in (min(size, _fixed_bytes(model, name)),)
+    ]
+    largest_elements, largest_fixed_bytes, largest_layer = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
     seen: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     floating = [tensor for tensor in seen.values() if tensor.dtype.is_floating_point or tensor.dtype.is_complex]
     fixed = [tensor for tensor in seen.values() if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)]
@@ -70,6 +79,19 @@ def count_weights(model: nn.Module) -> WeightCount:
         fixed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in fixed),
         largest_layer=largest_layer,
         largest_elements=largest_elements,
+        largest_fixed_bytes=largest_fixed_bytes,
+    )
+
+
+def _fixed_bytes(model: nn.Module, name: str) -> int:
+    """Return the bytes of the counters and masks in a module, or of one of them."""
+    part: Any = functools.reduce(getattr, name.split("."), model) if name else model
+    tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    seen = {id(tensor): tensor for tensor in tensors}
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in seen.values()
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     )
 
 
@@ -85,19 +107,21 @@ def count_stored_weights(path: Path) -> WeightCount:
     if not files or not all(file.is_file() for file in files):
         raise CheckpointError(f"{path} holds no safetensors file.")
     layers: defaultdict[str, int] = defaultdict(int)
-    fixed_bytes = 0
+    fixed: defaultdict[str, int] = defaultdict(int)
     for file in files:
-        for name, entry in read_header(file).items():
-            if name == "__metadata__":
-                continue
-            dtype = str(entry["dtype"])
-            if dtype.startswith(_INTEGERS) and dtype != "BF16":
-                fixed_bytes += entry["data_offsets"][1] - entry["data_offsets"][0]
-                continue
-            block = _BLOCK.match(name)
-            layers[block[0] if block else name.rpartition(".")[0]] += math.prod(entry["shape"])
+        header = read_header(file)
+        header.pop("__metadata__", None)
+        with reading(file):
+            for name, entry in header.items():
+                dtype = str(entry["dtype"])
+                block = _BLOCK.match(name)
+                layer = block[0] if block else name.rpartition(".")[0]
+                if dtype.startswith(_INTEGERS) and dtype != "BF16":
+                    fixed[layer] += entry["data_offsets"][1] - entry["data_offsets"][0]
+                else:
+                    layers[layer] += math.prod(entry["shape"])
     largest = max(layers, key=layers.__getitem__, default="")
-    return WeightCount(sum(layers.values()), fixed_bytes, largest, layers[largest])
+    return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
 
 
 def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:

@@ -37,7 +37,7 @@ class Home:
             ConfigurationError: the disk is full, or the folder cannot be written.
         """
         if self.place == "cpu" or numel == 0:
-            return torch.empty(numel, dtype=dtype, pin_memory=self.pinned)
+            return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.pinned)
         return self._mapped(numel, dtype)
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

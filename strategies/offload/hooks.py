@@ -72,17 +72,63 @@ def refuse_moves(module: nn.Module) -> None:
             module.__dict__[name] = refusal
 
 
+class _Owners:
+    """The modules that a hook is on, without keeping them; a copy of a module is the owner of the hook's copy."""
+
+    def __init__(self) -> None:
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owners:
+        copied = _Owners()
+        copied.modules.update(memo[id(module)] for module in self.modules if id(module) in memo)
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Owners, ()
+
+
+class _NoGrad:
+    """The attribute `no_grad` of hooks: modules are told when it is assigned, and ask for nothing while it is not."""
+
+    def __init__(self, default: Any) -> None:
+        self.default = default  # a bool, or a function of the hook
+
+    def __get__(self, hook: ModelHook | None, owner: type[ModelHook]) -> bool:
+        if hook is None:
+            return bool(self.default) if isinstance(self.default, bool) else False
+        found = vars(hook).get("no_grad")
+        if found is None:
+            found = self.default if isinstance(self.default, bool) else self.default(hook)
+        return bool(found)
+
+    def __set__(self, hook: ModelHook, value: bool) -> None:
+        vars(hook)["no_grad"] = bool(value)
+        for module in _owners(hook).modules:
+            _watch_recording(module)
+
+
+def _owners(hook: ModelHook) -> _Owners:
+    found: _Owners = vars(hook).setdefault("_owners", _Owners())
+    return found
+
+
 class ModelHook:
     """What happens around a module's forward; derive from it and override what you need.
 
     Attributes:
-        no_grad: run the forward without recording gradients.
+        no_grad: run the forward without recording gradients; may be assigned at any time. Default: False.
         runs_after_failure: `post_forward` is called with None also where the forward raised an `Exception`, to give
             back what `pre_forward` took. Otherwise it is not called then.
     """
 
-    no_grad: bool = False
+    no_grad: bool = _NoGrad(False)  # type: ignore[assignment]  # reads as a bool
     runs_after_failure: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        default = cls.__dict__.get("no_grad")
+        if isinstance(default, bool):
+            cls.no_grad = _NoGrad(default)  # type: ignore[assignment]  # reads as a bool
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare the module when the hook is put on; return it, or another to be used in its place."""
@@ -112,11 +158,11 @@ class ModelHook:
 class SequentialHook(ModelHook):
     """Several hooks as one, each method called in the order in which they were given."""
 
+    no_grad: bool = _NoGrad(lambda self: any(hook.no_grad for hook in self.hooks))  # type: ignore[assignment]
     runs_after_failure = True  # passed on to those who asked for it only
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
-        self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare the module with each hook."""
@@ -168,7 +214,8 @@ class _Calls:
 
     def stop_recording(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._recording.setdefault(threading.get_ident(), []).append(torch.is_grad_enabled())
-        torch.set_grad_enabled(False)
+        if self.hook.no_grad:
+            torch.set_grad_enabled(False)
 
     def resume_recording(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         before = self._recording.get(threading.get_ident())
@@ -232,15 +279,29 @@ def _register(module: nn.Module, hook: ModelHook) -> None:
     # The first before the forward: others may want to see the weights. Appended after it, in the order of arrival.
     if hook.acts_before():
         handles.append(module.register_forward_pre_hook(calls.before, prepend=True, with_kwargs=True))
-    if hook.no_grad:
-        handles.append(module.register_forward_pre_hook(calls.stop_recording))
-        handles.append(module.register_forward_hook(calls.resume_recording, always_call=True))
     if hook.acts_after():
         handles.append(module.register_forward_hook(calls.after, always_call=hook.runs_after_failure))
     module.__dict__[_HANDLES] = handles
+    for one in {id(each): each for each in (hook, *_flat(hook))}.values():
+        _owners(one).modules.add(module)
+    _watch_recording(module)
+
+
+def _watch_recording(module: nn.Module) -> None:
+    """Have a module ask its hook before each forward whether to record gradients, once the hook has said no."""
+    hook, handles = module.__dict__.get(_HOOK), module.__dict__.get(_HANDLES)
+    if hook is None or handles is None or not hook.no_grad:
+        return
+    asks = (getattr(call, "__func__", None) is _Calls.stop_recording for call in module._forward_pre_hooks.values())
+    if not any(asks):
+        calls = _Calls(hook)
+        handles.append(module.register_forward_pre_hook(calls.stop_recording))
+        handles.append(module.register_forward_hook(calls.resume_recording, prepend=True, always_call=True))
 
 
 def _unregister(module: nn.Module) -> None:
+    for one in hooks_of(module):
+        _owners(one).modules.discard(module)
     for handle in module.__dict__.pop(_HANDLES, ()):
         handle.remove()
     module.__dict__.pop(_HOOK, None)

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.hidden_names import plain_name
 from trainwright.strategies.offload.attach import innermost
 from trainwright.strategies.offload.device_map import check_devices, resolve_device_map
 from trainwright.strategies.offload.dispatch import dispatch_model

@@ -87,10 +87,7 @@ def move_inputs(values: Any, device: torch.device, skip_keys: Collection[str] = 
     """
     if not _has_foreign(values, device, skip_keys):
         return values
-    moved = _move_but(values, device, skip_keys) if skip_keys else tree.move(values, device)
-    if device.type == "cpu" and torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # the copies do not wait, and who reads host memory does not either
-    return moved
+    return _move_but(values, device, skip_keys) if skip_keys else tree.move(values, device)
 
 
 def _move_but(values: Any, device: torch.device, skip_keys: Collection[str]) -> Any:

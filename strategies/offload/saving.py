@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from trainwright.checkpoint.durable import CHUNK_BYTES
-from trainwright.checkpoint.model import memory_key, plain_name
+from trainwright.checkpoint.model import memory_key
 from trainwright.checkpoint.safetensors_io import to_storable
 from trainwright.checkpoint.weights_folder import Weight, replace_weights
 from trainwright.core.byte_sizes import convert_file_size_to_int
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.hidden_names import plain_name
 from trainwright.strategies.offload.align import offloading_hooks
 from trainwright.strategies.offload.left_on_disk import left_on_disk
 from trainwright.strategies.offload.mapped_file import Span

@@ -102,7 +102,7 @@ class Slot:
         ):
             return former
         weight = like(shown, value.to(shown.dtype))
-        if records and not by_hand and weight.requires_grad and weight.is_leaf:
+        if records and not by_hand and weight.requires_grad and weight.is_leaf and not weight.is_inference():
             weight.register_post_accumulate_grad_hook(_drop_gradient)  # type: ignore[no-untyped-call]  # torch's
         return weight
 
@@ -183,7 +183,13 @@ def _follow(tensor: torch.Tensor, shown: torch.Tensor) -> None:
 
 
 def like(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` as what `tensor` is: a parameter of its class and attributes, or a plain buffer."""
+    """Return `value` as what `tensor` is: a parameter of its class and attributes, or a plain buffer.
+
+    Values that were loaded in inference mode are of it for good, and become parameters there alone.
+    """
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():
+            return like(tensor, value)
     if type(tensor) in (nn.Parameter, AwayParameter):
         return nn.Parameter(value, requires_grad=tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.layout import check_relative, read_json
 from trainwright.checkpoint.safetensors_io import DTYPES, NATIVE_NAMES, from_storable, read_header
-from trainwright.checkpoint.torch_file import read_torch_file
-from trainwright.checkpoint.weights_folder import shards_of
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload.mapped_file import MappedFile, Span
 
@@ -96,6 +95,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         Raises:
             CheckpointError: the file is damaged, holds something else than tensors by name, or lacks one of `names`.
         """
+        from trainwright.checkpoint.torch_file import read_torch_file
+
         found, unknown = read_torch_file(path, mapped=mapped)
         if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
             found = found["state_dict"]
@@ -145,12 +146,13 @@ def read_checkpoint(checkpoint: Path) -> StoredWeights:
         CheckpointError: nothing is found, a file is missing, damaged or cut short, or an index points outside its
             folder.
     """
-    path = _find(checkpoint)
     weights = StoredWeights()
-    if path.suffix == ".json":
-        _add_indexed(weights, path)
-    else:
-        _add_file(weights, path, None)
+    with reading(checkpoint):
+        path = _find(checkpoint)
+        if path.suffix == ".json":
+            _add_indexed(weights, path)
+        else:
+            _add_file(weights, path, None)
     return weights
 
 
@@ -163,7 +165,7 @@ def _find(checkpoint: Path) -> Path:
         checkpoint.glob(f"*{_INDEX_SUFFIX}"), key=lambda path: (".safetensors." not in path.name, path.name)
     )
     plain = checkpoint / "index.json"
-    if not indexes and plain.is_file():
+    if not indexes and plain.is_file() and not _is_of_offload(plain):
         return plain
     if indexes:
         kinds = [path for path in indexes if (".safetensors." in path.name) == (".safetensors." in indexes[0].name)]
@@ -174,6 +176,8 @@ def _find(checkpoint: Path) -> Path:
     for name in _SINGLE_FILES:
         if (checkpoint / name).is_file():
             return checkpoint / name
+    from trainwright.checkpoint.weights_folder import shards_of
+
     for suffix in _SUFFIXES:
         found = sorted(checkpoint.glob(f"*{suffix}"))
         if len(found) == 1 and shards_of(found[0]) > 1:
@@ -187,6 +191,13 @@ def _find(checkpoint: Path) -> Path:
             names = ", ".join(path.name for path in found)
             raise CheckpointError(f"{checkpoint} holds {names} and no index that says which to load. Name the file.")
     raise CheckpointError(f"{checkpoint} holds no weights: no index and no {', '.join(_SUFFIXES)} file.")
+
+
+def _is_of_offload(path: Path) -> bool:
+    """Tell whether an `index.json` is that of an offload folder, which may be the checkpoint's own."""
+    index = read_json(path)
+    entries = list(index.values()) if isinstance(index, dict) else []
+    return bool(entries) and all(isinstance(entry, dict) and "dtype" in entry and "shape" in entry for entry in entries)
 
 
 def _add_indexed(weights: StoredWeights, path: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable, overrides
+from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import Run
+from trainwright.core.signatures import overrides
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
@@ -341,7 +342,7 @@ class OffloadStrategy(Strategy):
 
     # Evaluation and state
 
-    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> Any:
+    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         """Run an evaluation step, with the units coming one after the other."""
         if self.weight_stream is None:
             return super().eval_step(name, batch, idx, dataloader_idx)

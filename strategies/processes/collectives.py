@@ -3,10 +3,9 @@
 They look into lists, tuples (named ones too), mappings and dataclasses; every tensor in them is exchanged by itself.
 All but `send_to_device`, `recursively_apply` and `concatenate` are collective: every process calls them, in the same
 order, with the same structure. They use the processes of `PartialState`, which they make where there is none yet. For
-a process that is alone they are the identity. In debug mode (`PartialState().debug`, or the variable
-`TRAINWRIGHT_DEBUG_MODE=1`) shapes and dtypes are compared over the processes first, and every process gets an error
-that shows them all; otherwise unequal ones are what torch and its backend make of them: an error of theirs, a wait or
-wrong values.
+a process that is alone they are the identity. What the processes hand over is compared first, by one number from each
+on the host: where operations, shapes or dtypes differ, every process gets an error that shows them all, instead of
+what torch's backends make of it (the end of the process, a wait, or wrong values).
 """
 
 from __future__ import annotations
@@ -22,8 +21,10 @@ from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.tree import is_container, rebuild
 from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.strategies.processes.process_group import Processes
+from trainwright.strategies.processes.same_calls import compare_calls
 
 _REDUCTIONS = ("mean", "sum", "none")
+_UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
 
 
 def _is_tensor(value: Any) -> bool:
@@ -141,14 +142,14 @@ def gather(tensor: Any) -> Any:
 
     Args:
         tensor: each tensor of the same shape and dtype on every process, `[n, ...]`; one without a dimension counts as
-            `[1]`. For unequal lengths see `pad_across_processes`.
+            `[1]`. For unequal lengths there are `Accelerator.gather_for_metrics` and `pad_across_processes`.
 
     Returns:
         Tensors `[num_processes * n, ...]`, on every process; for a process that is alone what it handed over, as it is.
 
     Raises:
         TypeError: a leaf that is no tensor.
-        ConfigurationError: in debug mode, different shapes.
+        ConfigurationError: different shapes or dtypes, on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -182,9 +183,13 @@ def gather_object(object: Any) -> Any:
     state = PartialState()
     if state.num_processes == 1:
         return object
-    if not isinstance(object, (list, tuple)):
-        raise TypeError(f"gather_object takes a list, and got {type(object).__name__}. Write gather_object([value]).")
-    return [item for items in state.joined().gather_object(object) for item in items]
+    told = state.joined().gather_object(object if isinstance(object, (list, tuple)) else type(object))
+    wrong = {rank: kind for rank, kind in enumerate(told) if isinstance(kind, type)}
+    for rank, kind in wrong.items():  # on every process: the others do not wait for this one in their next exchange
+        raise TypeError(
+            f"gather_object takes a list, and got {kind.__name__} on process {rank}. Write gather_object([value])."
+        )
+    return [item for items in told for item in items]
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
@@ -196,13 +201,13 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Raises:
         TypeError: a leaf that is no tensor.
-        ConfigurationError: no such process; in debug mode, different shapes.
+        ConfigurationError: no such process; or different shapes, dtypes or processes to send, on every process.
     """
     state = PartialState()
     if state.num_processes == 1:
         return tensor
+    processes = _ready("broadcast", state, tensor, from_process)
     _check_process(from_process, state)
-    processes = _ready("broadcast", state, tensor)
 
     def broadcast_one(leaf: torch.Tensor) -> torch.Tensor:
         own = leaf.detach()
@@ -227,6 +232,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     """
     state = PartialState()
     if state.num_processes > 1:
+        hint = "One process sends, and all name it."
+        compare_calls(state.joined(), f"broadcast_object_list(…, {from_process})", "a list", hint)
         _check_process(from_process, state)
         object_list[:] = state.joined().broadcast_object(list(object_list), from_process)
     return object_list
@@ -244,17 +251,18 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
     Raises:
         TypeError: a leaf that is no tensor, or the mean of tensors of whole numbers over several processes.
-        ConfigurationError: an unknown reduction; in debug mode, different shapes.
+        ConfigurationError: an unknown reduction; or different shapes, dtypes or reductions, on every process.
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(
             f"reduction={reduction!r} is unknown.{nearest(str(reduction), _REDUCTIONS)} "
-            f"Known: {', '.join(_REDUCTIONS)}."
+            f"Known: {', '.join(_REDUCTIONS)}. For others, reduce what gather returns: gather(tensor).max()."
         )
     state = PartialState()
     crosses = state.num_processes > 1 and reduction != "none"
-    _tensors("reduce", tensor)
-    processes = _ready("reduce", state, tensor) if crosses else state.processes
+    if not crosses:
+        _tensors("reduce", tensor)
+    processes = _ready("reduce", state, tensor, reduction) if crosses else state.processes
 
     def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
         if not crosses:
@@ -284,10 +292,16 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
     Raises:
         TypeError: a leaf that is no tensor.
+        ConfigurationError: different numbers of tensors or dimensions, or another `dim`, on every process; in debug
+            mode different dtypes too.
     """
     state = PartialState()
+    if state.num_processes == 1:
+        _tensors("pad_across_processes", tensor)
+        return tensor
+    _ready("pad_across_processes", state, tensor, dim, lengths_differ=True)
     leaves = _tensors("pad_across_processes", tensor)
-    if state.num_processes == 1 or not leaves:
+    if not leaves:
         return tensor
     sizes = [leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else -1 for leaf in leaves]
     longest = iter([max(column) for column in zip(*state.joined().gather_integers(sizes), strict=True)])
@@ -317,25 +331,45 @@ def _tensors(operation: str, tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _ready(operation: str, state: PartialState, tree: Any) -> Processes:
-    """Return the processes for an operation on these tensors, after a look at what the others hand over in debug mode.
+def _ready(
+    operation: str, state: PartialState, tree: Any, argument: Any = None, *, lengths_differ: bool = False
+) -> Processes:
+    """Return the processes for an operation on these tensors, once all are known to do the same. Collective.
 
-    Wrong types are found before anything is sent: half an exchange would leave the others waiting.
+    Wrong types and calls that differ are found before anything is sent, on every process: half an exchange would leave
+    the others waiting.
+
+    Args:
+        operation: its name.
+        state: of several processes.
+        tree: what this process hands over.
+        argument: of the operation, the same on every process.
+        lengths_differ: compare the number of dimensions, and dtypes in debug mode alone.
     """
-    leaves = _tensors(operation, tree)
+    refused: TypeError | None = None
+    described: Any
+    try:
+        leaves = _tensors(operation, tree)
+    except TypeError as error:
+        refused, described = error, str(error)
+    else:
+        described = [_description(leaf, lengths_differ, state.debug) for leaf in leaves]
     processes = state.joined()
-    if state.debug:
-        mine = operation, [(tuple(leaf.shape), str(leaf.dtype).removeprefix("torch.")) for leaf in leaves]
-        everyones = processes.gather_object(mine)
-        if any(other != everyones[0] for other in everyones):
-            shown = "\n".join(
-                f"  process {rank}: {name} of {tensors}" for rank, (name, tensors) in enumerate(everyones)
-            )
-            raise ConfigurationError(
-                f"the processes do not do the same with tensors of the same shapes and dtypes:\n{shown}\n"
-                "For unequal lengths there is pad_across_processes."
-            )
+    name = operation if argument is None else f"{operation}(…, {argument!r})"
+    try:
+        compare_calls(processes, name, described, _UNEVEN)
+    except ConfigurationError as error:
+        raise (refused or error) from None
+    if refused is not None:
+        raise refused
     return processes
+
+
+def _description(leaf: torch.Tensor, lengths_differ: bool, debug: bool) -> tuple[Any, ...]:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if not lengths_differ:
+        return tuple(leaf.shape), dtype
+    return (f"{leaf.dim()} dimensions", *([dtype] if debug else []))
 
 
 def _check_process(from_process: int, state: PartialState) -> None:

@@ -45,7 +45,7 @@ from trainwright.strategies.processes.standing import (
 
 _BEAT_S = 0.5
 _RANKS_PER_BEAT_S = 256  # more ranks look less often, so that the one store keeps up
-_GRACE_S = 5.0  # for a survivor to notice by itself, once the failed rank is out of the way
+_GRACE_S = 2.0  # for a survivor to notice by itself, once the failed rank is out of the way
 _PATIENCE_S = 15.0  # for a failed rank to get out of the way; longer only while it saves
 _ANSWER_S = 4.0  # for ranks to say where they stand
 _ECHO_S = 2.5  # how long an error of a collective waits for the failure that has caused it
@@ -228,8 +228,11 @@ class HangDetector:
         self._shared.set(f"left/{self._rank}", "failed")
         deadline = time.monotonic() + _ECHO_S
         if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
-            while self._shared.add("seen", 0) < self._world_size and time.monotonic() < deadline:
+            while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
+                if time.monotonic() >= deadline:
+                    break
                 time.sleep(0.05)
+                self._look_after_neighbours()
 
     def _look_after_neighbours(self) -> None:
         """Speak for the processes of this node that have ended without a word."""
@@ -296,7 +299,7 @@ class HangDetector:
             quiet_s = now - max(lost_at, self._moved_at)
             if self._failure is not None and now - lost_at >= _GRACE_S:
                 self._end()
-            elif self._failure is None and quiet_s >= 2 * _GRACE_S and collective_of(frames_of(self._thread_id)):
+            elif self._failure is None and quiet_s >= 5 * _GRACE_S and collective_of(frames_of(self._thread_id)):
                 self._failure = Failure(0, "the agent that started rank 0, and served the store, has ended.", gone=True)
             self._wake.wait(self._beat_s)
             self._wake.clear()

@@ -7,11 +7,14 @@ classes defined in a notebook work.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pickle
 import secrets
+import shutil
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,10 +25,14 @@ from typing import Any
 
 import cloudpickle
 
-from trainwright.core.errors import ConfigurationError, WorkerError
+from trainwright.checkpoint.durable import held, is_held
+from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
-_GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed
+_GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed, or all leave together
+_LEFT_ALONE_S = 0.5  # once this process has left them: they wait for it in vain
+_JUST_MADE_S = 30.0  # a folder so young may not be held yet
+_PREFIX = "trainwright-work-"
 _started: list[_Children] = []  # by the call of `run_in_processes` that is under way
 
 
@@ -52,11 +59,13 @@ def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iter
         "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8),
     }  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+    _remove_left_over()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, held(Path(folder)):
         file = Path(folder, "work.pkl")
         file.write_bytes(payload)
         children = _Children(folder)
         _started.append(children)
+        grace_s = _GRACE_S
         try:
             for rank in range(1, num_processes):
                 children.start(rank, file, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
@@ -65,12 +74,24 @@ def run_in_processes(work: Callable[[], Any], num_processes: int, by_value: Iter
                     result = work()
                 except BaseException as error:
                     children.blame(error)
+                    if not isinstance(error, (WorkerError, Preempted)):
+                        grace_s = _LEFT_ALONE_S
                     raise
             children.wait()
             return result
         finally:
             _started.remove(children)
-            children.stop()
+            children.stop(grace_s)
+
+
+def _remove_left_over() -> None:
+    """Remove what calls of this user have left whose process was killed, with all that it had started."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process removes it too
+            found = folder.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
+            if is_own and time.time() - found.st_mtime > _JUST_MADE_S and not is_held(folder):
+                shutil.rmtree(folder)
 
 
 def run_module(module: str, arguments: list[str]) -> int:
@@ -107,6 +128,7 @@ class _Children:
             "trainwright.strategies.processes.worker",
             str(file),
             str(self._error_file(rank)),
+            str(os.getpid()),
         ]
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
@@ -145,14 +167,15 @@ class _Children:
         if found is not None:
             raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
 
-    def stop(self) -> None:
-        """End whatever still runs."""
+    def stop(self, grace_s: float) -> None:
+        """End whatever still runs, after so many seconds by force."""
         running = [process for process in self._started.values() if process.poll() is None]
         for process in running:
             process.terminate()
+        deadline = time.monotonic() + grace_s
         for process in running:
             try:
-                process.wait(timeout=_GRACE_S)
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

@@ -61,8 +61,9 @@ class PartialState:
         distributed_type: see `DistributedType`.
         num_processes: on all nodes.
         process_index: among them; also `local_process_index`, on this node.
-        debug: whether operations on tensors compare shapes over processes first; set it, or the variable
-            `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's `ACCELERATE_DEBUG_MODE`) to 1.
+        debug: whether `pad_across_processes` compares dtypes over processes too (shapes and dtypes that have to be the
+            same are always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's
+            `ACCELERATE_DEBUG_MODE`) to 1.
         fork_launched: whether the variable `FORK_LAUNCHED` says that a notebook forked this process.
         processes: what the processes say to each other on the host.
         topology: this process's place, with its evidence.

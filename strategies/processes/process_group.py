@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, WorkerError
-from trainwright.core.process import STARTED_BY_TRAINER, Topology, variable
+from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
 from trainwright.strategies.processes.hang_detector import HangDetector
 from trainwright.strategies.processes.hang_report import ranks_text
 from trainwright.strategies.processes.launcher import failure_of_started
@@ -155,6 +155,7 @@ class ProcessGroup(Processes):
     def open(self, device: torch.device) -> None:
         global _groups_made
         if not dist.is_initialized():
+            check_address(self.topology)
             backend = self.backend or _backend(device)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there.

@@ -1,15 +1,28 @@
-"""A process that the Trainer started: `python -m trainwright.strategies.processes.worker WORK ERROR`."""
+"""A process that the Trainer started: `python -m trainwright.strategies.processes.worker WORK ERROR PARENT`."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 
 from trainwright.core.errors import PREEMPTED, Preempted
 from trainwright.core.process import variable
+
+_LOOK_S = 0.2
+
+
+def end_with(parent: int, folder: Path) -> None:
+    """End this process soon after `parent` has been killed: rank 0 was it, and removes nothing of `folder` any more."""
+    while os.getppid() == parent:
+        time.sleep(_LOOK_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
 
 
 def main(work_file: str, error_file: str) -> int:
@@ -31,6 +44,8 @@ def main(work_file: str, error_file: str) -> int:
 
 
 if __name__ == "__main__":
+    watched = int(sys.argv[3]), Path(sys.argv[1]).parent
+    threading.Thread(target=end_with, args=watched, name="trainwright-parent-watch", daemon=True).start()
     code = main(sys.argv[1], sys.argv[2])
     sys.stdout.flush()
     sys.stderr.flush()

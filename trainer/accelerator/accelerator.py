@@ -13,7 +13,8 @@ for batch in loader:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,21 +25,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.memory import release_memory
+from trainwright.core.process import detect
 from trainwright.core.tree import iterate_tensors
+from trainwright.strategies.launcher_variables import read_launcher_variables
 from trainwright.strategies.offload.saving import save_model
-from trainwright.strategies.processes.collectives import gather, gather_object, pad_across_processes, reduce
+from trainwright.strategies.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.strategies.processes.partial_state import PartialState
-from trainwright.trainer.accelerator.accumulation import Accumulation
-from trainwright.trainer.accelerator.gathering import gather_real
+from trainwright.strategies.select import select_for_loop
+from trainwright.trainer.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
+from trainwright.trainer.accelerator.gathering import gather_objects, gather_real
+from trainwright.trainer.accelerator.item_counts import ItemCounts
 from trainwright.trainer.accelerator.loader import AcceleratedLoader
 from trainwright.trainer.accelerator.loss_scale import LossScale
-from trainwright.trainer.accelerator.model import AcceleratedModel
+from trainwright.trainer.accelerator.model import unwrapped
 from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
+from trainwright.trainer.accelerator.pickling import picklable_state, restore_prepared
 from trainwright.trainer.accelerator.prepare import PreparesObjects
 from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
-from trainwright.trainer.accelerator.settings import read_settings, refuse_attribute
+from trainwright.trainer.accelerator.settings import accumulation_of, checked_folder, read_settings, refuse_attribute
 from trainwright.trainer.accelerator.state import LoopObjects, load_loop, save_loop
 
 T = TypeVar("T")
@@ -47,22 +53,26 @@ T = TypeVar("T")
 class Accelerator(PreparesObjects):
     """Joins the processes, and makes a loop's objects ready for them.
 
-    The names are those of Hugging Face's Accelerate. A step's gradient is the mean over everything it consumed: the
-    last group of micro-batches is divided by its own length, a rank that runs out of data before others adds nothing,
-    and a schedule advances once per optimizer step, whatever the number of processes. Without a launcher it is one
-    process; `torchrun --nproc-per-node 2 script.py` makes two.
+    The names are those of Hugging Face's Accelerate. `backward(loss)` divides by `gradient_accumulation_steps` as it
+    does there; `backward(loss, num_items=n)` makes a step's gradient the mean over everything it consumed. A rank that
+    runs out of data before others adds nothing, and a schedule advances once per optimizer step, whatever the number
+    of processes. Without a launcher it is one process; `torchrun --nproc-per-node 2 script.py` makes two.
 
     Args:
         device_placement: move models and batches to this process's device.
         split_batches: only False: a loader's batch size is that of one process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
+        gradient_accumulation_plugin: says the number of steps in its place, and what a short last group is divided by.
         cpu: use the CPU although there is an accelerator.
         step_scheduler_with_optimizer: False: every call of a scheduler's `step` counts.
         kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that serves loops of others.
         seed: of the order of the data; torch's initial seed on the first process unless told.
         unknown: arguments of Accelerate that are served elsewhere; None is accepted.
+
+    Where the arguments say nothing, the variables of `accelerate launch` count (`ACCELERATE_MIXED_PRECISION`,
+    `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, `ACCELERATE_USE_CPU`); others that ask for something are warned of.
 
     The first construction joins the other processes (collective).
 
@@ -79,16 +89,20 @@ class Accelerator(PreparesObjects):
         cpu: bool = False,
         *,
         step_scheduler_with_optimizer: bool = True,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         strategy: Any = "auto",
         seed: int | None = None,
         **unknown: Any,
     ) -> None:
-        settings = read_settings(
-            split_batches, mixed_precision, gradient_accumulation_steps, cpu, kwargs_handlers, strategy, unknown
+        mixed_precision, gradient_accumulation_steps, cpu = read_launcher_variables(
+            mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, cpu, warns=detect().rank == 0
         )
+        accumulates = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
+        settings = read_settings(split_batches, mixed_precision, cpu, kwargs_handlers, strategy, unknown)
         self.state = PartialState(cpu=cpu)
         self.strategy = settings.strategy
+        self._strategy_argument, self._handlers = strategy, tuple(kwargs_handlers or ())
         self.strategy.setup(self.state.topology)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -99,7 +113,11 @@ class Accelerator(PreparesObjects):
         if has_context:
             self._make_context = partial(settings.precision.forward_context, self.device.type)
         self._scale = LossScale(self.device.type) if settings.precision.scaled else None
-        self._accumulation = Accumulation(gradient_accumulation_steps)
+        self._accumulation = Accumulation(
+            accumulates.num_steps or 1, accumulates.short_group, warns=self.state.is_main_process
+        )
+        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
+        self._syncs_each_batch = accumulates.sync_each_batch or self.strategy.sync_each_batch
         self._seed = seed
         self._models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
@@ -140,6 +158,19 @@ class Accelerator(PreparesObjects):
         """Whether an optimizer left its last step out because of fp16 gradients that are not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return picklable_state(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "strategy" not in state:
+            self.strategy = select_for_loop(
+                self._strategy_argument, self._handlers, cpu=self.state.device.type == "cpu", precision=self._precision
+            )
+            self.strategy.setup(self.state.topology)
+            self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
+        restore_prepared(self)
+
     def __getattr__(self, name: str) -> Any:
         """Return what `PartialState` has: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
         if name.startswith("_") or "state" not in vars(self):
@@ -151,24 +182,37 @@ class Accelerator(PreparesObjects):
 
     # The step
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward of what the loss weighs in its optimizer step. Collective when the group's last one.
+    def backward(
+        self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Run backward of the loss's share in its optimizer step. Collective in the last micro-batch of a group.
+
+        Without `num_items` the loss is divided by `gradient_accumulation_steps`, in a short last group too, which is
+        warned of once: scripts that weigh their losses themselves count on it. With `num_items` the step's gradient is
+        the mean over all items of its micro-batches on all processes, whatever their number in each: in the last
+        micro-batch counts are summed over processes and the gradients so far are divided once, in place.
 
         Args:
-            loss: mean over the micro-batch, a scalar with a graph.
-            kwargs: of `torch.Tensor.backward`.
+            loss: Scalar with a graph; the mean over the micro-batch, or over its `num_items`.
+            num_items: Number of items (tokens, samples) that `loss` is the mean over; a tensor on the device is not
+                read. Pass it for every micro-batch of a step, in one call each, or for none. Default: None.
+            kwargs: Arguments of `torch.Tensor.backward`.
 
         Raises:
-            TaskError: the loss has no graph.
+            TaskError: The loss has no graph, or `num_items` is not a count, comes twice for one micro-batch, or for
+                some of a step's alone.
         """
         if not loss.requires_grad:
             raise TaskError(
                 "backward() was given a loss without a graph (requires_grad is False): nothing could be learned from "
                 "it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad()."
             )
-        weight = self._accumulation.weight
-        if weight != 1:
-            loss = loss * weight
+        if num_items is not None:
+            loss = self._items.weigh(loss, num_items, self._accumulated_parameters)
+        else:
+            if self._items.has_open_steps:
+                self._items.refuse_plain()
+            loss = self._accumulation.divide(loss)
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
@@ -180,12 +224,27 @@ class Accelerator(PreparesObjects):
         Args:
             models: those that are trained inside, with one forward and backward each.
         """
-        self._accumulation.begin_micro_batch()
-        with ExitStack() as stack:
-            if not self.sync_gradients:
-                for model in models:
-                    stack.enter_context(self.no_sync(model))
-            yield
+        accumulation = self._accumulation
+        accumulation.begin_micro_batch()
+        outer, accumulation.models = accumulation.models, models
+        try:
+            with ExitStack() as stack:
+                if not (accumulation.sync_gradients or self._syncs_each_batch):
+                    for model in models:
+                        stack.enter_context(self.no_sync(model))
+                yield
+        finally:
+            accumulation.models = outer
+
+    def _accumulated_parameters(self) -> list[torch.Tensor]:
+        """Return the parameters whose gradients the present group adds up: of its models, and of their optimizers."""
+        models = self._accumulation.models
+        found = {id(p): p for model in models or self._models for p in model.parameters()}
+        for optimizer in self._optimizers:
+            held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+            if not models or not held.keys().isdisjoint(found):
+                found |= held
+        return list(found.values())
 
     def no_sync(self, model: nn.Module) -> Any:
         """Return a context in which backward leaves gradients on this rank, until one outside of it.
@@ -244,8 +303,19 @@ class Accelerator(PreparesObjects):
     # Between the processes
 
     def gather(self, tensor: Any) -> Any:
-        """Return every rank's tensors, one after the other along the first dimension. Collective; see `gather`."""
-        return gather(tensor)
+        """Return every rank's tensors, one after the other along the first dimension. Collective; see `gather`.
+
+        While a prepared loader is read, ranks may have different numbers of rows (of the last batch): the rows of all
+        ranks follow each other, those of a batch that pads a rank without data last. `gather_for_metrics` leaves them
+        out.
+
+        Raises:
+            TypeError: a leaf is not a tensor.
+            ConfigurationError: dtypes or shapes differ, in more than rows or outside of a loader; on every rank.
+        """
+        if self._accumulation.place is None:
+            return gather(tensor)
+        return gather_real(tensor, False, self.state.joined(), "gather")
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Return every rank's results for the present micro-batch of the loader that is being read. Collective.
@@ -261,7 +331,7 @@ class Accelerator(PreparesObjects):
         padding = place is not None and place.weight == 0
         if use_gather_object or next(iterate_tensors(input_data), None) is None:
             values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
-            return gather_object([] if padding else list(values))
+            return gather_objects([] if padding else list(values), self.state.joined())
         return gather_real(input_data, padding, self.state.joined())
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -277,13 +347,16 @@ class Accelerator(PreparesObjects):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model, whose forward was never changed: `keep_fp32_wrapper` makes no difference."""
+        """Return the user's own model out of what was prepared, compiled or wrapped by torch, in any order.
+
+        Args:
+            model: What `prepare` returned, or `torch.compile` of it, DistributedDataParallel or DataParallel.
+            keep_fp32_wrapper: Makes no difference: the model's own forward was never changed. Default: True.
+            keep_torch_compile: Return a compiled module where one was around the model; `model` itself is left as it
+                is. Default: True.
+        """
         del keep_fp32_wrapper
-        inner: Any = (
-            model.module if isinstance(model, (AcceleratedModel, nn.parallel.DistributedDataParallel)) else model
-        )
-        found: nn.Module = inner if keep_torch_compile else getattr(inner, "_orig_mod", inner)
-        return found
+        return unwrapped(model, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a model by its own names."""
@@ -313,32 +386,61 @@ class Accelerator(PreparesObjects):
                 raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
         self._others.extend(objects)
 
-    def save_state(self, output_dir: str | os.PathLike[str]) -> str:
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **unknown: Any
+    ) -> str:
         """Write everything that was prepared as a checkpoint, in the place of one that is there. Collective; blocks.
 
         Weights, optimizers, schedules, the loss scale, the place in the data, all ranks' generators and registered
         objects: a loop that loads it goes on to the last bit. Call it between two optimizer steps, on every rank.
+
+        Args:
+            output_dir: The folder; it has to be given.
+            safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
+            unknown: Options of engines that are not served; they are refused by name.
 
         Returns:
             The folder.
 
         Raises:
             CheckpointError: something is there that is no checkpoint, or cannot be saved.
-            ConfigurationError: the loop stands within a group of micro-batches.
+            ConfigurationError: no folder was given, or an option that is unknown; or the loop stands within a group of
+                micro-batches.
         """
+        output_dir = checked_folder("save_state", "output_dir", output_dir, unknown)
+        if not safe_serialization:
+            warnings.warn(
+                "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "
+                "load_state reads them.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
         save_loop(Path(output_dir), self._objects(), self._ranks.seed, self.state.joined())
         return os.fspath(output_dir)
 
-    def load_state(self, input_dir: str | os.PathLike[str]) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **unknown: Any,
+    ) -> None:
         """Put back what `save_state` wrote into the same objects, prepared anew. Every rank reads the folder.
 
         The next pass over each loader goes on where it stood, also on another number of processes; `skip_first_batches`
         may be used, and need not.
 
+        Args:
+            input_dir: The folder; it has to be given.
+            load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
+            unknown: Options of engines that are not served; they are refused by name.
+
         Raises:
             FileNotFoundError: nothing is there.
             CheckpointError: it is damaged, of another loop, or of data in another order.
+            ConfigurationError: no folder was given, or an option that is unknown.
         """
+        given = unknown | ({"load_kwargs": load_kwargs} if load_kwargs else {})
+        input_dir = checked_folder("load_state", "input_dir", input_dir, given)
         load_loop(Path(input_dir), self._objects(), self._ranks.seed, self.state.joined())
 
     def _objects(self) -> LoopObjects:
@@ -357,8 +459,9 @@ class Accelerator(PreparesObjects):
         for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             kept.clear()
         self._prepared.clear()
-        self._accumulation = Accumulation(self._accumulation.num_steps)
         self._scale = None if self._scale is None else LossScale(self.device.type)
+        self._accumulation = self._accumulation.restarted()
+        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
         found: list[Any] = [None] * len(objects)
         del objects
         release_memory()

@@ -2,8 +2,66 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+
+
+@dataclass(slots=True)
+class GradientAccumulationPlugin:
+    """Say how an `Accelerator` accumulates gradients; Accelerate's name, with the choice for a short last group.
+
+    Args:
+        num_steps: Micro-batches of one optimizer step. Default: None, which is 1.
+        adjust_scheduler: Accepted for Accelerate's sake: a schedule advances once per optimizer step either way.
+            Default: True.
+        sync_with_dataloader: End each pass over the data with an optimizer step. Only True. Default: True.
+        sync_each_batch: Average gradients over processes after every micro-batch instead of after the last one of a
+            step. Default: False.
+        short_group: What `backward(loss)` divides by in the last group of a pass when it has fewer than `num_steps`
+            micro-batches: `"steps"`, `num_steps`, as Accelerate does; `"mean"`, the number of micro-batches in the
+            group. Default: None, which is `"steps"` with one warning at the first short group.
+
+    Raises:
+        ConfigurationError: A value is not one of these.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+    short_group: Literal["steps", "mean"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None:
+            check_steps("num_steps", self.num_steps)
+        if self.short_group not in (None, "steps", "mean"):
+            raise ConfigurationError(
+                f"short_group={self.short_group!r}: expected 'steps' (divide by num_steps), 'mean' (divide by the "
+                "number of micro-batches in the group) or None ('steps', with a warning)."
+            )
+        if not self.sync_with_dataloader:
+            raise ConfigurationError(
+                "sync_with_dataloader=False is not supported: a pass over the data ends with an optimizer step. To "
+                "accumulate over several passes, prepare one DataLoader over a ConcatDataset of them."
+            )
+
+
+def check_steps(name: str, value: Any) -> int:
+    """Return a number of micro-batches.
+
+    Raises:
+        ConfigurationError: It is not a whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name}={value!r}: write a whole number of at least 1.")
+    return value
 
 
 @dataclass(slots=True)
@@ -11,15 +69,19 @@ class Place:
     """The place of a prepared loader in its data.
 
     Attributes:
-        weight: of the present micro-batch in its optimizer step, times the number of ranks; 0 for padding, which a
-            rank gets that has run out of data before others.
+        weight: what the present micro-batch is multiplied with; None: it is divided by `divisor`. 0 for padding, which
+            a rank gets that has run out of data before others.
+        divisor: of every micro-batch of the group.
+        num_missing: micro-batches that a short last group lacks.
         starts_group: the first one of its optimizer step.
         ends_group: the optimizer step follows.
         ends_data: no micro-batch follows in this pass.
         num_batches: micro-batches of this pass that the loop has been given, skipped ones too.
     """
 
-    weight: float = 1.0
+    weight: float | None = None
+    divisor: int = 1
+    num_missing: int = 0
     starts_group: bool = True
     ends_group: bool = True
     ends_data: bool = False
@@ -34,30 +96,62 @@ class Accumulation:
 
     Args:
         num_steps: micro-batches of one optimizer step.
+        short_group: see `GradientAccumulationPlugin`.
+        warns: of the first short group, where `short_group` is None.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(
+        self, num_steps: int, short_group: Literal["steps", "mean"] | None = "steps", *, warns: bool = False
+    ) -> None:
         self.num_steps = num_steps
+        self.short_group = short_group
         self.sync_gradients = True
+        self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
+        self.num_micro_batches = 0  # that have begun, over all loops
         self._passes: list[tuple[Any, Place]] = []
         self._num_counted = 0
+        self._warns = warns and short_group is None
 
     @property
     def place(self) -> Place | None:
         """Of the loader that is being read, the innermost one; None outside of prepared loaders."""
         return self._passes[-1][1] if self._passes else None
 
-    @property
-    def weight(self) -> float:
-        """What the present micro-batch weighs in its optimizer step."""
-        place = self.place
-        return 1 / self.num_steps if place is None else place.weight
+    def restarted(self) -> Accumulation:
+        """Return one for the same settings that knows of no loop yet."""
+        return Accumulation(self.num_steps, self.short_group, warns=self._warns)
+
+    def divide(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the share of the present micro-batch's loss in its optimizer step."""
+        if not self._passes:
+            return loss if self.num_steps == 1 else loss / self.num_steps
+        place = self._passes[-1][1]
+        if place.num_missing and self._warns:
+            self._warn(place.num_missing)
+        if place.weight is not None:
+            return loss * place.weight
+        return loss if place.divisor == 1 else loss / place.divisor
+
+    def _warn(self, num_missing: int) -> None:
+        self._warns = False
+        steps = self.num_steps
+        warnings.warn(
+            f"the last group of this pass has {steps - num_missing} micro-batch(es) of {steps}, and its losses are "
+            f"divided by gradient_accumulation_steps={steps}, as Accelerate does: its gradient is that fraction of the "
+            "mean over the group. accelerator.backward(loss, num_items=n) makes it the mean over all n, "
+            f"GradientAccumulationPlugin(num_steps={steps}, short_group='mean') the mean over its micro-batches; "
+            "short_group='steps' keeps it and ends this warning.",
+            TrainwrightWarning,
+            stacklevel=4,
+        )
 
     @property
     def starts_group(self) -> bool:
         """Whether the present micro-batch is the first one of its optimizer step."""
         place = self.place
-        return self._num_counted % self.num_steps <= 1 if place is None else place.starts_group
+        if place is not None:
+            return place.starts_group
+        return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
 
     def begin_pass(self, loader: Any) -> Place:
         """Note that a loader is being read, until `end_pass`."""
@@ -77,6 +171,7 @@ class Accumulation:
 
     def begin_micro_batch(self) -> None:
         """Find out whether an optimizer steps after the micro-batch that begins."""
+        self.num_micro_batches += 1
         place = self.place
         if place is not None:
             self.sync_gradients = place.ends_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -11,70 +12,116 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.data import pad_to, trim
 from trainwright.strategies.processes.collectives import recursively_apply
 from trainwright.strategies.processes.process_group import Processes
+from trainwright.strategies.processes.same_calls import compare_calls, different_calls, same_on_all_ranks
 
 _MAX_DIMS = 8
+_HINT = "Gather the same on every rank."
 
 
-def gather_real(tree: Any, is_padding: bool, processes: Processes) -> Any:
+def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
+    """Return the lists of all ranks, one after the other. Collective; through pickle and the host.
+
+    Raises:
+        ConfigurationError: other ranks gather tensors; on every rank alike.
+    """
+    if processes.world_size == 1:
+        return values
+    compare_calls(processes, "gather_for_metrics", "other objects", _HINT)
+    return [value for of_rank in processes.gather_object(values) for value in of_rank]
+
+
+def gather_real(tree: Any, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
     """Return `tree` with each tensor's rows of all ranks, one rank after the other, without the rows of padding.
 
-    Collective: one exchange of shapes on the host, and one of values for each tensor.
+    Collective: one number from each rank on the host, sizes too where they differ, and values for each tensor.
 
     Args:
         tree: the same on every rank but for the number of rows; a tensor without dimensions has one row.
         is_padding: this rank's rows are none of the data.
         processes: of the run.
+        operation: the name that errors call it by.
 
     Raises:
-        ConfigurationError: shapes differ in more than the number of rows; on every rank alike.
+        ConfigurationError: dtypes differ, or shapes in more than the number of rows; on every rank alike.
     """
     if processes.world_size == 1:
         return tree
-    shapes: list[list[int]] = []
-    recursively_apply(lambda leaf: shapes.append(_shape(leaf, is_padding)), tree, test_type=_is_gathered)
-    of_ranks = iter(zip(*_exchange(shapes, processes), strict=True))
+    leaves: list[torch.Tensor] = []
+    refused = _collect(tree, leaves, operation)
+    described = str(refused) if refused else [(tuple(leaf.shape), leaf.dtype, is_padding) for leaf in leaves]
+    if same_on_all_ranks(processes, (operation, described)):
+        if refused:
+            raise refused
+        counts = [[0 if is_padding else _num_rows(leaf)] * processes.world_size for leaf in leaves]
+    else:
+        calls = processes.gather_object((operation, str(refused) if refused else f"{len(leaves)} tensors"))
+        if any(call != calls[0] for call in calls):
+            raise refused or different_calls(calls, _HINT)
+        counts = _exchange([_shape(leaf, is_padding) for leaf in leaves], processes)
+    of_tensors = iter(counts)
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
-        counts = [shape[0] for shape in next(of_ranks)]
+        of_ranks = next(of_tensors)
         rows = tensor.detach().reshape(-1, *tensor.shape[1:]) if tensor.dim() else tensor.detach().reshape(1)
-        padded, _ = pad_to(rows[: counts[processes.rank]], max(counts))
-        found = [torch.empty_like(padded) for _ in counts]
+        padded, _ = pad_to(rows[: of_ranks[processes.rank]], max(of_ranks))
+        found = [torch.empty_like(padded) for _ in of_ranks]
         dist.all_gather(found, padded.contiguous(), group=processes.group_for(padded.device))
-        return trim(found, counts)
+        return trim(found, of_ranks)
 
     return recursively_apply(one, tree)
 
 
-def _is_gathered(leaf: Any) -> bool:
-    if not isinstance(leaf, torch.Tensor) and leaf is not None:
-        raise ConfigurationError(
-            f"gather_for_metrics got tensors and a {type(leaf).__name__} beside them, which would stay this process's. "
-            "Gather tensors and other objects in two calls, or all with use_gather_object=True."
-        )
-    return leaf is not None
+def _collect(tree: Any, leaves: list[torch.Tensor], operation: str) -> Exception | None:
+    """Append the tensors of a structure, depth first; returns what is wrong with it, None if nothing is."""
+    wrong: list[Exception] = []
+    for_metrics = operation == "gather_for_metrics"
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() <= _MAX_DIMS:
+            leaves.append(leaf)
+        elif isinstance(leaf, torch.Tensor):
+            message = f"a tensor of {leaf.dim()} dimensions cannot be gathered, only up to {_MAX_DIMS}."
+            wrong.append(ConfigurationError(message))
+        elif for_metrics:
+            message = (
+                f"gather_for_metrics got tensors and a {type(leaf).__name__} beside them, which would stay this "
+                "process's. Gather tensors and other objects in two calls, or all with use_gather_object=True."
+            )
+            wrong.append(ConfigurationError(message))
+        else:
+            message = f"{operation} got a value of type {type(leaf).__name__}. It takes tensors; see gather_object."
+            wrong.append(TypeError(message))
+
+    recursively_apply(note, tree, test_type=lambda leaf: leaf is not None or not for_metrics)
+    return wrong[0] if wrong else None
+
+
+def _num_rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
 
 
 def _shape(tensor: torch.Tensor, is_padding: bool) -> list[int]:
-    if tensor.dim() > _MAX_DIMS:
-        raise ConfigurationError(f"a tensor of {tensor.dim()} dimensions cannot be gathered, only up to {_MAX_DIMS}.")
+    """Return the number of rows, the other dimensions, -1 for those that there are not, and a number for the dtype."""
     shape = list(tensor.shape) or [1]
-    return [0 if is_padding else shape[0], *shape[1:], *[-1] * (_MAX_DIMS - len(shape))]
+    dtype = zlib.crc32(str(tensor.dtype).encode())
+    return [0 if is_padding else shape[0], *shape[1:], *[-1] * (_MAX_DIMS - len(shape)), dtype]
 
 
-def _exchange(shapes: list[list[int]], processes: Processes) -> list[list[list[int]]]:
-    """Return every rank's shapes, which differ in the number of rows alone."""
-    told = processes.gather_integers([len(shapes)])
-    if any(found != told[0] for found in told):
-        raise ConfigurationError(
-            f"ranks gather different numbers of tensors: {[found[0] for found in told]}. Gather the same on every rank."
-        )
+def _exchange(shapes: list[list[int]], processes: Processes) -> list[list[int]]:
+    """Return for each tensor the number of rows of every rank, which are all that may differ."""
+    width = _MAX_DIMS + 1
     flat = processes.gather_integers([size for shape in shapes for size in shape])
-    of_ranks = [[row[i : i + _MAX_DIMS] for i in range(0, len(row), _MAX_DIMS)] for row in flat]
+    of_ranks = [[row[i : i + width] for i in range(0, len(row), width)] for row in flat]
     for of_tensor in zip(*of_ranks, strict=True):
         if any(shape[1:] != of_tensor[0][1:] for shape in of_tensor):
-            sizes = [tuple(size for size in shape[1:] if size >= 0) for shape in of_tensor]
+            sizes = [tuple(size for size in shape[1:-1] if size >= 0) for shape in of_tensor]
+            if len(set(sizes)) == 1:
+                raise ConfigurationError(
+                    "ranks gather tensors of different dtypes or numbers of dimensions. Convert them to one dtype with "
+                    "tensor.to(dtype), and to one number of dimensions, first."
+                )
             raise ConfigurationError(
                 f"ranks gather tensors whose rows have different shapes: {sizes}. Bring them to one with "
                 "accelerator.pad_across_processes(tensor, dim=…) first."
             )
-    return of_ranks
+    return [[shape[0] for shape in of_tensor] for of_tensor in zip(*of_ranks, strict=True)]

@@ -85,13 +85,18 @@ class AcceleratedLoader:
         outer, place = self._place, accumulation.begin_pass(self)
         self._place = place
         place.num_batches = first
+        steps, mean = accumulation.num_steps, accumulation.short_group == "mean"
         try:
-            for group in iterate_groups(self.prepared, accumulate=accumulation.num_steps, start_batch=first):
+            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first):
                 batches, weights = group.batches, group.weights
                 size = len(batches)
+                place.divisor = size if mean else steps
+                place.num_missing = steps - size
+                place.weight = None
                 for i in range(size):
                     batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
-                    place.weight = 1 / size if weights is None else weights[i]
+                    if weights is not None:  # of the mean over the group's real micro-batches on all ranks
+                        place.weight = weights[i] * (size / place.divisor)
                     place.starts_group, place.ends_group = i == 0, i == size - 1
                     place.ends_data = place.ends_group and group.is_last
                     place.num_batches += 1

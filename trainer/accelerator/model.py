@@ -101,6 +101,31 @@ class AcceleratedModel(nn.Module):
             return getattr(self.module, name)
 
 
+def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
+    """Return the user's model out of what surrounds it: ours, torch's replicas, and compiled modules.
+
+    Args:
+        model: is left as it is.
+        keep_torch_compile: return a compiled module where one surrounds the model.
+    """
+    inner: Any = model
+    compiled: Any = None
+    while True:
+        if isinstance(inner, (AcceleratedModel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif "_orig_mod" in inner._modules and hasattr(inner, "dynamo_ctx"):  # torch.compile's OptimizedModule
+            compiled, inner = inner if compiled is None else compiled, inner._orig_mod
+        else:
+            break
+    if compiled is None or not keep_torch_compile:
+        found: nn.Module = inner
+    elif compiled._orig_mod is inner:
+        found = compiled
+    else:  # another one: the loop may go on to train through the prepared model that it surrounds
+        found = type(compiled)(inner, compiled.dynamo_ctx)
+    return found
+
+
 def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: Any) -> None:
     """Raise where a model that is trained by several processes runs past what joins them."""
     owner = prepared()

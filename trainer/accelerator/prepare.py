@@ -52,7 +52,7 @@ class PreparesObjects:
         own = torch.initial_seed() if self._seed is None else self._seed
         return Ranks(
             strategy.dp_rank, strategy.dp_size, self.state.joined().broadcast_object(own), uneven="pad",
-            use_distributed_sampler=True, agree=strategy.gather_integers_by_data_rank, outlives_signals=False,
+            use_distributed_sampler=True, agree=strategy.gather_integers_by_data_rank,
         )  # fmt: skip
 
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | bool | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from trainwright.core.process import detect
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_ARGUMENTS, select_for_loop
 from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
@@ -19,18 +21,17 @@ _ELSEWHERE = {
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
     },
-    "gradient_accumulation_plugin": "gradient_accumulation_steps=n: each pass ends with a step",
     "rng_types": "seed=: the order of the data depends on it alone",
-    "log_with": "a logger of trainwright.loggers in your own loop",
+    "log_with": "your tracker's own interface, on accelerator.is_main_process",
     "project_dir": "a folder of your own",
     "project_config": "a folder of your own",
     "dynamo_backend": "torch.compile(model) before prepare()",
     "dynamo_plugin": "torch.compile(model) before prepare()",
 }
 _METHODS = {
-    "init_trackers": "a logger of trainwright.loggers",
-    "log": "a logger of trainwright.loggers",
-    "get_tracker": "a logger of trainwright.loggers",
+    "init_trackers": "your tracker's own interface, on is_main_process",
+    "log": "your tracker's own interface, on is_main_process",
+    "get_tracker": "your tracker's own interface, on is_main_process",
     "register_save_state_pre_hook": "register_for_checkpointing(object), or code before save_state",
     "register_load_state_pre_hook": "code before load_state",
     "trigger_sync_in_backward": "accumulate(), or no_sync() for the other passes",
@@ -57,7 +58,6 @@ class LoopSettings:
 def read_settings(
     split_batches: bool,
     mixed_precision: str | None,
-    gradient_accumulation_steps: int,
     cpu: bool,
     kwargs_handlers: Sequence[Any] | None,
     strategy: Any,
@@ -69,9 +69,6 @@ def read_settings(
         ConfigurationError: the first thing that is wrong.
     """
     _refuse(unknown)
-    steps = gradient_accumulation_steps
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigurationError(f"gradient_accumulation_steps={steps!r}: write a whole number of at least 1.")
     precision = _precision(mixed_precision)
     topology = detect()
     if split_batches and topology.world_size > 1:
@@ -80,6 +77,48 @@ def read_settings(
             f"{topology.world_size}, the number of processes."
         )
     return LoopSettings(select_for_loop(strategy, kwargs_handlers or (), cpu=cpu, precision=precision), precision)
+
+
+def accumulation_of(steps: Any, plugin: Any) -> GradientAccumulationPlugin:
+    """Return how gradients are accumulated, from the two arguments that may say it.
+
+    Raises:
+        ConfigurationError: both do, or one is not what it should be.
+    """
+    check_steps("gradient_accumulation_steps", steps)
+    if plugin is None:
+        return GradientAccumulationPlugin(steps)
+    if not isinstance(plugin, GradientAccumulationPlugin):
+        raise ConfigurationError(
+            f"gradient_accumulation_plugin is a {type(plugin).__module__}.{type(plugin).__name__}. Pass a "
+            "trainwright.GradientAccumulationPlugin, which takes the same arguments."
+        )
+    if steps != 1:
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin both say the number of "
+            "micro-batches. Pass one of them."
+        )
+    return plugin
+
+
+def checked_folder(method: str, name: str, folder: Any, unknown: dict[str, Any]) -> str | os.PathLike[str]:
+    """Return the folder that a method was given.
+
+    Raises:
+        ConfigurationError: There is none, or further options come with it.
+    """
+    if unknown:
+        raise ConfigurationError(
+            f"{method} does not take {', '.join(f'{key}=' for key in unknown)}: options of engines' and torch's own "
+            "savers do nothing here, where a state is a folder of safetensors and JSON. Leave them out."
+        )
+    if folder is None:
+        raise ConfigurationError(
+            f"{method}() needs a folder: there is no automatic naming of checkpoints. Pass {name}='…', for example "
+            "f'checkpoint_{step}'."
+        )
+    found: str | os.PathLike[str] = folder
+    return found
 
 
 def _refuse(unknown: dict[str, Any]) -> None:

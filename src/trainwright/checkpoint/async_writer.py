@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trainwright.checkpoint.host_buffers import HostBuffers
 from trainwright.checkpoint.host_copies import LaterCopy
 from trainwright.checkpoint.model import MAX_SHARD_BYTES
+from trainwright.checkpoint.planned_file import QUIET_FROM_BYTES
+from trainwright.checkpoint.quiet_thread import QuietThread
 from trainwright.checkpoint.writer import (
     Contents,
     Snapshot,
@@ -30,10 +32,17 @@ from trainwright.core.errors import CheckpointError
 Then = Callable[[Path], None]
 
 
+class Write(Protocol):
+    """What writes a checkpoint from what has been staged."""
+
+    def __call__(self, *, quiet: QuietThread) -> Any:
+        """Write it, with heavy work done by `quiet`."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Job:
     path: Path
-    write: Callable[[], Any]
+    write: Write
     then: Then | None
 
 
@@ -43,6 +52,8 @@ class AsyncWriter:
     One process of a run uses it, from one thread. At most one snapshot is in memory at a time: a save that comes while
     the one before is still being written waits for it, so that a slow disk slows the run down rather than filling the
     memory. A thread runs only while there is something to write, and the interpreter waits for it before it exits.
+    Beside it a second one at the lowest priority does what takes the processor's time, so that training keeps its
+    cores; whoever waits for a save has the first do that work too.
     Saving takes part in no collective and draws no random numbers.
 
     Args:
@@ -58,9 +69,10 @@ class AsyncWriter:
         self._contents: Contents | None = None  # what is in the buffers
         self._later: LaterCopy | None = None  # what is not in them yet
         self._guard: Any = None  # keeps optimizers from a step before it is
-        self._lock = threading.Lock()  # over the three below
+        self._lock = threading.Lock()  # over the four below
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
+        self._quiet = QuietThread()  # of that thread
         self._error: CheckpointError | None = None
 
     @property
@@ -112,12 +124,13 @@ class AsyncWriter:
         self.wait()
         self._stage(contents)
 
-    def start(self, path: Path, write: Callable[[], None], *, then: Then | None = None) -> None:
+    def start(self, path: Path, write: Write, *, then: Then | None = None) -> None:
         """Have the thread call `write`, after what it has to do already; waits for nothing.
 
         Args:
             path: the checkpoint that is written, for messages.
-            write: writes it, or this rank's share of it, from what has been staged.
+            write: writes it, or this rank's share of it, from what has been staged; called with `quiet`, see
+                `write_files`.
             then: see `submit`.
 
         Raises:
@@ -134,9 +147,8 @@ class AsyncWriter:
 
     def _write(self, path: Path, then: Then | None, fresh: bool, **changes: Any) -> None:
         assert self._contents is not None  # staged before
-        # No further threads: at the interpreter's exit none can be started, and nobody waits for the hash.
         contents = replace(self._contents, **changes)
-        self._start(_Job(path, partial(write_contents, path, contents, threads=False, fresh=fresh), then))
+        self._start(_Job(path, partial(write_contents, path, contents, fresh=fresh), then))
 
     def submit_again(
         self,
@@ -186,6 +198,7 @@ class AsyncWriter:
     def join(self) -> None:
         """Block until nothing is being written; an error is left for `wait` or the next save."""
         while (thread := self._thread) is not None:
+            self._quiet.hurry()
             thread.join()
 
     def close(self) -> None:
@@ -206,24 +219,38 @@ class AsyncWriter:
             if error is not None:
                 raise error
             if self._thread is None:
+                # Started here, since a thread cannot start another once the interpreter exits.
+                self._quiet = quiet = QuietThread()
+                if self._staged_bytes() >= QUIET_FROM_BYTES:
+                    quiet.start()
                 # Not a daemon: an interpreter that exits waits for it.
-                thread = threading.Thread(target=self._run, name="trainwright-checkpoint", daemon=False)
+                thread = threading.Thread(target=self._run, args=(quiet,), name="trainwright-checkpoint", daemon=False)
                 thread.start()  # it waits for the lock
                 self._thread = thread
             self._jobs.append(job)
 
-    def _run(self) -> None:
-        while (job := self._next_job()) is not None:
-            try:
-                self._check_copy()
-                job.write()
-                if job.then is not None:
-                    job.then(job.path)
-            except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
-                self._fail(job, error)
+    def _staged_bytes(self) -> int:
+        return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
-    def _check_copy(self) -> None:
-        if self._later is not None and not self._later.finish():
+    def _run(self, quiet: QuietThread) -> None:
+        try:
+            while (job := self._next_job()) is not None:
+                try:
+                    self._check_copy(quiet)
+                    job.write(quiet=quiet)
+                    if job.then is not None:
+                        job.then(job.path)
+                except BaseException as error:  # noqa: BLE001  # raised by `wait`, in the thread that asked for the save
+                    self._fail(job, error)
+        finally:
+            quiet.end()
+
+    def _check_copy(self, quiet: QuietThread) -> None:
+        if self._later is None:
+            return
+        quiet.put(self._later.finish)
+        quiet.rest()
+        if not self._later.finish():
             raise CheckpointError(
                 "an optimizer's state was changed between two of its steps, while it was being copied. Change it in "
                 "the step, or write with Trainer(async_save=False)"

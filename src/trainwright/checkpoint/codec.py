@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import math
 import pathlib
+import re
 import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from trainwright.checkpoint.layout import dump_json
+from trainwright.checkpoint.damage import shortened
+from trainwright.checkpoint.layout import dump_json, is_printable
 from trainwright.checkpoint.pieces import Pieces
 from trainwright.checkpoint.safetensors_io import dtype_name, from_storable, to_storable
 from trainwright.core.duration import Duration
@@ -40,6 +42,7 @@ _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _SCALAR_KINDS = "biufcmM"
 _ARRAY_KINDS = _SCALAR_KINDS + "SU"
+_ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
 
 
 FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
@@ -105,17 +108,6 @@ def _join(path: str, key: object) -> str:
     return f"{path}[{key!r}]"
 
 
-def _printable(text: str) -> bool:
-    """Tell whether `text` survives UTF-8 (lone surrogates, as in undecodable file names, do not)."""
-    if text.isascii():
-        return True
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 class _Encoder:
     def __init__(self, root: str, pieces: dict[str, Pieces] | None) -> None:
         self.root = root
@@ -161,7 +153,7 @@ class _Encoder:
             # Sorted, since the order of a set of strings differs from process to process.
             members = sorted((self._hashable(item, path, depth) for item in value), key=dump_json)
             return {TAG: kind.__name__, "v": members}
-        if kind is dict and all(type(key) is str and _printable(key) for key in value) and TAG not in value:
+        if kind is dict and all(type(key) is str and is_printable(key) for key in value) and TAG not in value:
             return {key: self.value(item, _join(path, key), depth) for key, item in value.items()}
         pairs = [
             [self._hashable(key, path, depth), self.value(item, _join(path, key), depth)] for key, item in value.items()
@@ -254,7 +246,7 @@ def _encode_float(value: float) -> Any:
 
 
 def _encode_str(value: str) -> Any:
-    return value if _printable(value) else {TAG: "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+    return value if is_printable(value) else {TAG: "str", "v": value.encode("utf-8", "surrogatepass").hex()}
 
 
 def _tagged(tag: str, view: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -292,10 +284,12 @@ def _decode(value: Any, stores: Stores) -> Any:
         raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright does not know.")
     try:
         return decoder(value, stores)
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
-        if isinstance(error, (CheckpointError, RecursionError)):
-            raise
-        raise CheckpointError(f"the saved state holds a {value[TAG]!r} that cannot be read: {error!r}.") from error
+    except (CheckpointError, RecursionError):
+        raise
+    except Exception as error:  # the constructors of these types raise whatever they like for values of no sense
+        raise CheckpointError(
+            f"the saved state holds a {value[TAG]!r} that cannot be read: {shortened(error)}."
+        ) from error
 
 
 def _stored(node: Any, stores: Stores) -> torch.Tensor:
@@ -314,18 +308,27 @@ def _decode_pieces(node: Any, stores: Stores) -> torch.Tensor:
     return stores.pieces(str(node["v"]), tuple(shape), str(node["dtype"]))
 
 
+def _array_dtype(name: Any, kinds: str) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # numpy parses much more than names of dtypes
+        raise ValueError(f"{name!r} is not a dtype of an array")
+    dtype = np.dtype(name)
+    if dtype.kind not in kinds:
+        raise ValueError(f"an array of {dtype}")
+    return dtype
+
+
 def _decode_array(node: Any, stores: Stores) -> Any:
-    dtype, shape = np.dtype(node["dtype"]), tuple(node["shape"])
+    dtype, shape = _array_dtype(node["dtype"], _ARRAY_KINDS), tuple(node["shape"])
     if "v" not in node:
-        if dtype.kind not in _ARRAY_KINDS or math.prod(shape) * dtype.itemsize:
+        if math.prod(shape) * dtype.itemsize:
             raise ValueError(f"an array of shape {shape} and dtype {dtype} has lost its data")
         return np.ndarray(shape, dtype)
     return _stored(node, stores).cpu().numpy().view(dtype).reshape(shape).copy()
 
 
 def _decode_scalar(node: Any, stores: Stores) -> Any:
-    dtype, data = np.dtype(node["dtype"]), bytes.fromhex(node["v"])
-    if dtype.kind not in _SCALAR_KINDS or len(data) != dtype.itemsize:
+    dtype, data = _array_dtype(node["dtype"], _SCALAR_KINDS), bytes.fromhex(node["v"])
+    if len(data) != dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no scalar of dtype {dtype}")
     return np.frombuffer(data, dtype)[0]
 

@@ -16,13 +16,16 @@ from typing import Any, Literal
 import torch
 
 from trainwright.checkpoint.codec import encode
+from trainwright.checkpoint.damage import reading, shortened
 from trainwright.checkpoint.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
 from trainwright.checkpoint.layout import MANIFEST, Kind
-from trainwright.checkpoint.model import MODEL_INDEX, SINGLE_FILE, plain_name, read_model
+from trainwright.checkpoint.model import MODEL_INDEX, SINGLE_FILE, read_model
 from trainwright.checkpoint.safetensors_io import read_safetensors
+from trainwright.checkpoint.staging import clean_stale
 from trainwright.checkpoint.torch_file import Unknown, read_torch_file
 from trainwright.checkpoint.writer import Snapshot, write_checkpoint
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.state import TrainState
 
 Source = Literal["lightning", "accelerate", "state dict"]
@@ -94,7 +97,8 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
 
     The optimizers come along, keyed by parameter name, if the names and the class of every one of them can be told
     from the file or are given in `options`; without, the result holds weights only and `notes` say why. Tensors are
-    mapped from the source and written one at a time. One process calls it; it blocks on the disk.
+    mapped from the source and written one at a time. One process calls it; it blocks on the disk. What a conversion
+    that was killed has left hidden beside `target` is deleted.
 
     Args:
         source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
@@ -106,7 +110,7 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     Raises:
         FileNotFoundError: nothing is at `source`.
         CheckpointError: `source` is none of these, is damaged, or names things outside the closed list that are
-            neither trusted nor dropped (they are listed); `target` exists.
+            neither trusted nor dropped (they are listed); `target` exists or cannot be written.
     """
     source, target, options = Path(source), Path(target), options or ConvertOptions()
     if not source.exists():
@@ -114,14 +118,22 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
     if target.exists():
         raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
     notes: list[str] = []
-    kind, snapshot = (_from_folder if source.is_dir() else _from_file)(source, options, notes)
-    state = TrainState()
-    state.load_dict(snapshot.state)
-    state.step = state.step if options.step is None else options.step
-    state.epoch = state.epoch if options.epoch is None else options.epoch
-    snapshot.state = state.to_dict()
-    snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
-    write_checkpoint(target, snapshot)
+    with reading(source):
+        kind, snapshot = (_from_folder if source.is_dir() else _from_file)(source, options, notes)
+        state = TrainState()
+        state.load_dict(snapshot.state)
+        state.step = state.step if options.step is None else options.step
+        state.epoch = state.epoch if options.epoch is None else options.epoch
+        snapshot.state = state.to_dict()
+        snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
+    try:
+        if target.parent.is_dir():
+            clean_stale(target.parent)  # what a conversion that was killed has left
+        write_checkpoint(target, snapshot)
+    except (OSError, MemoryError, RuntimeError) as error:  # torch says that memory is short with a RuntimeError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{target} cannot be written: {shortened(error)}.") from error
     count = sum(isinstance(value, torch.Tensor) for value in (snapshot.model or {}).values())
     return Converted(target, kind, snapshot.kind, state.step, state.epoch, count, notes)
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from trainwright.checkpoint.layout import FileEntry, check_relative
 from trainwright.checkpoint.planned_file import write_files
+from trainwright.checkpoint.quiet_thread import QuietThread
 from trainwright.checkpoint.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
 from trainwright.core.hidden_names import split_hidden
@@ -57,7 +58,7 @@ class Crew:
         """Wait no longer than that from now on, since ranks may have failed. May be called from any thread."""
         self._hurry_until_s = time.monotonic() + seconds
 
-    def write_share(self, folder: Path, contents: Contents, *, threads: bool = True) -> None:
+    def write_share(self, folder: Path, contents: Contents, *, quiet: QuietThread | None = None) -> None:
         """Write this rank's files into the folder that rank 0 has made, and tell rank 0, also of an error.
 
         Blocks until they are synced. For all ranks but the main one; not collective.
@@ -66,7 +67,7 @@ class Crew:
             CheckpointError: rank 0 cannot be told.
         """
         try:
-            report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, threads=threads))}
+            report: dict[str, Any] = {"files": _to_json(write_files(folder, contents.files, quiet=quiet))}
         except Exception as error:  # noqa: BLE001  # rank 0 raises it, and must not wait in vain
             report = {"error": f"{type(error).__name__}: {error}"}
         try:
@@ -74,7 +75,7 @@ class Crew:
         except Exception as error:
             raise CheckpointError(f"rank {self.rank} cannot tell rank 0 what it has written: {error}") from error
 
-    def write_and_publish(self, draft: Draft, contents: Contents, *, threads: bool = True) -> None:
+    def write_and_publish(self, draft: Draft, contents: Contents, *, quiet: QuietThread | None = None) -> None:
         """Write rank 0's files, wait for what the others report, and publish the checkpoint. Not collective.
 
         Raises:
@@ -82,7 +83,7 @@ class Crew:
             OSError: rank 0 could not write.
         """
         with draft:
-            entries = draft.write(contents, threads=threads)
+            entries = draft.write(contents, quiet=quiet)
             entries |= self._collect(draft.folder)
             draft.publish(contents, entries)
 

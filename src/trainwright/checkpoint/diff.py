@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trainwright.checkpoint.codec import FindPieces
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.export import StoredTensor, stored_tensors
 from trainwright.checkpoint.layout import (
     OPTIMIZER_FOLDER,
@@ -20,8 +21,9 @@ from trainwright.checkpoint.layout import (
     Manifest,
     numbered,
 )
+from trainwright.checkpoint.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.piece_files import loaded
-from trainwright.checkpoint.reader import FoundCheckpoint, find_pieces, read_manifest, verify
+from trainwright.checkpoint.reader import find_pieces
 from trainwright.checkpoint.trees import read_tree
 from trainwright.core.errors import CheckpointError
 
@@ -109,7 +111,8 @@ def diff_checkpoints(left: Path | str, right: Path | str) -> CheckpointDifferenc
         if not all(has):
             (found.only_left if has[0] else found.only_right).append(part)
         elif manifests[0].parts[part].files != manifests[1].parts[part].files:
-            _compare_part(found, part, sides, manifests)
+            with reading(f"the part {part!r} of {left} or {right}"):
+                _compare_part(found, part, sides, manifests)
     return found
 
 

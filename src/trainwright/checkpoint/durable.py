@@ -20,6 +20,8 @@ from trainwright.checkpoint.layout import FileEntry
 CHUNK_BYTES = 8 * 2**20
 _HAND_OVER_BYTES = 32 * 2**20
 _THREAD_FROM_BYTES = 16 * 2**20  # below this a thread costs more than it saves
+DIRECT_FROM_BYTES = 4 * 2**20  # files from this size on are laid out for writing past the page cache
+DISK_BLOCK_BYTES = 4096  # memory, place and length of such a write are multiples of it
 
 FaultHook = Callable[[str, Path], None]
 _fault_hook: FaultHook | None = None
@@ -42,8 +44,8 @@ def fault_point(event: str, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Have errors of the system say what they are about: those of an open file do not name it."""
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of the system name `path`: those of an open file do not say what they are about."""
     try:
         yield
     except OSError as error:
@@ -91,7 +93,7 @@ class HashingFile:
             piece = view[start : start + CHUNK_BYTES]
             self._hash.update(piece)
             written = 0
-            with _naming(self.path):
+            with naming(self.path):
                 while written < len(piece):  # a raw file may take less than it is given
                     written += self._file.write(piece[written:])
             self._size += len(piece)
@@ -115,7 +117,7 @@ class HashingFile:
 
     def sync(self) -> None:
         """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
-        with _naming(self.path):
+        with naming(self.path):
             os.fsync(self._file.fileno())
         self._synced = True
         fault_point("fsync", self.path)
@@ -174,7 +176,7 @@ def sync_folder(folder: Path) -> None:
         return  # Windows cannot open a folder for syncing; its journal keeps renames in order
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with _naming(folder):
+        with naming(folder):
             os.fsync(handle)
     except OSError as error:
         # Some network file systems have no sync for folders and say so with these.

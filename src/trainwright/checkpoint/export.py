@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 import torch
 
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.durable import HashingFile, hidden, make_folder, rename, sync_folder, write_file
 from trainwright.checkpoint.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM, dump_json, inside, read_json
+from trainwright.checkpoint.manifests import read_manifest, verify
 from trainwright.checkpoint.model import MAX_SHARD_BYTES, MODEL_INDEX, SINGLE_FILE
 from trainwright.checkpoint.piece_files import PieceFiles, loaded
-from trainwright.checkpoint.reader import read_manifest, verify
 from trainwright.checkpoint.safetensors_io import (
     MAX_HEADER_BYTES,
     NATIVE_NAMES,
@@ -208,6 +209,11 @@ def _model_folder(source: Path, check: bool) -> Path:
 
 
 def _read_layout(folder: Path, *, native: bool = True) -> _Model:
+    with reading(folder):
+        return _layout_of(folder, native)
+
+
+def _layout_of(folder: Path, native: bool) -> _Model:
     path = folder / MODEL_INDEX
     if (folder / _STATE).is_file():
         return _read_pieces(folder, native)

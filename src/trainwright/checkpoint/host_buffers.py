@@ -8,13 +8,16 @@ the other, so that a state that grows only adds a block, and each file is a few 
 from __future__ import annotations
 
 import bisect
-import os
+import contextlib
+import mmap
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from trainwright.checkpoint.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES
 from trainwright.checkpoint.host_copies import Copy, LaterCopy, copy_now
 from trainwright.checkpoint.planned_file import PlannedFile, flat_bytes, host_bytes
+from trainwright.checkpoint.quiet_thread import usable_cores
 
 # Powers of two: torch rounds pinned memory up to one, and would take up to twice as much for other sizes.
 BLOCK_BYTES = 64 * 2**20
@@ -31,12 +34,12 @@ class HostBuffers:
     They are pinned if a tensor comes from an accelerator. A checkpoint that needs less leaves the rest for the next.
 
     Args:
-        num_threads: for copies within the host, during which the training waits: one a core, four at most, unless
-            told. One alone may use half of what the memory gives.
+        num_threads: for copies within the host, during which the training waits: one alone may use half of what the
+            memory gives. Default: one for each core, four at most.
     """
 
     def __init__(self, *, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads or min(4, os.cpu_count() or 1)
+        self._num_threads = num_threads or min(4, usable_cores())
         self._blocks: list[torch.Tensor] = []
         self._starts: list[int] = []  # of each block, in bytes from the first one's beginning
         self._pinned = False
@@ -69,8 +72,10 @@ class HostBuffers:
         starts: list[int] = []
         end = 0
         for file in files:
-            starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
-            end = starts[-1] + file.num_tensor_bytes
+            size = file.num_tensor_bytes
+            alignment = DISK_BLOCK_BYTES if size >= DIRECT_FROM_BYTES else _ALIGNMENT
+            starts.append(-(-end // alignment) * alignment)
+            end = starts[-1] + size
         devices = {tensor.device for file in files for tensor in file.tensors if tensor.device.type in _PINNABLE}
         self._reserve(end, pinned=bool(devices))
         now: list[Copy] = []
@@ -111,7 +116,7 @@ class HostBuffers:
             while missing > 0:
                 size = min(BLOCK_BYTES, max(_SMALLEST_BLOCK_BYTES, 1 << (missing - 1).bit_length()))
                 self._starts.append(self.num_bytes)
-                self._blocks.append(torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned))
+                self._blocks.append(_block(size, pinned=self._pinned))
                 missing -= size
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -146,3 +151,16 @@ class HostBuffers:
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
+
+
+def _block(size: int, *, pinned: bool) -> torch.Tensor:
+    """Allocate bytes that begin a page of the system; large pages where there are such, since each is filled once."""
+    if pinned:
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -14,13 +14,19 @@ from trainwright.checkpoint.model import load_plain_state
 from trainwright.checkpoint.reader import read_checkpoint
 from trainwright.checkpoint.remote import download_checkpoint
 from trainwright.core.errors import CheckpointError
-from trainwright.core.hyperparameters import Hyperparameters
+from trainwright.core.hyperparameters import (
+    HYPER_PARAMETERS,
+    HYPER_PARAMETERS_ENUMS,
+    HYPER_PARAMETERS_LEFT_OUT,
+    HYPER_PARAMETERS_NAME,
+    Hyperparameters,
+    with_enums,
+)
 from trainwright.core.urls import is_url
 
-HYPER_PARAMETERS = "hyper_parameters"
-HYPER_PARAMETERS_NAME = "hyper_parameters_name"
-
 TaskT = TypeVar("TaskT", bound=torch.nn.Module)
+DataT = TypeVar("DataT")
+T = TypeVar("T")
 
 
 def load_task_from_checkpoint(
@@ -62,15 +68,7 @@ def load_task_from_checkpoint(
             )
     path = Path(path).expanduser()
     snapshot = read_checkpoint(path, parts=("trainer", "model"), copy_model=False)
-    origin = path if hparams_file is None else hparams_file
-    saved = snapshot.trainer.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
-    saved = {} if saved is None else saved
-    if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
-    overrides, name = dict(hparams_overrides or {}), snapshot.trainer.get(HYPER_PARAMETERS_NAME)
-    if isinstance(name, str) and name in inspect.signature(cls).parameters and name not in overrides:
-        saved, overrides = _in_one(cls, name, saved, overrides)
-    task = cls(**_arguments(cls, saved, overrides, path))
+    task = _construct(cls, snapshot.trainer, path, hparams_file, hparams_overrides or {})
     configure_model = getattr(task, "configure_model", None)
     if callable(configure_model):
         configure_model()
@@ -90,6 +88,57 @@ def load_task_from_checkpoint(
     return task
 
 
+def load_data_from_checkpoint(
+    cls: type[DataT],
+    path: Path | str,
+    *,
+    hparams_file: Path | str | None = None,
+    hparams_overrides: Mapping[str, Any] | None = None,
+) -> DataT:
+    """Construct a data module with the hyper-parameters of a checkpoint, and give it its saved state.
+
+    Args:
+        cls: the data module's class; see `load_task_from_checkpoint`.
+        path: a checkpoint folder that a fit with a data module has written, or the URL of one.
+        hparams_file, hparams_overrides: see `load_task_from_checkpoint`.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        CheckpointError: the checkpoint is damaged, or the constructor needs an argument that was neither saved nor
+            given or does not take one that was given.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainwright-") as folder:
+        local = download_checkpoint(path, folder) if is_url(path) else Path(path).expanduser()
+        trainer = read_checkpoint(local, parts=("trainer",)).trainer
+    found = trainer.get("datamodule_hyper_parameters") or {}
+    data = _construct(cls, found, Path(str(path)), hparams_file, hparams_overrides or {})
+    state = trainer.get("datamodule")
+    if state:
+        data.load_state_dict(state)  # type: ignore[attr-defined]  # data modules lie a layer beside this one
+    return data
+
+
+def _construct(
+    cls: type[T], found: Mapping[str, Any], path: Path, hparams_file: Path | str | None, overrides: Mapping[str, Any]
+) -> T:
+    """Build an object from the hyper-parameters among a checkpoint's entries, or from those of a file."""
+    from_checkpoint = hparams_file is None
+    saved: Any = found.get(HYPER_PARAMETERS) if hparams_file is None else _read_file(Path(hparams_file))
+    saved = {} if saved is None else saved
+    if not isinstance(saved, Mapping):
+        origin = path if hparams_file is None else hparams_file
+        raise CheckpointError(f"{origin}: {HYPER_PARAMETERS} is a {type(saved).__name__}, expected a dict.")
+    left_out: dict[str, str] = {}
+    if from_checkpoint:
+        saved, lost = with_enums(dict(saved), found.get(HYPER_PARAMETERS_ENUMS) or ())
+        left_out = {**(found.get(HYPER_PARAMETERS_LEFT_OUT) or {}), **lost}
+    name = found.get(HYPER_PARAMETERS_NAME)
+    overrides = dict(overrides)
+    if isinstance(name, str) and name in inspect.signature(cls).parameters and name not in overrides:
+        saved, overrides = _in_one(cls, name, saved, overrides)
+    return cls(**_arguments(cls, saved, overrides, path, left_out))
+
+
 def _in_one(
     cls: type, name: str, saved: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,7 +154,9 @@ def _read_file(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
 
 
-def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str) -> dict[str, Any]:
+def _arguments(
+    cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any], path: Path | str, left_out: Mapping[str, str]
+) -> dict[str, Any]:
     signature = inspect.signature(cls)
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     known = {
@@ -118,9 +169,11 @@ def _arguments(cls: type, saved: Mapping[str, Any], overrides: Mapping[str, Any]
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        needed = [why for name, why in left_out.items() if name in known and name not in arguments]
+        told = f" save_hyperparameters could not keep: {'; '.join(needed)}." if needed else ""
         raise CheckpointError(
             f"{cls.__qualname__}{signature} cannot be called with {', '.join(arguments) or 'nothing'}: {error}. "
             f"{path} holds the hyper-parameters {', '.join(saved) or '(none)'}; give the others as keyword arguments, "
-            "or call save_hyperparameters() in the constructor and save again."
+            f"or call save_hyperparameters() in the constructor and save again.{told}"
         ) from error
     return arguments

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainwright.checkpoint.layout import FileEntry, dump_json, inside, read_json
+from trainwright.checkpoint.damage import reading
+from trainwright.checkpoint.layout import FileEntry, check_json_size, dump_json, inside, read_json
 from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.safetensors_io import from_storable, plan_safetensors, read_safetensors, to_storable
 from trainwright.checkpoint.trees import plan_tree, read_tree
 from trainwright.core.errors import CheckpointError
+from trainwright.core.hidden_names import plain_name
 
 MODEL_INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 EXTRA_STEM = "extra_state"
 MAX_SHARD_BYTES = 5 * 10**9
-
-# What torch.compile, activation checkpointing and FSDP1 put between the dots of a parameter's name.
-_WRAPPER = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
-
-
-def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers added: `net._orig_mod.weight` → `net.weight`."""
-    return _WRAPPER.sub("", name).removeprefix(".")
 
 
 def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +104,8 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
     if extra:
         index["metadata"]["trainwright"]["extra"] = EXTRA_STEM
         files += plan_tree(EXTRA_STEM, extra)
-    return [*files, PlannedFile(MODEL_INDEX, dump_json(index, indent=2).encode() + b"\n")]
+    text = check_json_size(dump_json(index, indent=2).encode() + b"\n", MODEL_INDEX)
+    return [*files, PlannedFile(MODEL_INDEX, text)]
 
 
 def write_model(
@@ -172,6 +166,11 @@ def read_model(
     Raises:
         CheckpointError: the index is damaged, points outside `folder` or at a shard that is missing or lacks a tensor.
     """
+    with reading(folder):
+        return _read_model(folder, device, copy, files)
+
+
+def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Collection[str] | None) -> dict[str, Any]:
     path = folder / MODEL_INDEX
     if not path.is_file():
         if (folder / SINGLE_FILE).is_file():

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.model import plain_name
 from trainwright.core.errors import CheckpointError, nearest
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 
 # Keys of a group in torch's format that are positions or copies of names, not hyper-parameters.

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
-from trainwright.checkpoint.layout import dump_json, inside, numbered, read_json
+from trainwright.checkpoint.damage import reading
+from trainwright.checkpoint.layout import check_json_size, dump_json, inside, numbered, read_json
 from trainwright.checkpoint.pieces import (
     Box,
     Pieces,
@@ -73,7 +74,8 @@ def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[Pl
                     **_words(region),
                 }
             )
-    files = [PlannedFile(f"{stem}.json", dump_json({"pieces": entries}).encode() + b"\n")]
+    text = check_json_size(dump_json({"pieces": entries}).encode() + b"\n", f"{stem}.json")
+    files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
         files.append(plan_safetensors(f"{stem}.safetensors", tensors))
     return files
@@ -157,19 +159,17 @@ class PieceFiles:
         return from_storable(made, special)
 
     def _mapped(self, piece: _Stored) -> torch.Tensor:
-        try:
+        with reading(piece.file):
             if piece.file not in self._open:
                 self._open[piece.file] = safe_open(piece.file, framework="pt", device="cpu")
             found: torch.Tensor = self._open[piece.file].get_tensor(piece.name)  # mapped, not copied
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{piece.file} is not a readable safetensors file: {error}.") from error
         return found
 
 
 def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
     """Return the pieces that an index lists, each compared with the header of the file beside it."""
     found = []
-    try:
+    with reading(path, f"is no index of the pieces in {file.name}"):
         for entry in read_json(path)["pieces"]:
             shape, dtype = _whole_numbers(entry["shape"]), str(entry["dtype"])
             region: Region
@@ -186,8 +186,6 @@ def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stor
             ):
                 raise CheckpointError(f"{path}: the piece {entry['stored']!r} is not what {file} holds.")
             found.append(_Stored(str(entry["tensor"]), region, file, str(entry["stored"]), dtype, shape))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is no index of the pieces in {file.name}: {error!r}.") from error
     return found
 
 

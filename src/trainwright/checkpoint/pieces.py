@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from trainwright.core.errors import CheckpointError
+
+# How often `overlap` may look at each box, and what it may do besides: layouts of ranks take a few passes.
+_PASSES_PER_BOX = 16
+_FREE_WORK = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +99,49 @@ def copy_common(
 
 
 def overlap(regions: list[Region], shape: tuple[int, ...]) -> bool:
-    """Tell whether any two regions of one tensor share an element."""
-    boxes = sorted(
-        (box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)),
-        key=lambda box: box.offsets,
-    )
-    near: list[Box] = []  # those that reach as far as the present one along the first dimension
-    for box in boxes:
-        near = [other for other in near if not shape or other.offsets[0] + other.lengths[0] > box.offsets[0]]
-        if any(_common(box, other) is not None for other in near):
-            return True
-        near.append(box)
+    """Tell whether any two regions of one tensor share an element.
+
+    Boxes are sorted along one dimension and divided where none reaches across, then along the next; what ranks hold
+    falls apart into single boxes by that, so that the work is near-linear in their number.
+
+    Raises:
+        CheckpointError: the regions are laid out so irregularly that telling them apart would take too long.
+    """
+    boxes = [box for region in regions for box in _boxes(region, shape) if math.prod(box.lengths)]
+    work = _PASSES_PER_BOX * len(boxes) * (len(shape) + 1) + _FREE_WORK
+    groups = [boxes]
+    while groups:
+        group = groups.pop()
+        if len(group) < 2:
+            continue
+        for dim in range(len(shape)):
+            work -= len(group)
+            parts = _divide(group, dim)
+            if len(parts) > 1:
+                groups.extend(parts)
+                break
+        else:
+            work -= len(group) ** 2 // 2
+            if work > 0 and any(_common(one, other) is not None for one, other in itertools.combinations(group, 2)):
+                return True
+        if work <= 0:
+            raise CheckpointError(
+                f"{len(boxes)} blocks of a tensor of shape {shape} are not laid out as any number of ranks lays them "
+                "out, and are not compared with each other. The checkpoint is damaged or not ours."
+            )
     return False
+
+
+def _divide(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Divide boxes into groups of which none shares an index of one dimension with another."""
+    parts: list[list[Box]] = []
+    reach = 0
+    for box in sorted(boxes, key=lambda box: box.offsets[dim]):
+        if not parts or box.offsets[dim] >= reach:
+            parts.append([])
+        parts[-1].append(box)
+        reach = max(reach, box.offsets[dim] + box.lengths[dim])
+    return parts
 
 
 def _boxes(region: Region, shape: tuple[int, ...]) -> list[Box]:

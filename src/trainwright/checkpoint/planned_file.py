@@ -7,14 +7,19 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainwright.checkpoint.durable import HashingFile
 from trainwright.checkpoint.layout import FileEntry
 
+if TYPE_CHECKING:
+    from trainwright.checkpoint.quiet_file import QuietFile
+    from trainwright.checkpoint.quiet_thread import QuietThread
+
 _OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
+QUIET_FROM_BYTES = 2**20  # below this nobody notices the work
 
 
 @dataclass(slots=True)
@@ -60,13 +65,16 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = True) -> dict[str, FileEntry]:
+def write_files(
+    folder: Path, files: Iterable[PlannedFile], *, quiet: QuietThread | None = None
+) -> dict[str, FileEntry]:
     """Write files into folders that exist; blocks until each is on the disk.
 
     Args:
         folder: what their paths are relative to.
         files: the files.
-        threads: hash large files in a second thread beside the writing.
+        quiet: does the heavy work, for files that are `staged` and for which nobody waits. Default: as fast as it
+            goes, hashing large files in a thread of their own.
 
     Returns:
         Size and hash of each by its path.
@@ -75,7 +83,7 @@ def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = T
     left = iter(files)
     while batch := list(itertools.islice(left, _OPEN_AT_ONCE)):
         with contextlib.ExitStack() as stack:
-            written = [_write(folder, planned, threads, stack) for planned in batch]
+            written = [_write(folder, planned, quiet, stack) for planned in batch]
             # All are written before the first is synced: a journaling file system then commits once and not per file.
             for file in written:
                 file.sync()
@@ -83,9 +91,18 @@ def write_files(folder: Path, files: Iterable[PlannedFile], *, threads: bool = T
     return entries
 
 
-def _write(folder: Path, planned: PlannedFile, threads: bool, stack: contextlib.ExitStack) -> HashingFile:
-    size = len(planned.head) + planned.num_tensor_bytes
-    file = stack.enter_context(HashingFile(folder / planned.path, size=size if threads else 0))
+def _write(
+    folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack
+) -> HashingFile | QuietFile:
+    path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
+    if quiet is not None and size >= QUIET_FROM_BYTES:
+        from trainwright.checkpoint.quiet_file import QuietFile  # not for those that only read
+
+        quiet_file = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
+        for piece in planned.pieces():
+            quiet_file.write(piece)
+        return quiet_file
+    file = stack.enter_context(HashingFile(path, size=size if quiet is None else 0))
     for piece in planned.pieces():
         file.write(piece)
     file.finish()

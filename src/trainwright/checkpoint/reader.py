@@ -1,159 +1,45 @@
-"""Finding, verifying and reading checkpoints. Nothing here ever unpickles, and nothing partial passes for whole."""
+"""Reading checkpoints. Nothing here ever unpickles, and nothing partial passes for whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from trainwright.checkpoint.codec import FindPieces
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.hashing import HashFiles, hash_files
 from trainwright.checkpoint.layout import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
     MODEL_FOLDER,
     MODEL_STEM,
     OPTIMIZER_FOLDER,
     PARTS,
     RNG_FOLDER,
     TRAINER_STEM,
-    FileEntry,
-    Kind,
     Manifest,
-    inside,
     numbered,
 )
+from trainwright.checkpoint.manifests import FoundCheckpoint, locate, manifest_of, problems_of
 from trainwright.checkpoint.model import read_model
 from trainwright.checkpoint.piece_files import RANK_STEM, PieceFiles
-from trainwright.checkpoint.staging import stepped_aside
 from trainwright.checkpoint.trees import read_tree
-from trainwright.checkpoint.upgrade import NewerFormatError, upgraded
+from trainwright.checkpoint.upgrade import upgraded
 from trainwright.checkpoint.writer import PROGRESS, Snapshot
-from trainwright.core.errors import CheckpointError, TrainwrightWarning, nearest
-from trainwright.core.hidden_names import split_hidden
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.state import TrainState
 from trainwright.core.tree import map_tensors
 
-# What becomes of the wish for a checkpoint that turns out to be damaged: an error, or the newest one that is whole.
-OnDamaged = Literal["error", "fall_back"]
-
-
-@dataclass(frozen=True, slots=True)
-class FoundCheckpoint:
-    """A checkpoint folder and what its manifest says; its files have not been verified."""
-
-    path: Path
-    manifest: Manifest
-
-
-def read_manifest(path: Path | str) -> Manifest:
-    """Return the manifest of the checkpoint folder `path`; reads nothing else.
-
-    Raises:
-        FileNotFoundError: nothing is there; the message lists the checkpoints nearby.
-        CheckpointError: a plain file is there, the manifest is missing (the checkpoint was never finished), damaged,
-            of a newer format, or names files outside the folder.
-    """
-    return _manifest(_locate(Path(path)))
-
-
-def _manifest(folder: Path) -> Manifest:
-    file = folder / MANIFEST
-    if not file.is_file():
-        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished.")
-    inside(folder, MANIFEST, str(folder))
-    with open(file, "rb") as handle:
-        data = handle.read(MAX_MANIFEST_BYTES + 1)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise CheckpointError(f"{file} is longer than {MAX_MANIFEST_BYTES} bytes; it is not ours.")
-    return Manifest.from_bytes(data, str(file))
-
-
-def _locate(path: Path) -> Path:
-    """Return the folder to read for `path`, which a crash may have left under a hidden name."""
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(_about_plain_file(path))
-    aside = stepped_aside(path)
-    if aside is not None:
-        return aside
-    near = [found.path.name for found in find_checkpoints(path.parent) if not _problems(found, hash_files=None)]
-    listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
-    raise FileNotFoundError(f"there is no checkpoint {path}.{listed}")
-
-
-def _about_plain_file(path: Path) -> str:
-    if path.suffix == ".safetensors":
-        return (
-            f"{path} is a file of bare weights, and a checkpoint is a folder. Load it with "
-            "safetensors.torch.load_file and task.load_state_dict."
-        )
-    return (
-        f"{path} is a single file, and a checkpoint is a folder with a {MANIFEST}. Files such as .ckpt, .pt, .pth and "
-        ".bin are pickles: opening one can run any code, so this never does. Take it over with "
-        "`trainwright checkpoint convert`, which reads such files without running anything in them."
-    )
-
-
-def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
-    """Compare a checkpoint with its manifest and return what is wrong with it, in words; empty when nothing is.
-
-    Files that the manifest does not list are ignored.
-
-    Args:
-        path: the checkpoint folder.
-        hashes: read every file and compare its hash; False only looks for missing files and wrong sizes.
-        parts: only these parts.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
-    """
-    try:
-        folder = _locate(Path(path))
-        manifest = _manifest(folder)
-    except CheckpointError as error:
-        return [str(error)]
-    return _problems(FoundCheckpoint(folder, manifest), hash_files=hash_files if hashes else None, parts=parts)
-
-
-def _problems(
-    found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
-) -> list[str]:
-    wanted = set(found.manifest.parts if parts is None else parts)
-    listed = [
-        (name, relative, entry)
-        for name, part in found.manifest.parts.items()
-        if name in wanted
-        for relative, entry in part.files.items()
-    ]
-    flaws = [_file_problem(found.path, relative, entry) for _, relative, entry in listed]
-    if hash_files is not None:
-        sound = [i for i, flaw in enumerate(flaws) if flaw is None]
-        hashes = hash_files([inside(found.path, listed[i][1], MANIFEST) for i in sound])
-        for i, found_hash in zip(sound, hashes, strict=True):
-            _, relative, entry = listed[i]
-            if found_hash != entry.xxh3_128:
-                flaws[i] = f"{relative} has changed: its hash is not the one in {MANIFEST}"
-    return [f"{name}: {flaw}" for (name, _, _), flaw in zip(listed, flaws, strict=True) if flaw is not None]
-
-
-def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
-    try:
-        path = inside(folder, relative, MANIFEST)
-    except CheckpointError as error:
-        return str(error)
-    if not path.exists():
-        return f"{relative} is missing"
-    if not path.is_file():
-        return f"{relative} is not a file"
-    size = path.stat().st_size
-    return None if size == entry.size else f"{relative} has {size} bytes, expected {entry.size}"
+# The entries of the trainer part that a resume takes apart, and what each is (see docs/checkpoint-format.md).
+_ENTRIES: dict[str, type] = {
+    "task": dict, "callbacks": dict, "schedulers": list, "strategy": dict, "data": dict,
+    "loggers": list, "datamodule": dict, "left_out": dict, "metrics": list, "run_id": str,
+}  # fmt: skip
 
 
 def read_checkpoint(
@@ -185,9 +71,8 @@ def read_checkpoint(
         CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named); a name in `parts` or
             `allow_missing` is unknown.
     """
-    folder = _locate(Path(path))
-    manifest = _manifest(folder)
-    found = FoundCheckpoint(folder, manifest)
+    folder = locate(Path(path))
+    found = FoundCheckpoint(folder, manifest_of(folder))
     wanted = _wanted(found, parts, allow_missing)
     missing, flaw = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if flaw is not None:
@@ -198,14 +83,30 @@ def read_checkpoint(
             TrainwrightWarning,
             stacklevel=2,
         )
+    return _snapshot(found, wanted, missing, device=device, copy=True, copy_model=copy_model)
+
+
+def _snapshot(
+    found: FoundCheckpoint,
+    wanted: Sequence[str],
+    missing: Sequence[str],
+    *,
+    device: torch.device | str = "cpu",
+    copy: bool,
+    copy_model: bool,
+) -> Snapshot:
+    """Parse the parts that are there; without `copy` and `copy_model` all tensors stay in their files, unread."""
+    manifest = found.manifest
     snapshot = Snapshot(
         metrics=dict(manifest.metrics),
         world_size=manifest.topology.get("world_size", 1),
         kind=manifest.kind,
         missing=tuple(missing),
     )
-    trees = _read_parts(found, [name for name in wanted if name not in missing], device, copy_model)
-    _fill(snapshot, upgraded(trees, manifest.format_version), folder)
+    present = [name for name in wanted if name not in missing]
+    with reading(found.path):
+        trees = _read_parts(found, present, device, copy=copy, copy_model=copy_model)
+        _fill(snapshot, upgraded(trees, manifest.format_version), found.path)
     return snapshot
 
 
@@ -216,20 +117,43 @@ def check_checkpoint(
     allow_missing: Sequence[str] = (),
     hash_files: HashFiles = hash_files,
 ) -> Manifest:
-    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and read no part.
+    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and parse the parts.
 
     Takes the same arguments and raises the same errors as `read_checkpoint`, which may read what passed with
-    `verify=False`. One process does this for all: it reads every byte of the parts, or has `hash_files` do it.
+    `verify=False`. One process does this for all: it reads every byte of the parts, or has `hash_files` do it. No
+    tensor's values are read a second time.
 
     Returns:
         The manifest.
     """
-    folder = _locate(Path(path))
-    found = FoundCheckpoint(folder, _manifest(folder))
-    _, flaw = _examine(found, _wanted(found, parts, allow_missing), allow_missing, hash_files)
+    folder = locate(Path(path))
+    found = FoundCheckpoint(folder, manifest_of(folder))
+    flaw = flaw_of(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
     if flaw is not None:
         raise CheckpointError(flaw)
     return found.manifest
+
+
+def flaw_of(
+    found: FoundCheckpoint,
+    *,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    hash_files: HashFiles = hash_files,
+) -> str | None:
+    """Return what makes a checkpoint unusable: a part is missing, has changed, or is sealed and makes no sense.
+
+    Raises:
+        CheckpointError: a name in `parts` or `allow_missing` is unknown.
+    """
+    wanted = _wanted(found, parts, allow_missing)
+    missing, flaw = _examine(found, wanted, allow_missing, hash_files)
+    if flaw is None:
+        try:
+            _snapshot(found, wanted, missing, copy=False, copy_model=False)
+        except CheckpointError as error:
+            return f"{error} Use another checkpoint; newest_valid finds the latest whole one."
+    return flaw
 
 
 def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
@@ -250,7 +174,7 @@ def _examine(
     lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
     if lost:
         return missing, _about_lost(folder, manifest, lost)
-    problems = _problems(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
+    problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
     if problems:
         return missing, (
             f"{folder} is damaged: {'; '.join(problems)}. Use another checkpoint; newest_valid finds the "
@@ -287,24 +211,24 @@ def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
 
 
 def _read_parts(
-    found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, copy: bool
+    found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
 ) -> dict[str, Any]:
     """Return part → tree, as the format of the checkpoint has it."""
     folder, parts = found.path, found.manifest.parts
     trees: dict[str, Any] = {}
-    pieces = {name: find_pieces(found, name, copy=copy) for name in ("optimizer", "model") if name in present}
+    pieces = {name: find_pieces(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
     if "trainer" in present:
-        trees["trainer"] = read_tree(folder, TRAINER_STEM)
+        trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
     if "optimizer" in present:
         stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
-        trees["optimizer"] = [read_tree(folder, stem, copy=copy, pieces=pieces["optimizer"]) for stem in stems]
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, pieces=pieces["optimizer"]) for stem in stems]
     if "rng" in present:
-        trees["rng"] = [read_tree(folder, stem) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
+        trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
     if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
-        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy)
+        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy_model)
     elif "model" in present:
         sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
-        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy, files=sealed)
+        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
     return trees
 
 
@@ -348,153 +272,23 @@ def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
             raise CheckpointError(f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or not ours.")
         snapshot.state = tree.pop(PROGRESS)
         snapshot.trainer = tree
+        _check_trainer(snapshot, f"{folder / TRAINER_STEM}.json")
     snapshot.optimizers = trees.get("optimizer", [])
     snapshot.rng = trees.get("rng", [])
     snapshot.model = trees.get("model")
 
 
-def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
-    """Return the checkpoints in `folder` (not below it), by step and then by time of writing.
-
-    Only manifests are read; a folder without a readable one is left out. A checkpoint that a crash left hidden while
-    it was being replaced counts. A folder that does not exist has none.
-    """
-    found = [item for _, item in _scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
-    return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
-
-
-def _scan(folder: Path) -> Iterator[tuple[Path, FoundCheckpoint | Exception]]:
-    """Yield each checkpoint in `folder`, or what is wrong with what looks like one, with its path."""
-    if not folder.is_dir():
-        return
-    for entry in sorted(folder.iterdir()):
-        split = split_hidden(entry.name)
-        if entry.name.startswith(".") and (split is None or stepped_aside(folder / split[0]) != entry):
-            continue
-        if not entry.is_dir():
-            continue
-        looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
-        if looks_ours:
-            try:
-                yield entry, FoundCheckpoint(entry, _manifest(entry))
-            except (CheckpointError, OSError) as error:
-                yield entry, error
-
-
-def newest_valid(
-    folder: Path | str,
-    *,
-    kind: Kind | None = None,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    earlier_than: Path | None = None,
-    on_damaged: OnDamaged = "fall_back",
-    hash_files: HashFiles = hash_files,
-) -> Path | None:
-    """Return the checkpoint in `folder` that was written last among those whose files match their manifest, or None.
-
-    It goes by the time of writing, not by the step: a run that was started anew in the folder of an older, longer one
-    continues its own. Reads every file of the candidates, newest first, until one is whole;
-    `read_checkpoint(..., verify=False)` need not read them again.
-
-    Args:
-        folder: where checkpoints lie; it need not exist.
-        kind: `"full"` passes over checkpoints that cannot be resumed.
-        parts, allow_missing: as in `read_checkpoint`: what must be whole.
-        earlier_than: only those that were written before this checkpoint of the folder, which is not among them; all
-            others if its manifest cannot be read and does not tell its time.
-        on_damaged: `"error"` raises instead of passing over a damaged checkpoint.
-        hash_files: reads the files, all sound ones of a candidate at once.
-
-    Warns:
-        TrainwrightWarning: a damaged checkpoint was passed over; says what is wrong with it.
-
-    Raises:
-        NewerFormatError: a checkpoint of a newer format lies there, which may well be the newest.
-        CheckpointError: a damaged one was met and `on_damaged="error"`.
-    """
-    found: list[FoundCheckpoint] = []
-    before: str | None = None
-    for path, item in _scan(Path(folder)):
-        if isinstance(item, NewerFormatError):
-            raise item
-        if earlier_than is not None and path.resolve() == earlier_than.resolve():
-            before = item.manifest.created if isinstance(item, FoundCheckpoint) else None
-        elif isinstance(item, Exception):
-            _pass_over(f"a damaged checkpoint: {item}", on_damaged)
-        else:
-            found.append(item)
-    if before is not None:
-        found = [item for item in found if item.manifest.created < before]
-    order = sorted(found, key=lambda item: (item.manifest.created, item.manifest.step, item.path.name))
-    for item in reversed(order):
-        if (kind is not None and item.manifest.kind != kind) or _is_listed_itself(item.path):
-            continue
-        _, flaw = _examine(item, _wanted(item, parts, allow_missing), allow_missing, hash_files)
-        if flaw is None:
-            return item.path
-        _pass_over(f"the damaged checkpoint {item.path}: {flaw}", on_damaged)
-    return None
-
-
-def _is_listed_itself(path: Path) -> bool:
-    """Tell whether `path` is a link to its neighbour, such as `last`: that one is a candidate, and hashed once."""
-    return path.is_symlink() and path.resolve().parent == path.parent.resolve()
-
-
-def _pass_over(what: str, on_damaged: OnDamaged) -> None:
-    if on_damaged == "error":
-        raise CheckpointError(f"{what} To have it passed over, ask for on_damaged='fall_back'.")
-    warnings.warn(f"passing over {what}", TrainwrightWarning, stacklevel=3)
-
-
-def whole_checkpoint(
-    path: Path | str,
-    *,
-    kind: Kind | None = None,
-    parts: Sequence[str] | None = None,
-    allow_missing: Sequence[str] = (),
-    on_damaged: OnDamaged = "error",
-    hash_files: HashFiles = hash_files,
-) -> Path:
-    """Return `path` once its files have been compared with its manifest, or what may be used in its place.
-
-    Args:
-        path: the checkpoint folder.
-        kind: `"full"` passes over replacements that cannot be resumed; `path` itself is not asked for its kind.
-        parts, allow_missing: as in `read_checkpoint`.
-        hash_files: as in `newest_valid`.
-        on_damaged: `"fall_back"`: if it is damaged, return the newest valid one of the same folder that was written
-            earlier; one whose manifest does not even tell its time gives way to the newest of all.
-
-    Warns:
-        TrainwrightWarning: another one than `path` is returned; names both and says what is wrong.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
-        NewerFormatError: it is of a newer format, which is no damage.
-        CheckpointError: it is damaged, and there is nothing to fall back to or no wish to.
-    """
-    path = Path(path)
-    try:
-        check_checkpoint(path, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
-        return path
-    except NewerFormatError:
-        raise
-    except CheckpointError as error:
-        if on_damaged == "error" or not path.is_dir():
-            raise
-        flaw = error
-    true_path = path.resolve()  # the neighbours of a link's target are the run's checkpoints
-    found = newest_valid(
-        true_path.parent,
-        kind=kind,
-        parts=parts,
-        allow_missing=allow_missing,
-        earlier_than=true_path,
-        hash_files=hash_files,
-    )
-    if found is None:
-        raise CheckpointError(f"{flaw} No earlier one in {true_path.parent} is whole.") from flaw
-    warnings.warn(f"{flaw} Falling back to {found}.", TrainwrightWarning, stacklevel=2)
-    return found
+def _check_trainer(snapshot: Snapshot, origin: str) -> None:
+    """Check what a resume takes for granted of the trainer part, so that it fails before anything is loaded."""
+    for field in dataclasses.fields(TrainState):
+        value, kind = snapshot.state.get(field.name, field.default), type(field.default)
+        fits = type(value) is kind or (kind is float and type(value) is int)
+        if not fits or not 0 <= value < 2**63:
+            raise CheckpointError(f"{origin}: {PROGRESS}.{field.name} is {value!r}; it is damaged or not ours.")
+    for name, expected in _ENTRIES.items():
+        value = snapshot.trainer.get(name)
+        if value is not None and not isinstance(value, expected):
+            raise CheckpointError(
+                f"{origin}: {name!r} is a {type(value).__name__}, expected a {expected.__name__}; it is damaged or not "
+                "ours."
+            )

@@ -41,7 +41,7 @@ from trainwright.checkpoint.layout import (
     inside,
     load_json,
 )
-from trainwright.checkpoint.reader import read_manifest, verify
+from trainwright.checkpoint.manifests import read_manifest, verify
 from trainwright.checkpoint.staging import remove_folder
 from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package

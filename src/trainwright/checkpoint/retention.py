@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.durable import alone_in, make_folder, replace_file
 from trainwright.checkpoint.layout import (
     MAX_MANIFEST_BYTES,
     PARTS,
     RUN_INDEX,
     Kind,
+    check_not_newer,
     check_relative,
-    dump_json,
     inside,
-    read_json,
+    load_json,
+    read_bytes,
+    seal_fits,
+    sealed,
 )
-from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.manifests import find_checkpoints, read_manifest
+from trainwright.checkpoint.reader import read_checkpoint
 from trainwright.checkpoint.staging import remove_folder
-from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
-from trainwright.core.errors import CheckpointError
+from trainwright.checkpoint.upgrade import PLAIN_VERSION, NewerFormatError, check_format_version, upgraded
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +57,35 @@ class RunIndex:
     """The list of the checkpoints that this run wrote, kept in `folder/index.json`.
 
     Names in it are relative, so that the folder can be moved. Entries of other runs in the same folder are kept and
-    never touched. One process of a run uses it; every change is on the disk before the method returns.
+    never touched. One process of a run uses it; every change is on the disk before the method returns. One that is
+    damaged is made again from the manifests of the checkpoints.
 
     Args:
         folder: the run's checkpoint folder; made at the first `add`.
         run: the run's own id, the same after a resume; runs that share a folder need different ones.
 
     Raises:
-        CheckpointError: `index.json` is damaged, of a newer format, or names something outside the folder.
+        CheckpointError: `index.json` is of a newer format, leads out of the folder, or names something outside it.
+
+    Warns:
+        TrainwrightWarning: it was damaged, and has been made again.
     """
 
     def __init__(self, folder: Path | str, *, run: str = "") -> None:
         self.folder = Path(folder)
         self.run = run
         self._load()  # fails now rather than at the first save
+
+    @classmethod
+    def of_newest_run(cls, folder: Path | str) -> RunIndex | None:
+        """Return the index of the run whose checkpoint in `folder` is the newest, or None if there is none.
+
+        Raises:
+            CheckpointError: the index is damaged.
+        """
+        there = [entry for entry in cls(folder)._load() if (Path(folder) / entry.name).is_dir()]
+        newest = max(there, key=lambda entry: (entry.created, entry.step), default=None)
+        return None if newest is None else cls(folder, run=newest.run)
 
     @property
     def path(self) -> Path:
@@ -148,17 +169,23 @@ class RunIndex:
         if not self.path.is_file():
             return []
         origin = str(inside(self.folder, RUN_INDEX, str(self.folder)))
-        values = read_json(self.path, max_bytes=MAX_MANIFEST_BYTES)
-        if not isinstance(values, dict):
-            raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
-        version = check_format_version(values.get("format_version"), origin)
+        data = b""
         try:
-            today = upgraded({"index": values}, version)["index"]
-            return [_entry(item, origin) for item in today["checkpoints"]]
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{origin} is damaged: {error!r}. If you remove it, the checkpoints stay and are no longer managed."
-            ) from error
+            data = read_bytes(self.path, max_bytes=MAX_MANIFEST_BYTES)
+            return _parse(data, origin)
+        except (NewerFormatError, _OutsideError):
+            raise
+        except CheckpointError as error:
+            entries = rebuilt(self.folder, _runs_named(data))
+            warnings.warn(
+                f"{error} It is made again from the manifests of the {len(entries)} checkpoint(s) beside it whose run "
+                "is known; others stay and are no longer managed.",
+                TrainwrightWarning,
+                stacklevel=4,
+            )
+            with contextlib.suppress(OSError):  # who may only read goes on without
+                self._store(entries)
+            return entries
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -180,14 +207,77 @@ class RunIndex:
             }
             for entry in entries
         ]
-        text = dump_json({"format_version": PLAIN_VERSION, "checkpoints": items}, indent=2)
-        replace_file(self.path, text.encode() + b"\n")
+        replace_file(self.path, sealed({"format_version": PLAIN_VERSION, "checkpoints": items}))
+
+
+def rebuilt(folder: Path, runs: Mapping[tuple[str, str], str]) -> list[IndexEntry]:
+    """Return the entries of the checkpoints in a folder, from their manifests.
+
+    Args:
+        folder: of the run's checkpoints.
+        runs: name and time of writing of a checkpoint → the run that wrote it, for those that do not say so
+            themselves (of kind `"weights"`).
+    """
+    entries = []
+    for found in find_checkpoints(folder):
+        name, manifest = found.path.name, found.manifest
+        if found.path.is_symlink() or name.startswith("."):
+            continue
+        try:
+            run = read_checkpoint(found.path, parts=("trainer",)).trainer.get("run_id")
+        except CheckpointError:
+            run = None  # nobody can say whose it is; nobody deletes it then
+        run = run or runs.get((name, manifest.created))
+        if run is not None:
+            entries.append(
+                IndexEntry(name, manifest.step, manifest.created, manifest.kind, dict(manifest.metrics), run)
+            )
+    return entries
+
+
+def _runs_named(data: bytes) -> dict[tuple[str, str], str]:
+    """Return what a damaged index can still be believed: the runs of checkpoints that it names and dates rightly."""
+    try:
+        with reading(RUN_INDEX):
+            items = load_json(data, RUN_INDEX)["checkpoints"]
+            return {(str(item["name"]), str(item["created"])): str(item["run"]) for item in items}
+    except CheckpointError:  # what cannot be read is not used
+        return {}
+
+
+class _OutsideError(CheckpointError):
+    """An index names something outside its folder, which no damage explains."""
+
+
+def _parse(data: bytes, origin: str) -> list[IndexEntry]:
+    """Return the entries that an index holds: a sealed one, or one from before indices were sealed.
+
+    Raises:
+        NewerFormatError: it is of a newer format.
+        _OutsideError: a name in it is not that of a checkpoint in its folder.
+        CheckpointError: it is damaged.
+    """
+    fits = seal_fits(data)
+    if not fits:
+        check_not_newer(data, origin)
+    with reading(origin, "is damaged"):
+        values = load_json(data, origin)
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{origin}: expected a JSON object, got {type(values).__name__}.")
+        if not fits and set(values) != {"format_version", "checkpoints"}:
+            raise CheckpointError(f"{origin} is damaged: its seal does not match.")
+        version = check_format_version(values.get("format_version"), origin)
+        today = upgraded({"index": values}, version)["index"]
+        return [_entry(item, origin) for item in today["checkpoints"]]
 
 
 def _entry(item: Any, origin: str) -> IndexEntry:
-    name = check_relative(item["name"], origin)
+    try:
+        name = check_relative(item["name"], origin)
+    except CheckpointError as error:
+        raise _OutsideError(str(error)) from error
     if "/" in name or name.startswith("."):
-        raise CheckpointError(f"{origin} names {name!r}, which is no checkpoint in its folder. It is refused.")
+        raise _OutsideError(f"{origin} names {name!r}, which is no checkpoint in its folder. It is refused.")
     if item["kind"] not in PARTS:
         raise ValueError(f"unknown kind {item['kind']!r}")
     metrics = {str(metric): float(value) for metric, value in item["metrics"].items()}

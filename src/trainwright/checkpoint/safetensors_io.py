@@ -7,6 +7,8 @@ without gaps. The library's own `save_file` builds no hash and does not sync, an
 
 from __future__ import annotations
 
+import math
+import os
 import struct
 import sys
 from collections.abc import Iterable, Mapping
@@ -14,14 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
-from trainwright.checkpoint.layout import FileEntry, dump_json, load_json
+from trainwright.checkpoint.damage import reading
+from trainwright.checkpoint.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES
+from trainwright.checkpoint.layout import FileEntry, check_json_size, dump_json, load_json
 from trainwright.checkpoint.planned_file import PlannedFile, write_files
 from trainwright.core.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
 _ALIGNMENT = 8
+_LENGTH_BYTES = 8  # of the number before the header
 
 # Only what every safetensors since 0.5 can read; `to_storable` turns other dtypes into these.
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -36,6 +41,7 @@ NATIVE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
+_BY_NATIVE_NAME = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
@@ -144,12 +150,15 @@ def plan_safetensors(
         }
         offset = end
     encoded = dump_json(header).encode()
-    encoded += b" " * (-len(encoded) % _ALIGNMENT)
+    # Tensors of a large file begin where a block of the disk does: `QuietFile` writes such files without the processor.
+    alignment = DISK_BLOCK_BYTES if offset >= DIRECT_FROM_BYTES else _ALIGNMENT
+    encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
     if len(encoded) > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{file}: {len(names)} tensors need a header of {len(encoded)} bytes; readers accept "
             f"{MAX_HEADER_BYTES}. Lower max_shard_bytes, or store fewer and larger tensors."
         )
+    check_json_size(encoded, f"the header of {file}")
     return PlannedFile(path, struct.pack("<Q", len(encoded)) + encoded, [tensors[name] for name in names])
 
 
@@ -175,10 +184,10 @@ def read_header(path: Path) -> dict[str, Any]:
     """Return the JSON header of a safetensors file without trusting its length.
 
     Raises:
-        CheckpointError: the file is shorter than its header says, the header is absurdly long, or not JSON.
+        CheckpointError: the file is not as long as its header says, the header is absurdly long, or not JSON.
     """
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
@@ -189,7 +198,26 @@ def read_header(path: Path) -> dict[str, Any]:
         header = load_json(file.read(length), str(path))
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected an object.")
+    with reading(path, "has a header that does not fit it"):
+        _check_offsets(header, size - 8 - length)
     return header
+
+
+def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
+    """Check that the tensors follow each other without gaps to the end, each as long as its shape needs."""
+    entries = (entry for name, entry in header.items() if name != "__metadata__")
+    end = 0
+    for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
+        shape, dtype = entry["shape"], _BY_NATIVE_NAME.get(entry["dtype"])
+        if any(type(number) is not int or number < 0 for number in (begin, stop, *shape)) or begin != end:
+            raise ValueError(f"{entry} at byte {end}")
+        if dtype is not None and stop - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{entry} has {stop - begin} bytes")
+        end = stop
+    if end > num_bytes:
+        raise ValueError(f"it is cut short: its tensors have {end} bytes, and {num_bytes} follow the header")
+    if end != num_bytes:
+        raise ValueError(f"its tensors have {end} bytes, and {num_bytes} follow the header")
 
 
 def read_safetensors(
@@ -211,11 +239,8 @@ def read_safetensors(
     for name in chosen:
         if name not in header:
             raise CheckpointError(f"{path} holds no tensor {name!r}.")
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in chosen}
-    except (SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}.") from error
+    with reading(path), safe_open(path, framework="pt", device=str(device)) as file:
+        tensors = {name: file.get_tensor(name) for name in chosen}
     if copy and torch.device(device).type == "cpu":
         # safe_open maps the file: a tensor that stays mapped would change or fault with it.
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}

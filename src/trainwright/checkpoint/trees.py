@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.checkpoint.codec import FindPieces, decode, encode
-from trainwright.checkpoint.layout import MAX_JSON_BYTES, dump_json, inside, read_json
+from trainwright.checkpoint.damage import reading
+from trainwright.checkpoint.layout import check_json_size, dump_json, inside, read_json
 from trainwright.checkpoint.pieces import Pieces
 from trainwright.checkpoint.planned_file import PlannedFile
 from trainwright.checkpoint.safetensors_io import plan_safetensors, read_safetensors
@@ -27,12 +28,7 @@ def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces]
         CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
     """
     value, tensors = encode(tree, root, pieces=pieces)
-    text = dump_json(value).encode() + b"\n"
-    if len(text) > MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{stem}.json would have {len(text)} bytes; readers accept {MAX_JSON_BYTES}. Save long lists as tensors or "
-            "arrays."
-        )
+    text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
     files = [PlannedFile(f"{stem}.json", text)]
     if tensors:
         files.append(plan_safetensors(f"{stem}.safetensors", tensors))
@@ -51,6 +47,7 @@ def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces 
     tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
     tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
     try:
-        return decode(read_json(path), tensors, pieces)
+        with reading(path):
+            return decode(read_json(path), tensors, pieces)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error

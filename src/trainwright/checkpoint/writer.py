@@ -34,6 +34,7 @@ from trainwright.checkpoint.model import MAX_SHARD_BYTES, plain_names, plan_mode
 from trainwright.checkpoint.piece_files import plan_pieces
 from trainwright.checkpoint.pieces import Pieces
 from trainwright.checkpoint.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.quiet_thread import QuietThread
 from trainwright.checkpoint.staging import remove_folder
 from trainwright.checkpoint.trees import plan_tree
 from trainwright.checkpoint.upgrade import PIECES_VERSION, PLAIN_VERSION
@@ -201,17 +202,19 @@ def write_checkpoint(
     return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), fresh=fresh)
 
 
-def write_contents(path: Path | str, contents: Contents, *, threads: bool = True, fresh: bool = False) -> Path:
+def write_contents(
+    path: Path | str, contents: Contents, *, quiet: QuietThread | None = None, fresh: bool = False
+) -> Path:
     """Write what `plan_checkpoint` returned; the rest is as in `write_checkpoint`.
 
     Args:
         path: the folder to make.
         contents: its files.
-        threads: hash in a second thread; False where no thread may be started any more, and where nobody waits.
+        quiet: see `write_files`. Default: None.
         fresh: see `Draft`.
     """
     with Draft(path, fresh=fresh) as draft:
-        draft.publish(contents, draft.write(contents, threads=threads))
+        draft.publish(contents, draft.write(contents, quiet=quiet))
     return draft.path
 
 
@@ -262,10 +265,10 @@ class Draft:
         for sub in self._folders(contents):
             make_folder(sub)
 
-    def write(self, contents: Contents, *, threads: bool = True) -> dict[str, FileEntry]:
+    def write(self, contents: Contents, *, quiet: QuietThread | None = None) -> dict[str, FileEntry]:
         """Write this process's files into the folder; returns size and hash of each. Blocks until they are synced."""
         self.make_folders(contents)
-        return write_files(self.folder, contents.files, threads=threads)
+        return write_files(self.folder, contents.files, quiet=quiet)
 
     def publish(self, contents: Contents, entries: Mapping[str, FileEntry]) -> None:
         """Seal what has been written and put it into its place.

@@ -40,7 +40,9 @@ def checkpoint(argv: Sequence[str]) -> int:
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:
         return command(wanted)
-    except FileNotFoundError as error:
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # nothing is there, no right to read or write it, no room
         raise CheckpointError(str(error)) from error
 
 

@@ -12,6 +12,7 @@ import torch
 
 from trainwright.checkpoint import Manifest, read_manifest, verify
 from trainwright.checkpoint.codec import TAG, decode
+from trainwright.checkpoint.damage import reading
 from trainwright.checkpoint.export import stored_tensors
 from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered, read_json
 from trainwright.checkpoint.remote import find_remote
@@ -151,6 +152,11 @@ def describe(path: Path) -> dict[str, Any]:
     problems = verify(path, hashes=False)
     if problems:
         raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}.")
+    with reading(path):
+        return _facts(path, manifest)
+
+
+def _facts(path: Path, manifest: Manifest) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "path": str(path),
         "kind": manifest.kind,

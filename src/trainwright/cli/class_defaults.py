@@ -21,30 +21,37 @@ from trainwright.cli.overrides import find_spec
 _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 
 
-def fill_nested_defaults(config: dict[str, Any]) -> None:
-    """Write out, in place, the defaults of the classes named inside the arguments of `task` and `data`.
+def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
+    """Write out, in place, the defaults of the classes named inside the arguments of those at `keys`.
 
     Classes that cannot be found, and defaults that YAML cannot hold, are left to the parser.
     """
-    for key in ("task", "data"):
+    for key in keys:
         spec = config.get(key)
-        if isinstance(spec, dict):
+        if isinstance(spec, dict) and "class_path" in spec:
             _fill_below(spec.get("init_args"))
 
 
-def place_classes(config: dict[str, Any], assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+def place_classes(
+    config: dict[str, Any], assignments: Sequence[tuple[str, str]], keys: Sequence[str]
+) -> list[tuple[str, str]]:
     """Move assignments that put a class where the configuration says nothing into it; return those that are left.
 
     There they get their own defaults from `fill_nested_defaults`, which the parser would not give them.
+
+    Args:
+        config: changed in place.
+        assignments: dotted key → text.
+        keys: top-level keys that may hold a class.
     """
-    return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text)]
+    return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
 
 
-def _place(config: dict[str, Any], key: str, text: str) -> bool:
-    if not re.fullmatch(r"[A-Za-z_][\w.]*", text):
+def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", text) or text.endswith((".yaml", ".yml", ".json")):
         return False
     above, _, name = key.rpartition(".")
-    if key in ("task", "data"):
+    if key in keys:
         place = config
     else:
         parent = find_spec(config, above.removesuffix(".init_args").split("."))
@@ -52,7 +59,7 @@ def _place(config: dict[str, Any], key: str, text: str) -> bool:
         if parent is None or not _takes_a_class(parent["class_path"], name):
             return False
         place = parent.setdefault("init_args", {})
-    if place.get(name) is not None or _find_class(text) is None:
+    if place.get(name) is not None or find_class(text) is None:
         return False
     place[name] = {"class_path": text}
     return True
@@ -60,7 +67,7 @@ def _place(config: dict[str, Any], key: str, text: str) -> bool:
 
 def _takes_a_class(path: str, argument: str) -> bool:
     """Tell whether an argument of a class is annotated as something else than text or anything at all."""
-    found = _find_class(path)
+    found = find_class(path)
     if found is None:
         return False
     try:
@@ -79,7 +86,7 @@ def _fill_below(node: Any) -> None:
     if not isinstance(node, dict):
         return
     if isinstance(node.get("class_path"), str):
-        found = _find_class(node["class_path"])
+        found = find_class(node["class_path"])
         if found is not None:
             node["class_path"] = f"{found.__module__}.{found.__qualname__}"
             node["init_args"] = own_defaults(found) | (node.get("init_args") or {})
@@ -93,7 +100,8 @@ def own_defaults(found: type) -> dict[str, Any]:
     return {p.name: _as_yaml(p.default) for p in parameters if p.default is not p.empty and _is_plain(p.default)}
 
 
-def _find_class(path: str) -> type | None:
+def find_class(path: str) -> type | None:
+    """Return the class at a path, or None; a bare name is looked up among torch's optimizers and schedules."""
     module, _, name = path.rpartition(".")
     for namespace in (module,) if module else _NAMESPACES:
         try:

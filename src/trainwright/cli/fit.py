@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.cli.class_defaults import fill_nested_defaults, place_classes
+from trainwright.cli.building import build
 from trainwright.cli.main import INTERRUPTED
-from trainwright.cli.overrides import CommandLine, read_command_line, read_configs, swap_classes
-from trainwright.cli.short_names import expand_assignments, expand_config
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.cli.overrides import CommandLine, read_command_line, read_configs
+from trainwright.cli.parsing import parse
+from trainwright.cli.saved_config import resolved_yaml, save_config
+from trainwright.core.errors import ConfigurationError
 from trainwright.core.urls import is_url
 
 if TYPE_CHECKING:
     from trainwright.core.run import Stage
 
-CONFIG_NAME = "config.yaml"
 PREDICTIONS_NAME = "predictions.safetensors"
-_LOADING = ("on_damaged", "allow_missing", "strict", "weights_only")  # arguments of `Trainer.fit` beside ckpt_path
-_MARK = "# What this run was started with, every default filled in; written by `trainwright fit`.\n"
-_NOT_SERIALIZABLE = "Unable to serialize instance"  # how jsonargparse 4.53 writes a default such as a lambda
+_LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit` beside ckpt_path
 
 
 def fit(argv: Sequence[str]) -> int:
@@ -67,10 +64,10 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
         from trainwright.core.rng import seed_everything
 
         seed_everything(settings.seed_everything)
-    built = parser.instantiate(settings)
+    built = build(parser, settings)
     trainer = built.trainer
     if stage == "fit" and _is_main_process(settings.trainer.get("launcher")):
-        save_config(_resolved_yaml(parser, settings), Path(trainer.default_root_dir))
+        save_config(resolved_yaml(parser, settings), Path(trainer.default_root_dir))
     if stage == "predict":
         _predict(built, settings)
     else:
@@ -97,17 +94,14 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
     if here not in sys.path:
         sys.path.insert(0, here)
     config = {**(defaults or {}), **read_configs(line.configs)}
-    expand_config(config)
     if stage != "fit":  # the same file serves every stage
         for name in _LOADING:
             config.pop(name, None)
-    assignments, notes = swap_classes(config, expand_assignments(line.assignments))
-    assignments = place_classes(config, assignments)
-    fill_nested_defaults(config)
-    for note in notes:
-        print(f"trainwright: note: {note}", file=sys.stderr)
     parser = build_parser(stage)
-    settings = _parse(parser, config, [*line.flags, *(f"--{key}={value}" for key, value in assignments)])
+    settings = parse(parser, config, line, known=("seed_everything", "trainer", "task", "data", "ckpt_path", *_LOADING))
+    for key in ("task", "data"):
+        if key not in settings:
+            settings[key] = None
     if settings.task is None:
         raise ConfigurationError("no task is configured. Name it: task.class_path in --config, or --task=module.Class.")
     return parser, settings
@@ -168,39 +162,7 @@ def _add_loading(parser: Any) -> None:
     )
     parser.add_argument("--allow_missing", type=list[str], default=[], help="what the checkpoint may lack: [optimizer]")
     parser.add_argument("--strict", type=bool | None, default=None, help="whether all weights must fit by name")
-    parser.add_argument("--weights_only", type=bool, default=False, help="begin at step 0 from the weights alone")
-
-
-def _parse(parser: Any, config: dict[str, Any], arguments: list[str]) -> Any:
-    import argparse
-
-    _check_top_level(parser, config)
-    try:
-        # Defaults wait until the command line was read: a default of a class must not outlive a swap of that class.
-        settings = parser.parse_args(arguments, namespace=parser.parse_object(config, defaults=False))
-    except argparse.ArgumentError as error:
-        raise ConfigurationError(_with_nearest(parser, str(error))) from None
-    for key in ("task", "data"):
-        if key not in settings:
-            settings[key] = None
-    return settings
-
-
-def _check_top_level(parser: Any, config: dict[str, Any]) -> None:
-    known = ["seed_everything", "trainer", "task", "data", "ckpt_path", *_LOADING]
-    for key in config:
-        if key not in known:
-            raise ConfigurationError(
-                f"the configuration has a key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}."
-            )
-
-
-def _with_nearest(parser: Any, message: str) -> str:
-    """Add the option that was probably meant to the parser's message about one that it does not know."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    words = [word.partition("=")[0].strip("'\",") for word in message.split()]
-    unknown = [word for word in words if word.startswith("--") and word not in known]
-    return message + (nearest(unknown[0], known) if unknown else "")
+    parser.add_argument("--load_weights_only", type=bool, default=False, help="begin at step 0 from the weights alone")
 
 
 def _check_checkpoint(ckpt_path: str | None) -> None:
@@ -216,46 +178,3 @@ def _is_main_process(launcher: str | None) -> bool:
     from trainwright.core.process import detect
 
     return detect(launcher or "auto").rank == 0
-
-
-def _resolved_yaml(parser: Any, settings: Any) -> str:
-    """Return the settings as YAML that `--config` reads again.
-
-    A default that YAML cannot hold (a lambda that makes an optimizer) is left out, so that it is the default again.
-    """
-    import yaml
-
-    kept = settings.clone()
-    kept.pop("config", None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=rf"\s*{_NOT_SERIALIZABLE}")
-        text = parser.dump(kept, skip_unset=False)
-    return yaml.safe_dump(_without_unserializable(yaml.safe_load(text)), sort_keys=False)
-
-
-def _without_unserializable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {
-            key: _without_unserializable(item)
-            for key, item in value.items()
-            if not (isinstance(item, str) and item.startswith(_NOT_SERIALIZABLE))
-        }
-    if isinstance(value, list):
-        return [_without_unserializable(item) for item in value]
-    return value
-
-
-def save_config(text: str, folder: Path) -> Path:
-    """Write a resolved configuration into the run's folder, by one rename, and return where.
-
-    A file of that name which no run has written (the user's own `config.yaml`, when the run's folder is the project's)
-    is left alone and the resolved one goes beside it.
-    """
-    target = folder / CONFIG_NAME
-    if target.exists() and not target.read_text().startswith(_MARK):
-        target = folder / "config.resolved.yaml"
-    folder.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.tmp")
-    staging.write_text(_MARK + text)
-    staging.replace(target)
-    return target

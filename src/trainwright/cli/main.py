@@ -43,6 +43,7 @@ COMMANDS: dict[str, Command] = {
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
+    "migrate": Command("trainwright.cli.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
     "parity": Command("trainwright.cli.parity:parity", "compare strategies, step by step, on a task of yours"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
     "estimate": Command("trainwright.cli.estimate:estimate", "say how much memory a model takes"),

@@ -75,12 +75,21 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         raise ConfigurationError(
             f"--template {template!r} is unknown.{nearest(template, known)} Known: {', '.join(known)}."
         )
-    path = path.resolve()
+    try:
+        path = path.resolve()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a link to itself, a name that is too long
+        raise ConfigurationError(
+            f"PATH {str(path)!r} cannot be a folder: {_first_line(error)}. Choose another."
+        ) from None
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(f"{path} exists and is not an empty folder. Choose another PATH or empty it first.")
     files = render(_templates() / template, project_names(name if name is not None else path.name))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be made: {_first_line(error)}. Choose another PATH.") from None
     try:
         # One level further down: only the owner may enter what mkdtemp makes, and the project is for everybody.
         project = staging / path.name
@@ -123,6 +132,11 @@ def render(template: Traversable, names: Mapping[str, str]) -> dict[PurePosixPat
         parts = (*parts[:-1], _DOTFILES.get(parts[-1], parts[-1]))
         files[PurePosixPath(*(environment.from_string(part).render(names) for part in parts))] = content
     return files
+
+
+def _first_line(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return (text or type(error).__name__).partition("\n")[0]
 
 
 def _templates() -> Traversable:

@@ -19,6 +19,10 @@ _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
 _CONFIG_OPTIONS = ("--config", "-c")
 # Options without a value; everything else that begins with two dashes takes one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
+# What a configuration may be; those of people have some hundred values, ten deep.
+_MAX_CHARACTERS = 2**22
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 100
 _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -90,18 +94,66 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
     merged: dict[str, Any] = {}
     for path in paths:
-        try:
-            text = path.read_text()
-        except OSError as error:
-            raise ConfigurationError(f"--config {path}: cannot be read ({error.strerror}).") from None
+        text = _read_text(path)
         try:
             content = yaml.safe_load(text)
+            _check_finite(content, path)
         except yaml.YAMLError as error:
             raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
+        except RecursionError:
+            raise ConfigurationError(f"--config {path} is nested too deeply to be a configuration.") from None
+        except (ValueError, OverflowError) as error:  # a date that there is not, an integer of too many digits
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"--config {path} holds a value that cannot be read: {error}") from None
         if content is not None and not isinstance(content, dict):
             raise ConfigurationError(f"--config {path} holds a {type(content).__name__}, not a mapping of settings.")
         merged = _merge(merged, content or {})
     return merged
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file() and not path.is_fifo():  # a shell hands over what a program prints so
+            raise ConfigurationError(f"--config {path} is not a file.")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise ConfigurationError(f"--config {path}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, which are read.")
+    return text
+
+
+def _check_finite(content: Any, path: Path) -> None:
+    """Check that aliases make neither a loop nor more than a configuration can be.
+
+    Raises:
+        ConfigurationError: a value contains itself, or all of them are too many.
+        RecursionError: it is nested too deeply.
+    """
+    count = 0
+    inside: set[int] = set()
+
+    def visit(value: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_VALUES:
+            raise ConfigurationError(f"--config {path} comes to more than {_MAX_VALUES} values, which are read.")
+        if not isinstance(value, (dict, list, set, tuple)):
+            return
+        if id(value) in inside:
+            raise ConfigurationError(f"--config {path}: an alias (*name) stands within what it refers to.")
+        if len(inside) >= _MAX_DEPTH:
+            raise RecursionError
+        inside.add(id(value))
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            visit(item)
+        inside.remove(id(value))
+
+    visit(content)
 
 
 def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

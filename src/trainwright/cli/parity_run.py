@@ -67,6 +67,7 @@ def main(folder: Path) -> int:
 
 def _record(plan: Plan, folder: Path) -> None:
     from trainwright import Trainer
+    from trainwright.cli.building import build
     from trainwright.cli.fit import read_settings
     from trainwright.cli.parity_tape import StepTape
     from trainwright.core.rng import seed_everything
@@ -78,7 +79,7 @@ def _record(plan: Plan, folder: Path) -> None:
     if given.get("callbacks"):
         print("trainwright: note: the configuration's callbacks are left out of the comparison.", file=sys.stderr)
     seed_everything(plan.seed)
-    built = parser.instantiate(settings)
+    built = build(parser, settings)
     strategy, devices = load_strategy(plan)
     tape = StepTape(folder, (given["accumulate_grad_batches"] or 1) * plan.devices, plan.seed)
     trainer = Trainer(

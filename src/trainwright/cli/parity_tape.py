@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.hook_table import overrides
-from trainwright.checkpoint.model import plain_name
 from trainwright.checkpoint.safetensors_io import read_safetensors, to_storable, write_safetensors
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.hidden_names import plain_name
 from trainwright.core.rng import rng_state, seed_everything
 from trainwright.core.run import Stage
+from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size, iterate_tensors

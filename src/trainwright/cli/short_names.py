@@ -54,6 +54,18 @@ def class_path(key: str, name: str) -> str | None:
     return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
 
 
+def short_names(key: str) -> list[str]:
+    """Return the names that may be written at a key: those of `trainer.callbacks` or `trainer.logger`, else none."""
+    _, _, name = key.rpartition("trainer.")
+    if name not in _PACKAGES:
+        return []
+    module, registry_name = _PACKAGES[name]
+    package = import_module(module)
+    classes = {public for public in package.__all__ if isinstance(getattr(package, public), type)}
+    known = {getattr(package, registry_name).get(short) for short in getattr(package, registry_name)}
+    return sorted(name for name in classes if getattr(package, name) in known)
+
+
 def _expand_item(key: str, item: Any) -> Any:
     if isinstance(item, str):
         path = class_path(key, item)

@@ -181,17 +181,14 @@ class TaskHooks:
         """Add own entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added, before the weights are loaded."""
+        """Read back what `on_save_checkpoint` added, once the task is built, before weights and optimizers.
+
+        `checkpoint["state_dict"]` may be changed; the other entries, Lightning's names among them, can only be read.
+        """
 
 
 # Names of older or mistaken interfaces, and what to write instead.
 RENAMED_HOOKS: dict[str, str] = {
-    "training_epoch_end": "on_train_epoch_end",
-    "validation_epoch_end": "on_validation_epoch_end",
-    "test_epoch_end": "on_test_epoch_end",
-    "training_step_end": "training_step",
-    "validation_step_end": "validation_step",
-    "test_step_end": "test_step",
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_begin": "on_train_epoch_start",
     "on_train_begin": "on_train_start",
@@ -206,8 +203,24 @@ RENAMED_HOOKS: dict[str, str] = {
     "on_init_start": "setup",
     "on_init_end": "setup",
     "configure_sharded_model": "configure_model",
-    "get_progress_bar_dict": "log(..., prog_bar=True)",
-    "tbptt_split_batch": "training_step",
     "on_train_dataloader": "train_dataloader",
     "on_val_dataloader": "val_dataloader",
+}
+
+_EPOCH_END = (
+    "it was removed from Lightning in 2.0, which collected every output in memory for it. Keep what you need of a step "
+    "in a list of your own (self.outputs.append(...) in {step}), use it in {hook}(self), and clear the list there; or "
+    "log with self.log(..., on_epoch=True)."
+)
+_STEP_END = (
+    "it was removed from Lightning in 2.0, as it belonged to DataParallel. Move its body to the end of {step}; what is "
+    "to happen after the step belongs in {hook}(self, outputs, batch, batch_idx)."
+)
+_KINDS = (("training", "train"), ("validation", "validation"), ("test", "test"), ("predict", "predict"))
+# Hooks that have no successor of the same meaning, and what to do instead.
+REMOVED_HOOKS: dict[str, str] = {
+    **{f"{one}_epoch_end": _EPOCH_END.format(step=f"{one}_step", hook=f"on_{on}_epoch_end") for one, on in _KINDS},
+    **{f"{one}_step_end": _STEP_END.format(step=f"{one}_step", hook=f"on_{on}_batch_end") for one, on in _KINDS},
+    "tbptt_split_batch": "truncated backpropagation is written in training_step, in manual optimization.",
+    "get_progress_bar_dict": "log(..., prog_bar=True) shows a value in the progress bar.",
 }

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
 import enum
 import inspect
-import math
+import sys
 import types
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError
+import numpy as np
+import torch
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+
+# Keys of a checkpoint's trainer part.
+HYPER_PARAMETERS = "hyper_parameters"
+HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that the entries were handed over as
+HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # see `without_enums`
+HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # name → what it was
 
 
 class Hyperparameters(dict[str, Any]):
@@ -35,10 +46,14 @@ class Hyperparameters(dict[str, Any]):
 class HyperparametersMixin:
     """Gives a class `save_hyperparameters()` and `hparams`."""
 
+    CHECKPOINT_HYPER_PARAMS_KEY = HYPER_PARAMETERS
+    CHECKPOINT_HYPER_PARAMS_NAME = HYPER_PARAMETERS_NAME
+
     _hparams: Hyperparameters
     _hparams_initial: Hyperparameters
     _hparams_log: bool
     _hparams_name: str | None
+    _hparams_left_out: dict[str, str]
 
     @property
     def hparams(self) -> Hyperparameters:
@@ -51,9 +66,36 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of the hyper-parameters as they were when they were saved."""
+        """A copy of the hyper-parameters as they were when they were saved, without what a checkpoint cannot hold."""
         initial: Hyperparameters | None = vars(self).get("_hparams_initial")
         return copy.deepcopy(initial) if initial is not None else Hyperparameters()
+
+    def saved_hyperparameters(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the hyper-parameters, by the checkpoint's own keys."""
+        kept, left_out = kept_and_left_out(self.hparams)
+        plain, enums = without_enums(kept)
+        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
+        late = [reason for name, reason in left_out.items() if name not in told]
+        if late:
+            warnings.warn(
+                f"{type(self).__name__}.hparams: {'; '.join(late)}; the checkpoint is written without it.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
+            object.__setattr__(self, "_hparams_left_out", left_out)
+        name = vars(self).get("_hparams_name")
+        return {
+            HYPER_PARAMETERS: plain,
+            **({} if name is None else {HYPER_PARAMETERS_NAME: name}),
+            **({HYPER_PARAMETERS_ENUMS: enums} if enums else {}),
+            **({HYPER_PARAMETERS_LEFT_OUT: left_out} if left_out else {}),
+        }
+
+    def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
+        """Forget hyper-parameters, so that neither checkpoints nor loggers hold them."""
+        for name in ignore_list:
+            self.hparams.pop(name, None)
+            (vars(self).get("_hparams_initial") or {}).pop(name, None)
 
     def save_hyperparameters(
         self,
@@ -75,9 +117,12 @@ class HyperparametersMixin:
             frame: the frame of `__init__`; the caller's unless told.
             logger: also hand them to the loggers when training starts.
 
+        Kept are numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists, tuples, dicts.
+        What a checkpoint cannot hold (a module, a tensor, a function), or would give back as another type (a named
+        tuple), can be read from `self.hparams` and is left out of checkpoints and loggers, with a warning.
+
         Raises:
-            ConfigurationError: a value that JSON cannot hold (a module, a tensor, a function), or would give back as
-                another type (an enumeration, a named tuple), naming the argument.
+            ConfigurationError: a name that is no argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe()
@@ -98,11 +143,20 @@ class HyperparametersMixin:
             if args:
                 found = {name: found[name] for name in args}
         found = {name: value for name, value in found.items() if name not in ignored}
-        for name, value in found.items():
-            _require_jsonable(value, name)
         self.hparams.update(found)
+        kept, left_out = kept_and_left_out(self.hparams)
+        told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
+        new = [reason for name, reason in left_out.items() if name not in told]
+        if new:
+            warnings.warn(
+                f"save_hyperparameters: {'; '.join(new)}. self.hparams holds it, checkpoints and loggers do not, and "
+                f"load_from_checkpoint has to be given it. Without this warning: ignore={list(left_out)!r}.",
+                TrainwrightWarning,
+                stacklevel=2,
+            )
         object.__setattr__(self, "_hparams_name", origin)
-        object.__setattr__(self, "_hparams_initial", copy.deepcopy(self.hparams))
+        object.__setattr__(self, "_hparams_left_out", left_out)
+        object.__setattr__(self, "_hparams_initial", copy.deepcopy(Hyperparameters(kept)))
         object.__setattr__(self, "_hparams_log", logger)
 
 
@@ -125,40 +179,108 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
     return found
 
 
-def _require_jsonable(value: Any, path: str) -> None:
+def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Divide hyper-parameters into those that a checkpoint can hold, and the names of the others with what they are."""
+    reasons = {name: _reason(value, name) for name, value in values.items()}
+    kept = {name: value for name, value in values.items() if reasons[name] is None}
+    return kept, {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
+    """Return nested hyper-parameters with the names of enumerations' members, and where which class belongs.
+
+    The places are `[[key, index, …], "module:class"]`, JSON-able; `with_enums` puts the members back.
+    """
+    if isinstance(tree, enum.Enum):
+        return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
+    if type(tree) not in _NESTS:
+        return tree, []
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    parts = {key: without_enums(item, (*path, key)) for key, item in items}
+    places = [place for _, found in parts.values() for place in found]
+    plain = {key: part for key, (part, _) in parts.items()}
+    return (type(tree)(plain) if isinstance(tree, dict) else type(tree)(plain.values())), places
+
+
+def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
+    """Undo `without_enums` with classes that are imported already; nothing that a file names is imported or called.
+
+    Returns:
+        The hyper-parameters, and for each one whose class or member was not found its name and what was looked for;
+        those are not among the hyper-parameters.
+    """
+    lost: dict[str, str] = {}
+    for path, home in places:
+        member = _find_member(home, _part(tree, path))
+        if member is None:
+            lost[str(path[0])] = f"{_part(tree, path)} of the enumeration {home}, which is not imported"
+        else:
+            tree = _replaced(tree, path, member)
+    return {name: value for name, value in tree.items() if name not in lost}, lost
+
+
+def _part(tree: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def _replaced(tree: Any, path: Sequence[Any], value: Any) -> Any:
+    if not path:
+        return value
+    key, inner = path[0], _replaced(tree[path[0]], path[1:], value)
+    if isinstance(tree, tuple):
+        return (*tree[:key], inner, *tree[key + 1 :])
+    tree[key] = inner
+    return tree
+
+
+def _find_member(home: str, name: str) -> enum.Enum | None:
+    module, _, qualified = home.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in qualified.split("."):
+        found = vars(found).get(part) if isinstance(found, (types.ModuleType, type)) else None
+    if not isinstance(found, type) or not issubclass(found, enum.Enum):
+        return None
+    return found.__members__.get(name)
+
+
+def _reason(value: Any, path: str) -> str | None:
+    """Return why a checkpoint cannot hold a value, as a sentence's object; None where it can."""
     kind = type(value)
-    if isinstance(value, float) and math.isnan(value):
-        raise ConfigurationError(f"save_hyperparameters: {path} is NaN, which JSON cannot hold.")
     # Exact types: a checkpoint gives back no other. NumPy's own numbers and texts are Python's with a name.
-    if value is None or kind in _PLAIN or (isinstance(value, (float, str)) and kind.__module__ == "numpy"):
-        return
+    if value is None or kind in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS):
+        return None
+    if isinstance(value, enum.Enum):
+        return None if value.name in kind.__members__ else f"{path} is a combination of members of {kind.__name__}"
+    if kind in (set, frozenset):
+        odd = next((item for item in value if type(item) not in _PLAIN), None)
+        return None if odd is None else f"{path} holds a {type(odd).__name__}"
     if kind in (list, tuple):
-        for index, item in enumerate(value):
-            _require_jsonable(item, f"{path}[{index}]")
-        return
+        reasons = (_reason(item, f"{path}[{index}]") for index, item in enumerate(value))
+        return next((reason for reason in reasons if reason is not None), None)
     if kind in (dict, OrderedDict):
-        for key, item in value.items():
-            if type(key) is not str:
-                raise ConfigurationError(f"save_hyperparameters: {path} has the key {key!r}; keys must be text.")
-            _require_jsonable(item, f"{path}.{key}")
-        return
-    name = path.partition(".")[0].partition("[")[0]
-    raise ConfigurationError(
-        f"save_hyperparameters: {path} is a {kind.__name__}, which JSON cannot hold{_in_plain_words(value)}. "
-        f"Leave it out with save_hyperparameters(ignore=[{name!r}]), or pass numbers, text, lists and dicts."
-    )
+        odd = next((key for key in value if type(key) is not str), None)
+        if odd is not None:
+            return f"{path} has the key {odd!r}, and keys must be text"
+        reasons = (_reason(item, f"{path}.{key}") for key, item in value.items())
+        return next((reason for reason in reasons if reason is not None), None)
+    return f"{path} is a {kind.__name__}{_in_plain_words(value)}"
 
 
-_PLAIN = (bool, int, float, str, type(Path()))
+_NUMPY_KINDS = "biufcmMU"  # numbers, dates and text
+_NESTS = (dict, OrderedDict, list, tuple)
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(Path()), torch.dtype, torch.device),
+    *(datetime.timedelta, datetime.date),
+)
 
 
 def _in_plain_words(value: Any) -> str:
     """Say what plain value stands for one whose type a checkpoint would not give back."""
-    if isinstance(value, enum.Enum):
-        return f" as what it is; its value is {value.value!r}"
     if isinstance(value, argparse.Namespace):
-        return " as what it is; vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries"
+        return " (vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries)"
     for kind in (dict, list, tuple, str, int, float):
         if isinstance(value, kind):
-            return f" as what it is; {kind.__name__}() makes a plain one of it"
+            return f" ({kind.__name__}() makes a plain one of it)"
     return ""

@@ -189,6 +189,21 @@ def _checked(found: Topology) -> Topology:
     return found
 
 
+def check_address(found: Topology) -> None:
+    """Check that a rank knows where rank 0 is, or it would wait for the others in vain.
+
+    Raises:
+        ConfigurationError: it does not. The ranks of one machine that MPI has started meet at 127.0.0.1.
+    """
+    alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
+    if found.master_addr is None and not alone:
+        raise ConfigurationError(
+            f"the variable MASTER_ADDR is not set, so that rank {found.rank} of {found.world_size} does not know where "
+            "rank 0 is. Set it to rank 0's host, and MASTER_PORT to a free port there, on every rank; or pass "
+            f"launcher='none' for a run of one process. Found: {', '.join(found.evidence)}."
+        )
+
+
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = env.get(name)
     if text is None:
@@ -210,6 +225,13 @@ def _first_host(nodes: str) -> str | None:
 def started_by_trainer(environ: Mapping[str, str] | None = None) -> bool:
     """Tell whether a Trainer started this process as one of its ranks."""
     return STARTED_BY_TRAINER in (os.environ if environ is None else environ)
+
+
+def describe(topology: Topology) -> str:
+    """Return where this process stands and who started it, in words for the user."""
+    if started_by_trainer():
+        return f"rank {topology.rank} of {topology.world_size}, in processes that the Trainer has started"
+    return str(topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +275,20 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
+def is_interactive() -> bool:
+    """Tell whether somebody types at this process: a notebook, IPython, or Python's own prompt (also `python -i`)."""
+    ipython = sys.modules.get("IPython")
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or (ipython and ipython.get_ipython()) is not None
+
+
 def variable(name: str, default: str | None = None) -> str | None:
     """Read one environment variable: for the few settings that are not about the topology."""
     return os.environ.get(name, default)
+
+
+def variables(prefix: str) -> dict[str, str]:
+    """Return the environment variables whose names begin with `prefix`."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
 
 
 def environment() -> dict[str, str]:

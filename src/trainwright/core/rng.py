@@ -15,17 +15,18 @@ from trainwright.core.errors import ConfigurationError
 _MAX_SEED = 2**32 - 1
 
 
-def seed_everything(seed: int, *, workers: bool = True, verbose: bool = False) -> int:
+def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool = False) -> int:
     """Seed Python's, NumPy's and torch's generators (all devices) and return the seed.
 
     Args:
-        seed: 0 ≤ seed < 2³².
+        seed: 0 ≤ seed < 2³². Default: 0.
         workers: kept for people who come from Lightning; loader workers are always seeded from torch's generator.
         verbose: likewise; nothing is printed.
 
     Every rank calls it with the same seed, so that models start equal.
     """
     del workers, verbose
+    seed = 0 if seed is None else int(seed)
     if not 0 <= seed <= _MAX_SEED:
         raise ConfigurationError(f"seed={seed} is not between 0 and {_MAX_SEED}.")
     random.seed(seed)

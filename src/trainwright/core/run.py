@@ -200,7 +200,11 @@ class Run(Protocol):
     # Numbers
     @property
     def callback_metrics(self) -> Mapping[str, float]:
-        """The latest value of every logged metric, as of the last flush."""
+        """The latest value of every logged metric; reading it fetches what was logged since the last flush.
+
+        That waits for the device, once for whoever looks, and never communicates: between two flushes a rank reads its
+        own values. In `on_*_epoch_end` the epoch's aggregates are there too.
+        """
 
     @property
     def logged_metrics(self) -> Mapping[str, float]:
@@ -215,6 +219,9 @@ class Run(Protocol):
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
         """Send host-side numbers to the loggers at the present step, on the main rank; for callbacks' own figures."""
+
+    def show_now(self, metrics: Mapping[str, float]) -> None:
+        """Put host-side numbers into `callback_metrics`; for callbacks' own figures. Every rank should do it alike."""
 
     # Processes
     @property
@@ -264,15 +271,17 @@ class Run(Protocol):
             CheckpointError: the service cannot be reached or refuses, on every rank.
         """
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> Path:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None
+    ) -> Path:
         """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
 
     def emergency_save(self, request: SaveRequest) -> None:
         """Write a checkpoint from `on_exception`, as well as one process can.
 
-        No communication: only the main rank writes, only when its own state is whole (no shards elsewhere) and stands
-        at a step boundary; otherwise it says why not. An error while writing is reported, not raised, so that it does
-        not hide the exception that ended the run.
+        No communication: only the main rank writes, only when its own state is whole (no shards elsewhere) and no
+        optimizer was stepping; otherwise it says why not. An error while writing is reported, not raised, so that it
+        does not hide the exception that ended the run.
         """
 
     def request_stop(self, reason: str) -> None:
@@ -290,8 +299,8 @@ class Run(Protocol):
             RollbackError: at that point, when the run has gone back `max_rollbacks` times already.
         """
 
-    def print(self, *values: Any) -> None:
-        """Print on the main process only, without breaking the progress bar."""
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
 
     def pass_training_data(self) -> None:
         """Run `training_step` on one epoch of this rank's training data, without gradients and without logging.

@@ -84,7 +84,9 @@ class Group:
         num_samples: how many samples the group consumed over all ranks; None: count this rank's.
         weights: weight of each micro-batch in the mean over the group and all ranks, times the number of
             data-parallel ranks; None: `1 / len(batches)` each. A weight of 0 marks padding.
-        last_output: what the task returned for the last micro-batch, kept only while somebody listens.
+        index: place in `batches` of the micro-batch that runs, or ran last.
+        last_output: the `outputs` of the last micro-batch, detached, kept only while somebody listens; empty where it
+            was skipped.
         last_batch: the last micro-batch on the device, kept only while somebody listens.
     """
 
@@ -93,7 +95,8 @@ class Group:
     is_last: bool = False
     num_samples: int | None = None
     weights: list[float] | None = None
-    last_output: Any = field(default=None, init=False, repr=False)
+    index: int = field(default=0, init=False, repr=False)
+    last_output: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     last_batch: Any = field(default=None, init=False, repr=False)
 
 

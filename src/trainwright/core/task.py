@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import TaskError
+from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.hooks import TaskHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
+from trainwright.core.onnx import export_onnx
 from trainwright.core.registry import import_object
 from trainwright.core.run import Run
 
@@ -154,9 +156,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     # Optimization by hand (automatic_optimization = False)
 
-    def optimizers(self) -> Any:
-        """Return the optimizer, or the list of them when there are several."""
-        found = self.trainer.task_optimizers()
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them when there are several.
+
+        Args:
+            use_pl_optimizer: in manual optimization, wrap them so that `step` takes care of precision, hooks and the
+                count of steps; False returns the torch optimizers themselves. Default: True.
+        """
+        found = self.trainer.task_optimizers() if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
@@ -239,6 +246,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     ) -> None:
         """Log one value; it stays on its device until the next flush. Never communicates, never waits.
 
+        In a step that you call yourself, without a Trainer, the value is dropped with a warning, once.
+
         Args:
             name: the metric's name.
             value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
@@ -258,10 +267,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         sink = self._sink
         if sink is None:
-            raise TaskError(
-                f"log({name!r}) outside a Trainer's stage. Call it in a *_step or in a hook between the stage's start "
-                "and its epoch's end."
-            )
+            return self._drop_logged(name)
         sink.log(
             name,
             value,
@@ -277,14 +283,44 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             metric_attribute=metric_attribute,
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def _drop_logged(self, name: str) -> None:
+        if self._run is not None and self._run.stage is not None:
+            raise TaskError(
+                f"log({name!r}) in a hook that belongs to no epoch. Call it in a *_step or in a hook between the "
+                "stage's start and its epoch's end."
+            )
+        if "_said_dropped" not in self.__dict__:
+            object.__setattr__(self, "_said_dropped", True)
+            warnings.warn(
+                f"{type(self).__name__}.log({name!r}): no Trainer is running this task; the value is dropped, and so "
+                "is what else it logs by itself.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[torch.Tensor], torch.Tensor] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
         """Log several values, or a MetricCollection, with the options of `log`."""
+        options = {name: value for name, value in locals().items() if name not in ("self", "dictionary")}
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    def print(self, *values: Any) -> None:
-        """Print on the main process only."""
-        self.trainer.print(*values)
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the main process only; `options` are those of Python's print."""
+        self.trainer.print(*values, **options)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
@@ -303,6 +339,10 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         if run is None:
             raise TaskError(f"{type(self).__name__} is not attached to a Trainer; this works while one runs it.")
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
+
+    @trainer.setter
+    def trainer(self, trainer: Run | None) -> None:
+        self._run = trainer
 
     @property
     def current_epoch(self) -> int:
@@ -342,6 +382,23 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         return torch.get_default_dtype()
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the task is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def fabric(self) -> NoReturn:
+        """Not there: a loop of your own uses `Accelerator`."""
+        raise TaskError(
+            "a task has no fabric: there is no Fabric here. A loop of your own uses trainwright.Accelerator."
+        )
+
+    @property
+    def device_mesh(self) -> NoReturn:
+        """Not there: `tensor_parallel_plan(mesh)` is given the mesh."""
+        raise TaskError("a task has no device_mesh: define tensor_parallel_plan(self, mesh), which is given it.")
+
+    @property
     def logger(self) -> Any:
         """The first logger, or None."""
         found = self.loggers
@@ -364,6 +421,37 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             parameter.requires_grad_(True)
         self.train()
 
+    # Exporting
+
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **options: Any) -> Any:
+        """Write `forward` as an ONNX file, in evaluation mode; `options` are further ones of `torch.onnx.export`.
+
+        Args:
+            file_path: the file; None: only return the program.
+            input_sample: what `forward` is called with: a tuple, a dict of named arguments, or the only one.
+                Default: `example_input_array`.
+
+        Raises:
+            ConfigurationError: there is no sample.
+            MissingPackageError: onnxscript is not installed.
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        return export_onnx(self, file_path, sample, **options)
+
+    def to_torchscript(self, *args: Any, **options: Any) -> NoReturn:
+        """Not there: torch has deprecated TorchScript."""
+        raise TaskError(
+            "to_torchscript does not exist here: torch has deprecated TorchScript. torch.export.export(task, (input,)) "
+            "exports forward, and to_onnx writes it as ONNX."
+        )
+
+    def to_tensorrt(self, *args: Any, **options: Any) -> NoReturn:
+        """Not there: torch_tensorrt compiles a task as any module."""
+        raise TaskError(
+            "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
+            "inputs=[input]) compiles it."
+        )
+
     # Loading
 
     @classmethod
@@ -373,6 +461,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         map_location: torch.device | str | None = None,
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         **overrides: Any,
     ) -> Self:
         """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
@@ -382,6 +471,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             map_location: device for the weights; the CPU unless told.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
             strict: whether missing or unexpected weights are an error; `strict_loading` unless told.
+            weights_only: accepted for compatibility; nothing is unpickled whatever it says.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:

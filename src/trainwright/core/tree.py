@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 
+# Devices to which `non_blocking=True` is unsafe (torch 2.13): host memory can be read before the copy has finished, and
+# a copy to MPS reads host memory that may have been freed or overwritten by then.
+WAITED_FOR = ("cpu", "mps")
+
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay.
@@ -86,16 +90,20 @@ def iterate_tensors(tree: Any) -> Iterator[torch.Tensor]:
 def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with its tensors on `device`, without waiting for the copy when the source is pinned.
 
+    Copies to the host and to MPS are waited for: their values may be read, and their sources written, at once.
+
     Args:
         tree: a batch; objects in it that are no tensor but have a `to(device)` method are moved with it.
         device: where to.
         float_dtype: floating-point tensors also become this dtype; others keep theirs.
     """
 
+    beside = device.type not in WAITED_FOR
+
     def one(tensor: torch.Tensor) -> torch.Tensor:
         if float_dtype is not None and tensor.is_floating_point():
-            return tensor.to(device=device, dtype=float_dtype, non_blocking=True)
-        return tensor.to(device=device, non_blocking=True)
+            return tensor.to(device=device, dtype=float_dtype, non_blocking=beside)
+        return tensor.to(device=device, non_blocking=beside)
 
     return _map(one, tree, lambda movable: movable.to(device))
 

@@ -17,6 +17,8 @@ _END: Any = object()
 class CombinedLoader:
     """Read several loaders as one; a batch is a tree of their batches, shaped like `iterables`.
 
+    Iterating over it yourself gives `(batch, batch_idx, dataloader_idx)`.
+
     Modes, for members of 64 and 16 batches:
 
     - "min_size": until the shortest ends: 16 batches.
@@ -57,13 +59,29 @@ class CombinedLoader:
         counts = [len(member) for member in self.flattened]
         return combined_count(self.mode, counts)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield `(batch, batch_idx, dataloader_idx)`; a step is handed the batch alone.
+
+        `dataloader_idx` is 0 but in `"sequential"` mode, where `batch_idx` counts within the member.
+        """
+        if self.mode != "sequential":
+            return ((batch, idx, 0) for idx, batch in enumerate(self._batches()))
+        return (
+            (batch, idx, which)
+            for which, member in enumerate(self.flattened)
+            for idx, batch in enumerate(_batches_of(member))
+        )
+
+    def _batches(self) -> Iterator[Any]:
         members = self.flattened
         if self.mode == "sequential":
-            return itertools.chain.from_iterable(members)
-        return _Rounds(
-            self.iterables, self.mode, [iter(member) for member in members], lambda which, cycle: iter(members[which])
-        )
+            return itertools.chain.from_iterable(_batches_of(member) for member in members)
+        begun = [_batches_of(member) for member in members]
+        return _Rounds(self.iterables, self.mode, begun, lambda which, cycle: _batches_of(members[which]))
+
+
+def _batches_of(member: Any) -> Iterator[Any]:
+    return member._batches() if isinstance(member, CombinedLoader) else iter(member)
 
 
 class PreparedCombined(PreparedLoader):

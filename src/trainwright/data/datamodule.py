@@ -5,14 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.hyperparameters import HyperparametersMixin
+from trainwright.core.registry import import_object
 from trainwright.core.tree import move
 from trainwright.data.combined import leaves_of, map_leaves
+
+# The format's reader is a part of its own; it is looked up when a checkpoint is loaded, not imported here.
+_LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
 class DataModule(HyperparametersMixin):
@@ -77,6 +82,37 @@ class DataModule(HyperparametersMixin):
         """Return `batch`, now on the device, as the step is to see it."""
         return batch
 
+    @property
+    def name(self) -> str:
+        """The name of its class."""
+        return type(self).__name__
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **overrides: Any,
+    ) -> Self:
+        """Build the data module from the hyper-parameters and the state that a fit with it has saved.
+
+        Args:
+            checkpoint_path: the checkpoint's folder, or its URL.
+            map_location, weights_only: accepted for compatibility; there are no weights, and nothing is unpickled.
+            hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
+            overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
+
+        Raises:
+            FileNotFoundError: no such checkpoint.
+            CheckpointError: it is damaged, or holds too little to call `__init__`.
+        """
+        load = import_object(_LOAD_DATA)
+        return load(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_DATA
+            cls, checkpoint_path, hparams_file=hparams_file, hparams_overrides=overrides
+        )
+
     @classmethod
     def from_datasets(
         cls,
@@ -114,8 +150,14 @@ def _loader_of(dataset: Any, *, batch_size: int, num_workers: int, shuffle: bool
         batch_size=batch_size,
         shuffle=shuffle and not isinstance(dataset, IterableDataset),
         num_workers=num_workers,
-        pin_memory=torch.accelerator.is_available(),
+        pin_memory=_has_pinned_memory(),
     )
+
+
+def _has_pinned_memory() -> bool:
+    """Whether loaders can pin batches for this machine's accelerator: torch 2.13 warns and does not for MPS."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator is not None and accelerator.type != "mps"
 
 
 def _holds_data_sets(tree: Any) -> bool:

@@ -8,6 +8,7 @@ equally many and all are real, the weights are left out: `1 / len(batches)` each
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -29,8 +30,8 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         name: the argument's name, for messages, such as "limit_train_batches".
 
     Raises:
-        ConfigurationError: the limit is negative or not a number; a float above 1.0 is not whole; or a fraction other
-            than 0.0 and 1.0 is asked of a loader without length.
+        ConfigurationError: the limit is negative or not a number; a float above 1.0 is not whole; a fraction other than
+            0.0 and 1.0 is asked of a loader without length; or a fraction above 0.0 leaves no batch.
     """
     if limit is None:
         return num_batches
@@ -54,7 +55,14 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         raise ConfigurationError(
             f"{name}={limit!r} is a fraction of an epoch, but the loader has no length. Pass an int, or 1.0 for all."
         )
-    return int(limit * num_batches)
+    if not (found := int(limit * num_batches)) and num_batches:
+        digits = 10 ** len(str(num_batches))
+        least = math.ceil(digits / num_batches) / digits
+        raise ConfigurationError(
+            f"{name}={limit!r} of {num_batches} batches is less than one. Use at least {least:g}, or a number of "
+            "batches such as 1; 0 leaves all of them out."
+        )
+    return found
 
 
 def iterate_groups(

@@ -27,6 +27,7 @@ from trainwright.data.order import epoch_key
 from trainwright.data.prepared import Agree, LoaderSettings, PreparedLoader, Stage, Uneven
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
 from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, batch_key, fetch_seeded, sample_key
+from trainwright.data.workers import Workers
 
 _STAGE_NAMES = {
     "train": "train_dataloader",
@@ -49,7 +50,7 @@ def prepare_loader(
     agree: Agree | None = None,
     shuffle: bool | None = None,
     per_sample_rng: bool = False,
-    outlives_signals: bool = False,
+    workers: Workers | None = None,
     name: str | None = None,
 ) -> PreparedLoader:
     """Return `loader` made ready for one data-parallel rank; the user's own object is not changed.
@@ -81,7 +82,7 @@ def prepare_loader(
         per_sample_rng: what `random`, numpy's global generator and torch's CPU generator give while a sample is fetched
             depends on (seed, epoch, the sample's index) alone, and while a batch is collated on its first sample; this
             process's generators are left alone. Costs some 20 µs a sample. For data with indices only.
-        outlives_signals: workers go on after the signals that announce a run's end; the caller ends them by `close`.
+        workers: takes the loader's workers, which outlive the signals of a run's end; the caller ends them by `close`.
         name: of the loader, for messages; by default that of the stage's hook.
 
     Every rank must call it: like `set_epoch` it may communicate through `agree`.
@@ -101,7 +102,7 @@ def prepare_loader(
         agree=agree,
         shuffle=shuffle,
         per_sample_rng=per_sample_rng,
-        outlives_signals=outlives_signals,
+        workers=workers,
         name=name or _STAGE_NAMES.get(stage, "loader"),
     )
     prepared = _prepare(loader, settings)
@@ -189,7 +190,7 @@ class PreparedDataLoader(PreparedLoader):
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
         if callable(getattr(self._loader, "set_epoch", None)):
-            self._loader.set_epoch(epoch)  # type: ignore[attr-defined]
+            self._loader.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
         counts = self._dealer.counts()
@@ -200,12 +201,8 @@ class PreparedDataLoader(PreparedLoader):
         self._dealer.start(start_batch)
         self._seeds.turn_to(self.settings, self.epoch)
         set_place(self.settings.rank, self.settings.world)
-        batches = iter(self._loader)
+        batches = self._workers.keep(iter(self._loader))
         return IsolatedFetches(batches) if self._dealer.seeding == "sample here" else batches
-
-    def close(self) -> None:
-        """End the workers of a pass that was left in its middle, or that outlive passes."""
-        vars(self._loader)["_iterator"] = None
 
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
@@ -353,12 +350,7 @@ class PreparedIterable(PreparedLoader):
         if self._turns is not None:
             self._turns.turn_to(batch_key(settings.seed, self.epoch, settings.rank))
         set_place(settings.rank, settings.world)
-        return iter(self._loader)
-
-    def close(self) -> None:
-        """End the workers of a pass that was left in its middle, or that outlive passes."""
-        if self._seeds is not None:
-            vars(self._loader)["_iterator"] = None
+        return self._workers.keep(iter(self._loader))
 
     def _own_state(self) -> dict[str, Any]:
         return {"num_workers": self._num_workers, "state": self._state_source.state_dict()}

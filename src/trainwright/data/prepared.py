@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch.utils.data import DataLoader
+
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
 from trainwright.data.sampler import Dealer
-from trainwright.data.workers import WorkerStart
+from trainwright.data.workers import Workers, WorkerStart
 
 Stage = Literal["train", "validate", "test", "predict"]
 Uneven = Literal["pad", "stop", "error"]
@@ -46,7 +48,7 @@ class LoaderSettings:
     agree: Agree | None = None
     shuffle: bool | None = None
     per_sample_rng: bool = False
-    outlives_signals: bool = False
+    workers: Workers | None = None
     name: str = "train_dataloader"
 
     def __post_init__(self) -> None:
@@ -59,7 +61,7 @@ class LoaderSettings:
 
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
         """Return what a worker does first, with the user's own function."""
-        return WorkerStart(own) if self.outlives_signals else own
+        return WorkerStart(own) if self.workers is not None else own
 
 
 class PreparedLoader(ABC):
@@ -85,6 +87,8 @@ class PreparedLoader(ABC):
         self._held_state: dict[str, Any] | None = None
         self._rng_ahead: dict[str, Any] | None = None
         self._has_run_out = False
+        self._workers = Workers(settings.workers)
+        self._loader: Any = None
 
     # What the loop asks
 
@@ -304,8 +308,11 @@ class PreparedLoader(ABC):
         if self.stateful and self._held_state is None:
             self._held_state = self._state_now()
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to let go of
-        """Let go of the last pass and its workers, if it was left in its middle or they outlive it. Does not wait."""
+    def close(self) -> None:
+        """End the workers of passes that were left in their middle, or that outlive passes; takes seconds at most."""
+        self._workers.close()
+        if isinstance(self._loader, DataLoader):
+            vars(self._loader)["_iterator"] = None  # it would be used again
 
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
         """Note that this rank has no batch left while others go on.

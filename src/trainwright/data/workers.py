@@ -1,16 +1,33 @@
-"""What every loader worker does before the user's own `worker_init_fn`."""
+"""Loader workers: what each of them does first, and how a run ends them whatever has happened."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
+import os
 import signal
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 from types import FrameType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+
+_PATIENCE_S = 2.0  # for workers to finish the sample that they read
+_LOOK_S = 0.5
+
+B = TypeVar("B", bound=Iterator[Any])
 
 
 class WorkerStart:
     """Lets a worker outlive the signals that announce the end of a run, which go to the whole group of processes.
 
-    The process that trains wants to finish its step and to save; it ends its workers itself. Without it they end too.
+    The process that trains wants to finish its step and to save; it ends its workers itself (see `Workers`). They also
+    end when that process has ended without a word.
 
     Args:
         then: the user's own function.
@@ -24,6 +41,7 @@ class WorkerStart:
         signal.signal(signal.SIGTERM, _once)
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        threading.Thread(target=_end_with_parent, name="trainwright-parent-watch", daemon=True).start()
         if self._then is not None:
             self._then(worker_id)
 
@@ -31,3 +49,116 @@ class WorkerStart:
 def _once(number: int, frame: FrameType | None) -> None:
     """Ignore the first one: a worker that does not end when it is told to is sent another."""
     signal.signal(number, signal.SIG_DFL)
+
+
+def _end_with_parent() -> None:
+    """End this process soon after its parent has been killed. Torch's own watch looks every 5 seconds."""
+    first, parent = os.getppid(), multiprocessing.parent_process()
+    while os.getppid() == first and (parent is None or parent.is_alive()):
+        time.sleep(_LOOK_S)
+    if hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # torch's loop ends, and tidies up
+        time.sleep(2 * _LOOK_S)
+    os._exit(1)
+
+
+class Workers:
+    """The workers of a run's loaders, or of one loader, which `close` ends.
+
+    Torch ends a pass's workers when nothing refers to the pass any more. The traceback of an error does so until the
+    interpreter ends, which would then wait for workers that outlive a signal.
+
+    Args:
+        within: a larger set that these belong to.
+    """
+
+    def __init__(self, within: Workers | None = None) -> None:
+        self._within = within
+        self._passes: WeakSet[Any] = WeakSet()
+        self._process = os.getpid()
+        _all.add(self)
+
+    def keep(self, batches: B) -> B:
+        """Remember a loader's iterator, which is returned."""
+        if getattr(batches, "_workers", None):
+            self._passes.add(batches)
+        if self._within is not None:
+            self._within.keep(batches)
+        return batches
+
+    def close(self) -> None:
+        """End the workers of all passes, within seconds also when one of them is stuck in a sample."""
+        if os.getpid() != self._process:
+            return  # a copy in a process that was forked: the workers are not its own
+        passes = [batches for batches in self._passes if not batches._shutdown]
+        self._passes.clear()
+        _end(passes)
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
+        """Pickle as an empty set: processes stay where they are."""
+        return type(self), ()
+
+
+_all: WeakSet[Workers] = WeakSet()
+
+
+@atexit.register  # before multiprocessing's own, which waits for workers without end
+def _end_all() -> None:
+    for workers in list(_all):
+        workers.close()
+
+
+def _end(passes: list[Any]) -> None:
+    """End the workers of torch's (or torchdata's) iterators over loaders, and what these hold in this process."""
+    asked: list[Any] = []
+    broken: list[Any] = []
+    for batches in passes:
+        if batches._worker_pids_set:  # or torch would raise in this process when one of them is killed
+            batches._worker_pids_set = False
+            torch._C._remove_worker_pids(id(batches))
+        # A worker that was killed may have held a lock for good, which an event or a queue would wait for.
+        whole = all(worker.exitcode in (None, 0) for worker in batches._workers)
+        (asked if whole else broken).append(batches)
+    for batches in asked:
+        batches._workers_done_event.set()
+        for queue in batches._index_queues:
+            with contextlib.suppress(ValueError):  # closed
+                queue.put(None)
+    _wait_for([worker for batches in asked for worker in batches._workers])
+    for batches in passes:
+        late = [worker for worker in batches._workers if worker.is_alive()]
+        _interrupt(late)
+        for worker in late:
+            worker.kill()
+            worker.join()
+        if late or batches in broken:
+            _forget(batches)
+        else:
+            batches._shutdown_workers()
+
+
+def _interrupt(workers: list[Any]) -> None:
+    """End workers amid the sample that they read; they still take their files out of the temporary folder.
+
+    One that catches the interrupt, or is in code that does not look for it, is the caller's to kill.
+    """
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker.pid, signal.SIGINT)
+    _wait_for(workers, _LOOK_S)
+
+
+def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
+    deadline = time.monotonic() + patience_s
+    while (alive := [worker for worker in workers if worker.is_alive()]) and time.monotonic() < deadline:
+        wait([worker.sentinel for worker in alive], timeout=max(0.0, deadline - time.monotonic()))
+
+
+def _forget(batches: Any) -> None:
+    """Let go of an iterator whose queues cannot be trusted, without using them."""
+    batches._shutdown = True
+    if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
+        done.set()
+    for queue in batches._index_queues:
+        queue.cancel_join_thread()
+        queue.close()

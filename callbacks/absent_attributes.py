@@ -1,0 +1,47 @@
+"""Attributes of Lightning's callbacks that ours do not have, and what serves instead."""
+
+from __future__ import annotations
+
+
+def _each(names: str, answer: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), answer)
+
+
+ABSENT = {
+    "FILE_EXTENSION": "A checkpoint is a folder, whose name has no extension.",
+    **_each(
+        "CHECKPOINT_JOIN_CHAR CHECKPOINT_EQUALS_CHAR",
+        "Override format_checkpoint_name, or write the name yourself: filename='{epoch:02d}_{val_loss:.2f}' with "
+        "auto_insert_metric_name=False.",
+    ),
+    "to_yaml": "best_k_models holds the same as a dict; the folder's index.json holds it on disk.",
+    "file_exists": "Ask pathlib.Path(path).is_dir().",
+    "check_monitor_top_k": "Compare with best_k_models; override on_validation_end to decide otherwise.",
+    "kth_value": "best_k_models[kth_best_model_path] is the worst score that is kept.",
+    **_each("mode_dict order_dict monitor_op", "mode says which values are better: 'min' or 'max'."),
+    "summarize": "trainwright.callbacks.model_summary.summarize(task) returns the rows and totals.",
+    **_each(
+        "avg_fn n_averaged momenta swa_end update_parameters transfer_weights reset_momenta "
+        "reset_batch_norm_and_save_state pl_module_contains_batch_norm",
+        "state_dict() holds the average and how many were averaged; avg_fn is given to the constructor.",
+    ),
+    "trainer": "Every hook is given the Trainer as its first argument.",
+    **_each(
+        "total_train_batches total_val_batches total_val_batches_current_dataloader "
+        "total_test_batches_current_dataloader total_predict_batches_current_dataloader",
+        "trainer.num_training_batches, .num_val_batches, .num_test_batches and .num_predict_batches are the totals.",
+    ),
+    **_each(
+        "train_description sanity_check_description validation_description test_description predict_description",
+        "Override open(kind, description, total, done), which is given the description.",
+    ),
+    **_each("has_dataloader_changed reset_dataloader_idx_tracker", "Hooks are given the dataloader_idx."),
+    **_each(
+        "init_train_tqdm init_validation_tqdm init_sanity_tqdm init_test_tqdm init_predict_tqdm train_progress_bar "
+        "val_progress_bar val_sanity_check_bar test_progress_bar predict_progress_bar train_progress_bar_id "
+        "val_progress_bar_id val_sanity_progress_bar_id test_progress_bar_id BAR_FORMAT "
+        "configure_columns refresh progress theme",
+        "Override open, draw and close of the progress bar, which make, move and end a bar of either kind.",
+    ),
+}
+"""Attribute → what to do; read by `Callback` where an attribute is missing."""

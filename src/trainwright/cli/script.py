@@ -1,0 +1,380 @@
+"""CLI: a script's own command line over its task and data, with `fit`, `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainwright import DataModule, TaskModule, Trainer, seed_everything
+from trainwright.cli.building import build
+from trainwright.cli.cli_parser import ReduceLROnPlateau, class_of
+from trainwright.cli.cli_parser import _parser_class as parser_class
+from trainwright.cli.overrides import CommandLine, read_command_line, read_configs
+from trainwright.cli.parsing import parse
+from trainwright.cli.save_config_callback import SaveConfigCallback
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.signatures import overrides
+
+_USAGE_ERROR = 2  # as argparse has it
+_GIVEN_BY_CLI = ("self", "task", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
+_SEEDS = 2**32
+
+
+class CLI:
+    """Build a task, its data and a Trainer from configuration files and a command line, and run them.
+
+        CLI(MyTask, MyData)       # python script.py fit --config config.yaml --trainer.max_epochs 3 --model.lr 0.01
+
+    Keys are `model`, `data`, `trainer`, `optimizer`, `lr_scheduler`, `seed_everything` and the arguments of the stage
+    (`ckpt_path`, …). A file that says `task` where this says `model` is read too.
+
+    Args:
+        model_class: the task's class, or a function that makes one; None: a configuration names it.
+        datamodule_class: the data module's, likewise; None: a configuration may name it.
+        save_config_callback: writes the settings when `fit` begins; None: nothing does.
+        save_config_kwargs: further arguments of it.
+        trainer_class: a sub-class of Trainer, or a function that makes one.
+        trainer_defaults: defaults of the Trainer's arguments; its callbacks are added to those of the configuration.
+        seed_everything_default: a seed; True: a random one, which is saved; False: none.
+        parser_kwargs: arguments of jsonargparse's parser (`default_config_files`); those of one stage below its name.
+        subclass_mode_model: a configuration may name a sub-class of `model_class`.
+        subclass_mode_data: a configuration may name a sub-class of `datamodule_class`.
+        args: words in place of `sys.argv[1:]`, or a mapping in place of a file.
+        run: the first word names the stage, which is run; False: only build.
+        auto_configure_optimizers: `optimizer` and `lr_scheduler` may be configured, and become the task's
+            `configure_optimizers`.
+
+    Attributes:
+        parser: the parser.
+        subcommand: the stage; None with `run=False`.
+        config: the settings; with `run=True` below the stage's name: `cli.config.fit.trainer`.
+        config_init: the same with objects in place of class paths.
+        model, datamodule, trainer: what was built; `datamodule` may be None.
+
+    Raises:
+        ConfigurationError: a setting that cannot be used. Where the words come from `sys.argv`, it is printed and the
+            script exits with 2.
+    """
+
+    def __init__(
+        self,
+        model_class: type[TaskModule] | Callable[..., TaskModule] | None = None,
+        datamodule_class: type[DataModule] | Callable[..., DataModule] | None = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: Mapping[str, Any] | None = None,
+        trainer_class: type[Trainer] | Callable[..., Trainer] = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: Mapping[str, Any] | None = None,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: Sequence[str] | Mapping[str, Any] | None = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+    ) -> None:
+        self.model_class, self.datamodule_class = model_class, datamodule_class
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = dict(save_config_kwargs or {})
+        self.trainer_class = trainer_class
+        self.trainer_defaults = dict(trainer_defaults or {})
+        self.seed_everything_default = seed_everything_default
+        self.parser_kwargs = dict(parser_kwargs or {})
+        self.subclass_mode_model = subclass_mode_model or model_class is None
+        self.subclass_mode_data = subclass_mode_data or datamodule_class is None
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.subcommand: str | None = None
+        try:
+            self._read(args, run)
+        except ConfigurationError as error:
+            if args is not None:
+                raise
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
+            raise SystemExit(_USAGE_ERROR) from None
+        self._seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        self._run()
+
+    # For sub-classes
+
+    def add_arguments_to_parser(self, parser: Any) -> None:
+        """Override to add arguments and links to the parser, and to set defaults; a `CLIParser`."""
+
+    def before_instantiate_classes(self) -> None:
+        """Override to run code when the settings are read and nothing is built."""
+
+    def after_instantiate_classes(self) -> None:
+        """Override to run code when everything is built and nothing has run."""
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the methods of the Trainer that can be run, each with the arguments that are no settings."""
+        return {name: set(_GIVEN_BY_CLI) for name in ("fit", "validate", "test", "predict")}
+
+    @staticmethod
+    def configure_optimizers(task: TaskModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Return what the task's `configure_optimizers` returns, for a configured optimizer and schedule."""
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor},
+            }
+        return [optimizer], [lr_scheduler]
+
+    def instantiate_classes(self) -> None:
+        """Build the task, the data and the Trainer. May be overridden."""
+        self._built = build(self.parser, self._settings)
+        self.config_init = self._below_stage(self._built)
+        self.datamodule = self._built.get("data")
+        self.model = self._built.get("model")
+        self._use_configured_optimizer()
+        self.trainer = self.instantiate_trainer()
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer from the settings; `kwargs` win over them. May be overridden."""
+        arguments = {**self._default_objects(), **_as_dict(self._built.get("trainer")), **kwargs}
+        for name, value in self._default_objects().items():
+            if arguments[name] is None:
+                arguments[name] = value
+        callbacks = [*_listed(arguments.get("callbacks")), *(self._built[key] for key in self.parser.callback_keys)]
+        callbacks += _listed(self.trainer_defaults.get("callbacks"))
+        if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
+            callbacks.append(self.save_config_callback(self.parser, self._settings, **self.save_config_kwargs))
+        return self.trainer_class(**{**arguments, "callbacks": callbacks})
+
+    # Reading
+
+    def _read(self, args: Sequence[str] | Mapping[str, Any] | None, run: bool) -> None:
+        here = os.getcwd()
+        if here not in sys.path:
+            sys.path.insert(0, here)
+        given: dict[str, Any] = {}
+        words: list[str] = []
+        if isinstance(args, Mapping):
+            given = _plain(args)
+        else:
+            words = list(sys.argv[1:] if args is None else args)
+        if run:
+            self.subcommand, words, given = self._take_stage(words, given)
+        self.parser = self._make_parser()
+        line = read_command_line(words)
+        self._settings = self._parse({**given, **read_configs(line.configs)}, line)
+        self.config = self._below_stage(self._settings)
+
+    def _take_stage(self, words: list[str], given: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
+        """Return the stage, the words after it, and the configuration that was given before it."""
+        names = list(self.subcommands())
+        if not words and given:
+            stage = given.pop("subcommand", None) or next((name for name in names if name in given), None)
+        else:
+            index = next((i for i, word in enumerate(words) if word in names), len(words))
+            before, words = words[:index], words[index:]
+            if "-h" in before or "--help" in before:
+                print(f"usage: {Path(sys.argv[0]).name} [--config FILE] {{{','.join(names)}}} [ARGUMENTS]")
+                raise SystemExit(0)
+            stage = words.pop(0) if words else None
+            if stage is None:
+                word = next((word for word in before if not word.startswith("-")), "")
+                raise ConfigurationError(f"name what to run: {', '.join(names)}.{nearest(word, names)}")
+            given = read_configs(read_command_line(before).configs)
+        if stage not in names:
+            raise ConfigurationError(f"name what to run: {', '.join(names)}.{nearest(str(stage), names)}")
+        own = given.get(stage)
+        return stage, words, dict(own) if isinstance(own, Mapping) else {}
+
+    def _make_parser(self) -> Any:
+        stages = self.subcommands()
+        options = {key: value for key, value in self.parser_kwargs.items() if key not in stages}
+        options |= self.parser_kwargs.get(self.subcommand or "", {})
+        if "parser_mode" in options:
+            raise ConfigurationError("parser_kwargs: parser_mode is not served; files are read as YAML. Leave it out.")
+        program = f"{Path(sys.argv[0]).name} {self.subcommand or ''}".rstrip()
+        settings = {"prog": program, "exit_on_error": False, "allow_abbrev": False, **options}
+        parser: Any = parser_class()(**settings)
+        parser.add_argument("-c", "--config", action="config", help="YAML file; may be repeated, later ones win")
+        parser.add_argument(
+            "--seed_everything",
+            type=bool | int,
+            default=self.seed_everything_default,
+            help="seed every generator before building; true: with a random seed",
+        )
+        self._add_core(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.optimizers:
+                parser.add_optimizer_args()
+            if not parser.schedules:
+                parser.add_lr_scheduler_args()
+        parser.link_settings()
+        self._stage_arguments: list[str] = []
+        if self.subcommand is not None:
+            self._stage_arguments = self._add_stage(parser, self.subcommand)
+        return parser
+
+    def _add_core(self, parser: Any) -> None:
+        parser.add_class_arguments(class_of(self.trainer_class), "trainer", instantiate=False, fail_untyped=False)
+        defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks" and _is_plain(v)}
+        parser.set_defaults(defaults)
+        model, data = self.model_class or TaskModule, self.datamodule_class or DataModule
+        parser.add_lightning_class_args(model, "model", self.subclass_mode_model, required=False)
+        parser.add_lightning_class_args(data, "data", self.subclass_mode_data, required=False)
+
+    def _add_stage(self, parser: Any, stage: str) -> list[str]:
+        cls = class_of(self.trainer_class)
+        skip = self.subcommands()[stage] & set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
+        return list(parser.add_method_arguments(cls, stage, skip=skip, fail_untyped=False))
+
+    def _parse(self, config: dict[str, Any], line: CommandLine) -> Any:
+        tops = {action.dest.partition(".")[0]: None for action in self.parser._actions}
+        known = [key for key in tops if key not in ("help", "print_config", "config")]
+        for stage in self.subcommands():  # one file serves every stage
+            for name in inspect.signature(getattr(class_of(self.trainer_class), stage)).parameters:
+                if name not in known and name not in _GIVEN_BY_CLI:
+                    config.pop(name, None)
+        fixed: dict[str, type] = {}
+        for key, cls, named in (
+            ("model", self.model_class, self.subclass_mode_model),
+            ("data", self.datamodule_class, self.subclass_mode_data),
+        ):
+            if isinstance(cls, type) and not named:
+                fixed[key] = cls
+        settings = parse(self.parser, config, line, known=known, classes=fixed)
+        if settings.get("model") is None and self.subclass_mode_model:
+            raise ConfigurationError("no model is configured. Name it: --model=module.Class, or model: in --config.")
+        return settings
+
+    def _below_stage(self, settings: Any) -> Any:
+        from jsonargparse import Namespace
+
+        if self.subcommand is None:
+            return settings
+        return Namespace(subcommand=self.subcommand, **{self.subcommand: settings})  # type: ignore[no-untyped-call]  # jsonargparse has no types here
+
+    def _seed(self) -> None:
+        seed = self._settings.seed_everything
+        if seed is False:
+            return
+        self._settings.seed_everything = random.randrange(_SEEDS) if seed is True else seed
+        seed_everything(self._settings.seed_everything, workers=True)
+
+    # Building and running
+
+    def _default_objects(self) -> dict[str, Any]:
+        """Return the Trainer's defaults that no file can hold."""
+        return {k: v for k, v in self.trainer_defaults.items() if k != "callbacks" and not _is_plain(v)}
+
+    def _use_configured_optimizer(self) -> None:
+        """Give the task the `configure_optimizers` that the configuration describes, if it does."""
+        if not self.auto_configure_optimizers:
+            return
+        optimizer, schedule = (_Recipe.of(group, self._built) for group in self.parser.automatic())
+        if optimizer is None:
+            return
+        if overrides(self.model, "configure_optimizers", TaskModule):
+            warnings.warn(
+                f"{type(self.model).__name__}.configure_optimizers is not called: the configuration names an "
+                f"optimizer, {optimizer.path}.",
+                TrainwrightWarning,
+                stacklevel=4,
+            )
+        make = _ConfiguredOptimizers(self.configure_optimizers, optimizer, schedule)
+        self.model.configure_optimizers = types.MethodType(make, self.model)
+
+    def _run(self) -> None:
+        stage = self.subcommand
+        if stage is None:
+            return
+        before, after = (getattr(self, f"{when}_{stage}", None) for when in ("before", "after"))
+        if before is not None:
+            before()
+        arguments = {name: self._built[name] for name in self._stage_arguments}
+        if self.datamodule is not None:
+            arguments["datamodule"] = self.datamodule
+        own = getattr(self, stage, None)
+        if own is not None:
+            own(model=self.model, **arguments)
+        else:
+            getattr(self.trainer, stage)(self.model, **arguments)
+        if after is not None:
+            after()
+
+
+class _Recipe:
+    """How to make an optimizer or a schedule: a class path and its arguments."""
+
+    def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
+        self.path = path
+        self.arguments = dict(arguments)
+
+    @classmethod
+    def of(cls, group: tuple[str, Any] | None, built: Any) -> _Recipe | None:
+        """Return what a group of arguments describes; None where it names nothing."""
+        if group is None:
+            return None
+        key, base = group
+        settings = built.get(key)
+        if settings is None:
+            return None
+        if not isinstance(base, tuple):
+            return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(settings))
+        return cls(settings["class_path"], _as_dict(settings.get("init_args")))
+
+    def make(self, first: Any) -> Any:
+        """Make it from what it works on: parameters, or an optimizer."""
+        from trainwright.core.registry import import_object
+
+        module, _, name = self.path.rpartition(".")
+        return import_object(f"{module}:{name}")(first, **self.arguments)
+
+
+class _ConfiguredOptimizers:
+    """A task's `configure_optimizers`: makes the optimizer when it is asked for, from the parameters of that moment."""
+
+    def __init__(self, finish: Callable[..., Any], optimizer: _Recipe, schedule: _Recipe | None) -> None:
+        self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
+
+    def __call__(self, task: TaskModule) -> Any:
+        optimizer = self.optimizer.make(task.parameters())
+        return self.finish(task, optimizer, None if self.schedule is None else self.schedule.make(optimizer))
+
+
+def _as_dict(settings: Any) -> dict[str, Any]:
+    """Return a namespace's own values by name; objects in it stay."""
+    if settings is None:
+        return {}
+    return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))
+
+
+def _plain(value: Any) -> Any:
+    """Return nested namespaces and mappings as dicts."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "as_dict"):  # jsonargparse's Namespace
+        return value.as_dict()
+    return value
+
+
+def _listed(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, Path))

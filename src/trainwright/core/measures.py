@@ -1,0 +1,66 @@
+"""Numbers that a model is measured by: norms of its gradients, and the operations of a forward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.tree import is_cut
+
+
+def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
+    """Return the norm of each parameter's gradient and of all together, to be logged. Never waits for the device.
+
+    Gradients that are sharded over ranks are counted in full; then it is collective.
+
+    Args:
+        module: parameters without a gradient are passed over.
+        norm_type: the p of the p-norm, above 0, or `"inf"` for the largest magnitude.
+        group_separator: stands between `grad_2.0_norm` and the parameter's name.
+
+    Returns:
+        `grad_{p}_norm/{name}` → 0-dim tensor on the device, and `grad_{p}_norm_total`; empty without gradients.
+
+    Raises:
+        ConfigurationError: a p that is not above 0.
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigurationError(f"grad_norm(norm_type={norm_type!r}): write a number above 0, or 'inf'.")
+    norms: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None:
+            norm: Any = torch.linalg.vector_norm(parameter.grad.detach(), order)
+            norms[f"grad_{order}_norm{group_separator}{name}"] = norm.full_tensor() if is_cut(norm) else norm
+    if norms:
+        first = next(iter(norms.values())).device
+        stacked = torch.stack([norm.to(first) for norm in norms.values()])
+        total = stacked.max() if math.isinf(order) else torch.linalg.vector_norm(stacked, order)
+        norms[f"grad_{order}_norm_total"] = total
+    return norms
+
+
+def measure_flops(
+    model: nn.Module,
+    forward_fn: Callable[[], torch.Tensor],
+    loss_fn: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> int:
+    """Count floating-point operations with torch's FlopCounterMode; on the `meta` device it computes nothing.
+
+    Args:
+        model: what is measured; it stays as it is, but for gradients where `loss_fn` is given.
+        forward_fn: runs the forward and returns its output.
+        loss_fn: makes a loss of the output, whose backward is counted too.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()  # type: ignore[no-untyped-call]  # torch has no types here
+    return int(counter.get_total_flops())

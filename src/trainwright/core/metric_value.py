@@ -1,0 +1,79 @@
+"""A metric's value on the host: a float that also answers as a tensor with one element does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+
+class MetricValue(float):
+    """A float with the methods of a 0-dim tensor, so that code written for either works.
+
+    It is a float wherever floats are expected: formatting, JSON, comparing, arithmetic. `item()` returns a plain float,
+    `cpu()`, `detach()` and `clone()` the value itself, `numpy()` a 0-dim array; other methods and attributes of
+    tensors, and torch's functions, take it for `torch.tensor(value)`.
+    """
+
+    __slots__ = ()
+
+    def item(self) -> float:
+        """Return the plain float."""
+        return float(self)
+
+    def tolist(self) -> float:
+        """Return the plain float."""
+        return float(self)
+
+    def cpu(self) -> Self:
+        """Return the value itself: it is on the host."""
+        return self
+
+    def detach(self) -> Self:
+        """Return the value itself: it has no graph."""
+        return self
+
+    def clone(self) -> Self:
+        """Return the value itself: it cannot change."""
+        return self
+
+    def numpy(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return a 0-dim array."""
+        return np.array(float(self))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # protocols that a float does not have
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(torch.tensor(float(self)), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with plain floats, or with tensors where it takes no floats."""
+        kwargs = kwargs or {}
+        try:
+            return func(*_plain(args, float), **_plain(kwargs, float))
+        except TypeError:
+            return func(*_plain(args, _tensor), **_plain(kwargs, _tensor))
+
+
+def _tensor(value: float) -> torch.Tensor:
+    return torch.tensor(float(value))
+
+
+def _plain(tree: Any, make: Callable[[float], Any]) -> Any:
+    if isinstance(tree, MetricValue):
+        return make(tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(_plain(value, make) for value in tree)
+    if type(tree) is dict:
+        return {key: _plain(value, make) for key, value in tree.items()}
+    return tree
+
+
+def as_values(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with values that also answer as tensors do."""
+    return {name: MetricValue(value) for name, value in metrics.items()}

@@ -1,0 +1,184 @@
+"""Which arguments a hook or step of the user takes: asked once, before a run, so that no call finds out by failing.
+
+A hook is called with the positional arguments that its base class declares, in that order. `dataloader_idx` comes last
+and only with several loaders, or where it is required. A hook may leave it out, and a step its `batch_idx` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from trainwright.core.errors import ConfigurationError
+
+LOADER = "dataloader_idx"
+_STEPS: dict[str, tuple[str, ...]] = {
+    "training_step": ("batch", "batch_idx"),
+    "validation_step": ("batch", "batch_idx", LOADER),
+    "test_step": ("batch", "batch_idx", LOADER),
+    "predict_step": ("batch", "batch_idx", LOADER),
+}
+# Hooks of tasks that have the name of something a model of the user's may well hold: only methods count.
+_ONLY_METHODS = ("num_items", "num_tokens")
+
+
+class Taken(NamedTuple):
+    """What a callable takes.
+
+    Attributes:
+        positional: its positional parameters and whether each is required, without those that are bound already.
+        takes_more: it has `*args`.
+        keyword_only: its keyword-only parameters and whether each is required.
+    """
+
+    positional: tuple[tuple[str, bool], ...]
+    takes_more: bool
+    keyword_only: tuple[tuple[str, bool], ...]
+
+
+def taken_by(function: Callable[..., Any]) -> Taken:
+    """Return what a function, method, partial or other callable takes.
+
+    What a decorator with `*args` stands for is said by the function that it wraps (`functools.wraps`).
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+        if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):
+            signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, without a signature
+        return Taken((), True, ())
+    parameters = list(signature.parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return Taken(
+        tuple((p.name, p.default is p.empty) for p in positional),
+        any(p.kind is p.VAR_POSITIONAL for p in parameters),
+        tuple((p.name, p.default is p.empty) for p in keywords),
+    )
+
+
+def arguments_of(base: type, name: str) -> tuple[str, ...]:
+    """Return the arguments that a hook is called with: those of the base class's own method, less `self`."""
+    if name in _STEPS:
+        return _STEPS[name]
+    return tuple(parameter for parameter, _ in taken_by(getattr(base, name)).positional[1:])
+
+
+def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
+    return [each for each in names if each == LOADER or (name in _STEPS and each == "batch_idx")]
+
+
+def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
+    """Tell whether a hook called `name` can be called with the arguments `names`."""
+    taken, optional = taken_by(function), _may_leave_out(name, names)
+    by_keyword = _by_keyword(taken, names)
+    given = [each for each in names if each not in by_keyword]
+    num_required = sum(required for _, required in taken.positional)
+    num_needed = sum(each not in optional for each in given)
+    return (
+        all(not required or each in by_keyword for each, required in taken.keyword_only)
+        and num_required <= len(given)
+        and (taken.takes_more or len(taken.positional) >= num_needed)
+    )
+
+
+def bind(
+    function: Callable[..., Any], name: str, names: Sequence[str], call: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """Return what is called with the positional arguments `names`, with or without a last `dataloader_idx`.
+
+    Args:
+        function: the hook or step; it `fits`.
+        name: what it is called.
+        names: the arguments that it is given.
+        call: called in its place, with the arguments that it takes.
+
+    Returns:
+        `function` (or `call`) itself, wherever it takes them all.
+    """
+    called, taken, optional = call or function, taken_by(function), _may_leave_out(name, names)
+    several = _picks(taken, names, len(names), optional)
+    alone = _picks(taken, names, len(names) - 1, optional) if LOADER in names else several
+    keywords = {each: names.index(each) for each in _by_keyword(taken, names)}
+    if not keywords and several == list(range(len(names))) and alone == several[: len(names) - (LOADER in names)]:
+        return called
+
+    def adapted(*given: Any) -> Any:
+        picks = several if len(given) == len(names) else alone
+        given = (*given, 0)  # where a single loader's index is required
+        return called(*[given[i] for i in picks], **{each: given[i] for each, i in keywords.items()})
+
+    vars(adapted)["__self__"] = getattr(function, "__self__", None)  # whose it is: see HookTable.only_read
+    return adapted
+
+
+def _by_keyword(taken: Taken, names: Sequence[str]) -> list[str]:
+    """Return the arguments that a function takes by keyword only; those of a batch may be taken so."""
+    return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
+
+
+def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
+    """Return the places in `names` of a function's positional arguments; `num_given` of them are there."""
+    by_keyword = _by_keyword(taken, names)
+    left = [i for i, each in enumerate(names) if each not in by_keyword]
+    found: list[int] = []
+    for at, (parameter, required) in enumerate(taken.positional):
+        if at >= len(left):
+            return found
+        place = names.index(parameter) if parameter in optional else left[at]
+        if place >= num_given and not required:
+            return found
+        found.append(place)
+    return found + [place for place in left[len(found) :] if place < num_given] if taken.takes_more else found
+
+
+def overrides(obj: object, name: str, base: type) -> bool:
+    """Tell whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance."""
+    if name in _ONLY_METHODS and not callable(getattr(obj, name)):
+        return False
+    if name in vars(obj):
+        return True
+    return getattr(type(obj), name, None) is not getattr(base, name)
+
+
+def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
+    """Return the hook that `obj` defines itself, to be called with the arguments of `base`'s; None: it does not."""
+    return bind(getattr(obj, name), name, arguments_of(base, name)) if overrides(obj, name, base) else None
+
+
+def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
+    """Find hooks of a task, callback or data module that cannot be called as they will be.
+
+    Args:
+        obj: whose hooks.
+        base: the class that declares them.
+        hooks: those that will be called.
+
+    Raises:
+        ConfigurationError: naming the hook, what it declares, what it is called with, and the line to write.
+    """
+    for name in hooks:
+        if not overrides(obj, name, base):
+            continue
+        owner, names, hook = type(obj).__name__, arguments_of(base, name), getattr(obj, name)
+        if not callable(hook):
+            raise ConfigurationError(
+                f"{owner}.{name} is a {type(hook).__name__}, but {name} is a hook, which is called with "
+                f"({', '.join(names)}). Rename your attribute."
+            )
+        if not fits(hook, name, names):
+            raise ConfigurationError(
+                f"{owner}.{name} declares {_declared(hook)}, but the hook is called with ({', '.join(names)}). "
+                f"Write: def {name}({', '.join(('self', *_line(names)))}), or rename the method if it is your own."
+            )
+
+
+def _line(names: Sequence[str]) -> list[str]:
+    return [f"{each}=0" if each == LOADER else each for each in names]
+
+
+def _declared(function: Callable[..., Any]) -> str:
+    parameters = inspect.signature(function).parameters.values()
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    return str(inspect.Signature(bare))

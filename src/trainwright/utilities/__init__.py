@@ -1,0 +1,41 @@
+"""Small helpers by the names that Lightning's `utilities` has for them; each lives where it belongs.
+
+`rank_zero_only`, `rank_zero_info`, `rank_zero_warn` and `rank_zero_deprecation` act on the main process, `grad_norm`
+and `measure_flops` measure a model, `move_data_to_device` moves a batch, `CombinedLoader` reads several loaders, and
+`AttributeDict` is the dict that hyper-parameters are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainwright.core.hyperparameters import Hyperparameters as AttributeDict
+from trainwright.core.measures import grad_norm, measure_flops
+from trainwright.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
+from trainwright.core.tree import move
+from trainwright.data import CombinedLoader
+
+__all__ = [
+    "AttributeDict",
+    "CombinedLoader",
+    "grad_norm",
+    "measure_flops",
+    "move_data_to_device",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
+
+
+def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+    """Return a batch with its tensors on a device, without waiting for copies from pinned memory.
+
+    Args:
+        batch: tensors in any nesting of lists, tuples, mappings and dataclasses; other objects with a `to` method are
+            moved as well.
+        device: a device, its name, or the index of an accelerator.
+    """
+    return move(batch, torch.device(device))

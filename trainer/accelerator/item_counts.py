@@ -1,0 +1,143 @@
+"""Weigh micro-batches by the items they hold: a step's gradient is the mean over all of them, whoever consumed them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import TaskError
+from trainwright.core.tree import WAITED_FOR
+from trainwright.strategies.gradients import scale_gradients, stack_counts
+from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.accelerator.accumulation import Accumulation
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one optimizer step has consumed so far on this rank.
+
+    Attributes:
+        total: items.
+        micro_batch: the number of the last one.
+    """
+
+    total: Any
+    micro_batch: int
+
+
+class ItemCounts:
+    """The items that each optimizer step consumes, for each set of models that a loop trains in turn.
+
+    While a group lasts, gradients are sums over its items. In its last micro-batch the counts are summed over
+    micro-batches and ranks, the sums so far are divided by that total once, in place, and the last loss weighs its
+    share of it: the division is done before gradients cross ranks.
+
+    Args:
+        accumulation: where the loop stands.
+        strategy: sums over ranks.
+        scaled: losses have an fp16 scale: sums are kept near a mean, lest they leave the range of float16.
+    """
+
+    def __init__(self, accumulation: Accumulation, strategy: Strategy, *, scaled: bool) -> None:
+        self._accumulation = accumulation
+        self._strategy = strategy
+        self._steps: dict[tuple[int, ...], _Step] = {}
+        self._unit: float | None = None if scaled else 1.0
+
+    def weigh(
+        self, loss: torch.Tensor, num_items: Any, parameters: Callable[[], Iterable[torch.Tensor]]
+    ) -> torch.Tensor:
+        """Return what the loss adds to its step's gradient. Collective in the last micro-batch of a group.
+
+        Args:
+            loss: mean over the micro-batch's items.
+            num_items: a number or a tensor of one element, which is not read where it is on the device.
+            parameters: returns those whose gradients the step has accumulated.
+
+        Raises:
+            TaskError: the count is not one, or the micro-batch has been counted already.
+        """
+        accumulation = self._accumulation
+        count = _checked(num_items)
+        place = accumulation.place
+        if place is not None and place.weight == 0:  # padding
+            count = 0
+        key = tuple(map(id, accumulation.models))
+        step = self._steps.get(key)
+        if step is not None and step.micro_batch == accumulation.num_micro_batches:
+            raise TaskError(
+                "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Call "
+                "backward once: add the losses up, each as a mean over its items."
+            )
+        if accumulation.starts_group:  # a group that was left is over
+            step = None
+        total = count if step is None else step.total + count
+        if self._unit is None:
+            self._unit = self._agreed_unit(count)
+        if not accumulation.sync_gradients:
+            self._steps[key] = _Step(total, accumulation.num_micro_batches)
+            summed: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
+            return summed
+        self._steps.pop(key, None)
+        weight, share = self._shares(count, total, loss)
+        if step is not None:
+            scale_gradients(parameters(), share)
+        mean: torch.Tensor = loss * weight
+        return mean
+
+    @property
+    def has_open_steps(self) -> bool:
+        """Whether some step has counted items and is not over."""
+        return bool(self._steps)
+
+    def refuse_plain(self) -> None:
+        """Raise where the present step has counted items before.
+
+        Raises:
+            TaskError: it has.
+        """
+        if self._steps.get(tuple(map(id, self._accumulation.models))) and not self._accumulation.starts_group:
+            raise TaskError(
+                "backward() was called without num_items= in a step whose earlier micro-batches had it: the mean over "
+                "all items is not known then. Pass num_items= for every micro-batch of the step, or for none."
+            )
+
+    def _shares(self, count: Any, total: Any, loss: torch.Tensor) -> tuple[Any, Any]:
+        """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
+        strategy, unit = self._strategy, self._unit or 1.0
+        alone = strategy.dp_size == 1
+        if alone and not isinstance(total, torch.Tensor):
+            return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
+        own, of_group = stack_counts([count, total], strategy.device).unbind()
+        everyone = (of_group if alone else strategy.sum_over_data_ranks(of_group.clone())).clamp(min=1)
+        dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
+        world = strategy.dp_size  # ranks average their gradients
+        return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
+
+    def _as_factor(self, count: Any, unit: float, loss: torch.Tensor) -> Any:
+        if not isinstance(count, torch.Tensor):
+            return count / unit
+        dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
+        beside = loss.device.type not in WAITED_FOR
+        return count.to(device=loss.device, dtype=dtype, non_blocking=beside).reshape(()) / unit
+
+    def _agreed_unit(self, count: Any) -> float:
+        """Return a power of two near the first count, the same on every rank: dividing by it changes no bit."""
+        counts = self._strategy.gather_integers_by_data_rank([int(count)])
+        return 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
+
+
+def _checked(num_items: Any) -> Any:
+    if isinstance(num_items, torch.Tensor) and num_items.numel() == 1 and num_items.dtype is not torch.bool:
+        return num_items.detach()
+    if isinstance(num_items, (int, float)) and not isinstance(num_items, bool) and 0 <= num_items < math.inf:
+        return num_items
+    got = f"a tensor of shape {tuple(num_items.shape)}" if isinstance(num_items, torch.Tensor) else repr(num_items)
+    raise TaskError(
+        f"num_items={got}: expected the number of items that the loss is the mean over (tokens, samples), of at least "
+        "0, as a number or a tensor of one element."
+    )

@@ -1,0 +1,92 @@
+"""`trainer.state`: the run's clock, which also answers what runs and how it ended, in Lightning's words."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from trainwright.core.state import TrainState
+from trainwright.trainer.facts import RunFacts
+
+
+class TrainerFn(StrEnum):
+    """The verbs of a Trainer; equal to their texts."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(StrEnum):
+    """What a Trainer is doing with its data; equal to their texts."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class TrainerStatus(StrEnum):
+    """How far a Trainer has come with its last verb; equal to their texts."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+
+class RunState(TrainState):
+    """The clock of a Trainer; a copy of it, also one sent to another process, is a plain `TrainState`.
+
+    Args:
+        run: the Trainer.
+        clock: where training stands; from scratch when None.
+    """
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: RunFacts, clock: TrainState | None = None) -> None:
+        super().__init__()
+        self._run = run
+        if clock is not None:
+            self.load_dict(clock.to_dict())
+
+    @property
+    def fn(self) -> TrainerFn | None:
+        """The verb that runs, or ran last; None before the first."""
+        return None if self._run.verb is None else TrainerFn(self._run.verb)
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """What is being done: training, the sanity check, or one of the evaluations; None between verbs."""
+        run = self._run
+        if run.sanity_checking:
+            return RunningStage.SANITY_CHECKING
+        if run.evaluating is not None:
+            return RunningStage(run.evaluating)
+        return None if run.stage is None else RunningStage("train" if run.stage == "fit" else run.stage)
+
+    @property
+    def status(self) -> TrainerStatus:
+        """Whether a verb runs, has finished, or was ended by Ctrl-C or an error."""
+        return TrainerStatus(self._run.status)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last verb has come to its end."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last verb has ended, in whatever way."""
+        return self.status in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+    def __eq__(self, other: object) -> bool:
+        return self.to_dict() == other.to_dict() if isinstance(other, TrainState) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainState, tuple(self.to_dict().values())
