@@ -14,7 +14,9 @@ OUTSIDE = outside_sources()
 
 # Files and functions that may be longer than the limit, each with its reason.
 LONG_FILES: dict[str, str] = {}
-LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {
+    "trainer.trainer:Trainer.__init__": "a line for each argument, and one that hands them on",
+}
 # Backend names that trainer/ or callbacks/ may spell out, as `(module, what the rule says)`, each with its reason.
 NAMED_BACKENDS: dict[tuple[str, str], str] = {
     ("trainer.settings", "the string names the backend 'tpu'"): "says where another trainer's tpu_cores= has gone",

@@ -349,7 +349,7 @@ def test_the_arguments_that_stay_are_lightnings() -> None:
     theirs = {argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)} - {"self"}
     stay = set(_code(_after(_page("migration"), "arguments that stay")))
     assert stay <= theirs
-    assert theirs - stay == {"plugins", "profiler", "enable_autolog_hparams", "model_registry"}
+    assert theirs == stay
 
 
 # Facts of docs/

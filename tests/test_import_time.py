@@ -97,3 +97,25 @@ def test_a_forbidden_module_would_be_seen() -> None:
     added = _added_modules("import yaml.nodes, numpy")
     assert _forbidden_among(added) == ["yaml"]
     assert {"numpy", "yaml"} <= _of_others(added)
+
+
+def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_heavy() -> None:
+    load = (
+        "trainwright.load_checkpoint_and_dispatch(nn.Linear(2, 2), file, device_map={'': 'cpu'})\n"
+        "import shutil; shutil.rmtree(folder)"
+    )
+    made = (
+        "import tempfile, torch, trainwright; from torch import nn; from safetensors.torch import save_file\n"
+        "folder = tempfile.mkdtemp(); file = folder + '/model.safetensors'\n"
+        "save_file(nn.Linear(2, 2).state_dict(), file)"
+    )
+    added = _added_modules(load, after=made)
+    unneeded = {"async_writer", "codec", "convert", "crew", "host_buffers", "load_task", "model", "optimizer", "pieces"}
+    unneeded |= {"piece_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
+    assert not {f"trainwright.checkpoint.{name}" for name in unneeded} & added
+    assert not {
+        name for name in added if name.startswith(("trainwright.trainer", "trainwright.data", "trainwright.cli"))
+    }
+    assert not {"trainwright.strategies.offload.explain", "trainwright.core.hyperparameters", "zoneinfo"} & added
+    assert _forbidden_among(added) == []
+    assert len([name for name in added if name.startswith("trainwright")]) <= 42  # 62 when this was measured first

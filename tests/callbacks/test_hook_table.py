@@ -10,9 +10,10 @@ import pytest
 
 from tests.callbacks.fake_run import FakeRun, Task
 from trainwright.callbacks.callback import EVENTS, Callback, Order
-from trainwright.callbacks.hook_table import HookTable, check_hook_names, overrides
+from trainwright.callbacks.hook_table import HookTable, check_hook_names
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import TaskHooks
+from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 
 KNOWN_TASK_HOOKS = [name for name in dir(TaskModule) if not name.startswith("_")]
@@ -151,9 +152,8 @@ def test_a_misspelt_or_older_hook_of_a_callback_is_refused_with_the_right_name(w
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [
-        ("trainning_step", "training_step"),
-        ("validation_epoch_end", "on_validation_epoch_end"),
-        ("configure_optimizer", "configure_optimizers"),
+        ("predict_stepp", "predict_step"),
+        ("on_epoch_end", "on_train_epoch_end"),
     ],
 )
 def test_a_misspelt_or_older_hook_of_a_task_is_refused_with_the_right_name(wrong: str, right: str) -> None:

@@ -64,7 +64,8 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
     found.results = {"lr": [1.0, 2, 3, 4, 5, 6, 7, 8], "loss": [9.0, 8.9, 8.5, 4, 1, 0.9, math.nan, 20]}
     assert found.suggestion(skip_begin=1, skip_end=1) == 4.0
     assert found.suggestion(skip_begin=1, skip_end=0) == 4.0
-    assert found.suggestion(skip_begin=5, skip_end=0) is not None
+    with pytest.warns(TrainwrightWarning, match="the loss falls at none of those between 6 and 8"):
+        assert found.suggestion(skip_begin=5, skip_end=0) is None
 
 
 def test_too_few_points_give_no_suggestion_but_a_warning() -> None:
@@ -140,6 +141,8 @@ def test_schedules_go_on_from_the_learning_rate_that_was_found() -> None:
 
 def test_two_optimizers_are_refused() -> None:
     class Task(RegressionTask):
+        automatic_optimization = True  # all of its optimizers step on one loss
+
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[3].parameters(), 0.1)]
 

@@ -186,6 +186,8 @@ def test_two_ranks_end_with_the_same_mean_and_with_statistics_of_all_the_data() 
 class TwoOptimizers(RegressionTask):
     """Asks for more than the callback can serve."""
 
+    automatic_optimization = True  # all of its optimizers step on one loss
+
     def configure_optimizers(self) -> Any:
         self.automatic_optimization = False
         return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.parameters(), lr=0.1)]

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from trainwright.checkpoint import FileEntry, Part, read_manifest
 from trainwright.checkpoint.hashing import hash_file
+
+
+def resealed(text: str) -> bytes:
+    """Return the text of a manifest or an index with a seal that fits, as somebody who forges one would write it."""
+    plain = re.sub(r'"seal": "\w+"', '"seal": "' + "0" * 32 + '"', text)
+    return plain.replace("0" * 32, xxhash.xxh3_128_hexdigest(plain.encode())).encode()
 
 
 def remove_part(checkpoint: Path, part: str) -> None:

@@ -160,7 +160,10 @@ def test_it_reads_the_checkpoint_of_a_training(tmp_path: Path) -> None:
     assert snapshot.trainer["schedulers"][0]["last_epoch"] == 4
     assert set(snapshot.rng[0]) == {"python", "numpy", "torch"}
     check_alike(saved, snapshot)
-    of_some = {"data_ranks", "hyper_parameters_name"}  # ranks that work on one batch together; settings in one argument
+    # Ranks that work on one batch together; a data module; a run that ended within a step; then hyper-parameters in
+    # one argument, of enumerations, left out.
+    of_some = {"data_ranks", "datamodule_hyper_parameters", "within_step"}
+    of_some |= {f"hyper_parameters_{what}" for what in ("name", "enums", "left_out")}
     assert set(snapshot.trainer) | {"progress"} | of_some == set(_column("## trainer.json", 0))
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.checkpoint.resealing import resealed
 from trainwright.checkpoint.layout import (
     FileEntry,
     Manifest,
@@ -36,18 +35,12 @@ _MANIFEST = Manifest(
 )
 
 
-def resealed(text: str) -> bytes:
-    """Return manifest text with a seal that fits, as somebody who forges one would write it."""
-    plain = re.sub(r'"seal": "\w+"', '"seal": "' + "0" * 32 + '"', text)
-    return plain.replace("0" * 32, xxhash.xxh3_128_hexdigest(plain.encode())).encode()
-
-
 def test_a_manifest_comes_back_equal() -> None:
     assert Manifest.from_bytes(_MANIFEST.to_bytes(), "m") == _MANIFEST
 
 
 def test_a_manifest_keeps_a_nan_metric_in_valid_json() -> None:
-    manifest = Manifest(1, 0, "now", "weights", {}, metrics={"loss": math.nan})
+    manifest = Manifest(1, 0, "2026-01-01T00:00:00+00:00", "weights", {}, metrics={"loss": math.nan})
     assert math.isnan(Manifest.from_bytes(manifest.to_bytes(), "m").metrics["loss"])
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoint.snapshots import files_of, write_small
 from trainwright.checkpoint import RunIndex, set_fault_hook, verify
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 
 def index_with(folder: Path, metrics: list[float], **options: Any) -> RunIndex:
@@ -189,6 +189,7 @@ def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, 
     index_with(tmp_path, [1.0])
     values = json.loads((tmp_path / "index.json").read_text())
     values["checkpoints"][0]["name"] = name
+    del values["seal"]  # as indices were written before they had one, and as a forger would write it
     (tmp_path / "index.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="names"):
         RunIndex(tmp_path)
@@ -199,8 +200,7 @@ def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, 
     [
         ("{", "not readable JSON"),
         ("[]", "expected a JSON object"),
-        ('{"format_version": 1}', "is damaged.*the checkpoints stay"),
-        ('{"format_version": 99, "checkpoints": []}', "newer than"),
+        ('{"format_version": 1}', "is damaged"),
         ('{"format_version": 1, "checkpoints": [], "checkpoints": []}', "stands twice"),
         ('{"format_version": 1, "checkpoints": [{"name": "a"}]}', "is damaged"),
         (
@@ -210,9 +210,20 @@ def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, 
         ),
     ],
 )
-def test_a_damaged_index_is_an_error_before_anything_is_written(tmp_path: Path, text: str, message: str) -> None:
+def test_a_damaged_index_is_made_again_aloud(tmp_path: Path, text: str, message: str) -> None:
+    mine = write_small(tmp_path, 1, trainer={"run_id": "a"})
+    write_small(tmp_path, 2)  # says nothing of its run: nobody may delete it
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.warns(TrainwrightWarning, match=message):
+        index = RunIndex(tmp_path, run="a")
+    assert [(entry.name, entry.step) for entry in index.entries()] == [(mine.name, 1)]
+    index.delete(mine.name)
+    assert not mine.exists()
+
+
+def test_an_index_of_a_newer_format_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text('{"format_version": 99, "checkpoints": []}')
+    with pytest.raises(CheckpointError, match="newer than"):
         RunIndex(tmp_path)
 
 

@@ -171,11 +171,11 @@ def test_every_stage_runs_from_the_same_configuration(stage: str) -> None:
 
 @pytest.mark.usefixtures("project")
 def test_fit_is_told_what_to_do_about_its_checkpoint_and_other_stages_read_the_same_file() -> None:
-    loading = ["ckpt_path=last", "allow_missing=[optimizer, rng]", "on_damaged=error", "--weights_only=true"]
+    loading = ["ckpt_path=last", "allow_missing=[optimizer, rng]", "on_damaged=error", "--load_weights_only=true"]
     _, asked = run("--config", "config.yaml", *loading)
-    wishes = {name: asked[name] for name in ("allow_missing", "on_damaged", "strict", "weights_only")}
+    wishes = {name: asked[name] for name in ("allow_missing", "on_damaged", "strict", "load_weights_only")}
     assert wishes == {
-        "allow_missing": ["optimizer", "rng"], "on_damaged": "error", "strict": None, "weights_only": True
+        "allow_missing": ["optimizer", "rng"], "on_damaged": "error", "strict": None, "load_weights_only": True
     }  # fmt: skip
     _, asked = run("--config", "runs/config.yaml", stage="validate")
     assert asked["ckpt_path"] == "last"

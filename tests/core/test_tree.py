@@ -149,3 +149,22 @@ def test_rebuilding_leaves_skipped_keys_and_leaves_alone() -> None:
     for leaf in ("text", 3, None, _Record):
         assert not is_container(leaf)
         assert rebuild(leaf, str) is leaf
+
+
+class Asked(torch.Tensor):
+    """Tells of each `to` whether the host waits for it."""
+
+    waits: list[bool] = []  # noqa: RUF012
+
+    def to(self, *args: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]
+        Asked.waits.append(not options["non_blocking"])
+        return self
+
+
+@pytest.mark.parametrize(("kind", "waits"), [("cuda", False), ("xpu", False), ("cpu", True), ("mps", True)])
+def test_a_copy_to_the_host_or_to_mps_is_waited_for(kind: str, waits: bool) -> None:
+    Asked.waits.clear()
+    tree = {"x": [torch.zeros(2).as_subclass(Asked)]}
+    move(tree, torch.device(kind))
+    move(tree, torch.device(kind), float_dtype=torch.bfloat16)
+    assert Asked.waits == [waits, waits]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -34,21 +35,25 @@ def test_the_default_mode_is_min_size() -> None:
 
 def test_a_batch_has_the_shape_of_the_iterables() -> None:
     combined = CombinedLoader({"x": [range(2), range(3)], "y": (range(4),)})
-    assert list(combined) == [{"x": [0, 0], "y": (0,)}, {"x": [1, 1], "y": (1,)}]
-    assert list(prepared(combined).iterate()) == list(combined)
+    assert list(combined) == [({"x": [0, 0], "y": (0,)}, 0, 0), ({"x": [1, 1], "y": (1,)}, 1, 0)]
+    assert list(prepared(combined).iterate()) == [batch for batch, _, _ in combined]
 
 
 @pytest.mark.parametrize("prepare", [False, True])
 def test_max_size_gives_none_for_what_has_ended(prepare: bool) -> None:
     combined = CombinedLoader([range(1), range(3)], "max_size")
-    assert list(prepared(combined).iterate() if prepare else combined) == [[0, 0], [None, 1], [None, 2]]
+    assert list(prepared(combined).iterate() if prepare else map(itemgetter(0), combined)) == [
+        [0, 0],
+        [None, 1],
+        [None, 2],
+    ]
 
 
 @pytest.mark.parametrize("prepare", [False, True])
 @pytest.mark.parametrize("order", [[2, 5], [5, 2]])
 def test_max_size_cycle_begins_the_short_one_anew(prepare: bool, order: list[int]) -> None:
     combined = CombinedLoader([range(n) for n in order], "max_size_cycle")
-    got = list(prepared(combined).iterate() if prepare else combined)
+    got = list(prepared(combined).iterate() if prepare else map(itemgetter(0), combined))
     assert got == [[i % n for n in order] for i in range(5)]
 
 
@@ -61,7 +66,8 @@ def test_a_cycle_of_a_shuffled_member_has_an_order_of_its_own() -> None:
 
 def test_sequential_reads_one_after_the_other() -> None:
     combined = CombinedLoader([range(2), range(3)], "sequential")
-    assert list(combined) == list(prepared(combined).iterate()) == [0, 1, 0, 1, 2]
+    assert list(combined) == [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1), (2, 2, 1)]
+    assert list(prepared(combined).iterate()) == [0, 1, 0, 1, 2]
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])

@@ -17,6 +17,7 @@ _MAY_IMPORT = {
     "loggers": {"core", "loggers"},
     "data": {"core", "data"},
     "checkpoint": {"core", "checkpoint"},
+    "utilities": {"core", "data", "utilities"},
     "strategies": _BELOW_STRATEGIES | {"strategies"},
     "trainer": _BELOW_STRATEGIES | {"strategies", "trainer"},
     "cli": _BELOW_STRATEGIES | {"strategies", "trainer", "cli"},

@@ -16,6 +16,7 @@ PARTS = {
     "data": "src/trainwright/data",
     "checkpoint": "src/trainwright/checkpoint",
     "cli": "src/trainwright/cli",
+    "utilities": "src/trainwright/utilities",
     "callbacks": "callbacks",
     "loggers": "loggers",
     "strategies": "strategies",

@@ -195,3 +195,28 @@ def test_config_images_text_and_status_are_read_back_offline(tmp_path: Path) -> 
     image, note = run["history"][0], run["history"][1]
     assert (image["im/height"], image["im/width"], image["trainer/global_step"]) == (4, 5, 1)
     assert note["note/nrows"] == 1
+
+
+def test_artifacts_have_the_name_and_the_policy_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[Any] = []
+
+    class Artifact:
+        def __init__(self, name: str, **options: Any) -> None:
+            calls.append(name)
+
+        def add_dir(self, path: str, policy: str = "mutable") -> None:
+            calls.append(policy)
+
+    class Run:
+        def log_artifact(self, artifact: Artifact, aliases: list[str]) -> None:
+            calls.append(aliases[0])
+
+    fake = type("Wandb", (), {"Artifact": Artifact})
+    monkeypatch.setattr("trainwright.loggers.wandb_logger.require_package", lambda *args, **options: fake)
+    logger = WandbLogger(log_model="all", experiment=Run(), checkpoint_name="mine", add_file_policy="immutable")
+    logger.log_checkpoint(tmp_path)
+    assert calls == ["mine", "immutable", "latest"]
+    with pytest.raises(ConfigurationError, match="add_file_policy='copied'"):
+        WandbLogger(add_file_policy="copied")  # type: ignore[arg-type]  # what is tested

@@ -10,6 +10,8 @@ import torch
 
 from tests.offload.late_stream import copy_to
 from trainwright.strategies.offload.copy_stream import CopyStream
+from trainwright.strategies.offload.device_copies import PinnedBuffers
+from trainwright.strategies.offload.homes import Home
 
 
 class FakeStream:
@@ -109,3 +111,16 @@ def test_on_the_host_copies_are_made_at_once() -> None:
     for wait in (copies.join, copies.wait):
         wait(event)
     assert copies.num_queued == 2
+
+
+def test_buffers_of_the_host_are_on_the_host_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert Home("cpu").empty(4, torch.float32).device.type == "cpu"
+        assert PinnedBuffers(8, pinned=False).acquire().device.type == "cpu"
+
+
+def test_a_buffer_made_in_inference_mode_can_be_filled_outside_of_it() -> None:
+    with torch.inference_mode():
+        buffer = PinnedBuffers(8, pinned=False).acquire()
+    buffer.fill_(3)
+    assert buffer.sum() == 24

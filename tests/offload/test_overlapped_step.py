@@ -308,6 +308,7 @@ def test_several_optimizers_may_share_a_unit() -> None:
         made = Tiny()
         norms = [p for name, p in made.named_parameters() if "norm" in name]
         others = [p for name, p in made.named_parameters() if "norm" not in name]
+        made.automatic_optimization = True  # two optimizers on one loss are meant
         made.configure_optimizers = lambda: (  # type: ignore[method-assign]
             [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.Adam(norms, lr=0.1)]
         )

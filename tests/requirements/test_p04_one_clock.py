@@ -35,6 +35,8 @@ class _Several(RegressionTask):
             optimizer.zero_grad()
         return None
 
+    automatic_optimization = True  # all of its optimizers step on one loss
+
     def configure_optimizers(self) -> Any:
         """Deal the parameters to the optimizers."""
         parameters = list(self.parameters())

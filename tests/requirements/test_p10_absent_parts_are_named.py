@@ -84,5 +84,5 @@ def test_p10_weights_alone_are_taken_from_what_lacks_the_rest_only_when_asked_fo
         file.unlink()
     weights = read_checkpoint(checkpoint, parts=["model"]).model or {}
     begun = RecordingCallback("on_train_start", note=lambda _, trainer: weights_of(trainer.task))
-    resume(checkpoint, begun, weights_only=True)
+    resume(checkpoint, begun, load_weights_only=True)
     assert_equal_weights(begun.notes[0][1], dict(weights))

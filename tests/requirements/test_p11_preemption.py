@@ -66,7 +66,7 @@ class Victim(RestlessTask):
 def run(folder: Path, task: Victim, *, resume: bool = False, **arguments: Any) -> str | None:
     """Fit; return the signal's name if the run was preempted."""
     torch.manual_seed(78 if resume else 77)
-    saver = ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=2)
+    saver = ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
     trainer = quiet_trainer(
         devices="auto", max_epochs=_EPOCHS, val_check_interval=3, callbacks=[saver], default_root_dir=folder,
         num_sanity_val_steps=0, **arguments,
@@ -167,7 +167,7 @@ def test_the_users_handlers_hear_of_the_signal_and_are_put_back(tmp_path: Path) 
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    os.kill(os.getpid(), signal.SIGUSR1)  # a process that leaves is not ended by another signal
 
 
 def test_signals_are_left_alone_when_asked(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ class _Busy(RegressionTask):
         """Return a count that is known on the device only."""
         return batch[0].isfinite().sum()
 
+    automatic_optimization = True  # all of its optimizers step on one loss
+
     def configure_optimizers(self) -> Any:
         """Return two optimizers, one with a schedule."""
         first = torch.optim.SGD(self.net[0].parameters(), lr=0.01, momentum=0.9)

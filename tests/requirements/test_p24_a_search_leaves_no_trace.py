@@ -196,6 +196,7 @@ def test_everything_is_as_before_a_search_in_the_middle_of_a_fit(find: Any, plac
     assert events.events.count("on_train_batch_end") == 16 + -(-48 // task.batch_size)
 
 
+@pytest.mark.filterwarnings("ignore:LearningRateFinder. the suggested")  # of batches that differ so much
 @pytest.mark.parametrize("search", ["scale_batch_size", "lr_find"])
 def test_everything_is_as_before_a_tuner(search: str, tmp_path: Path) -> None:
     seed_everything(1)

@@ -129,6 +129,7 @@ def test_an_index_that_was_edited_to_point_outside_is_refused_and_nothing_is_del
     index = run / "index.json"
     values = json.loads(index.read_text())
     values["checkpoints"].append({**values["checkpoints"][0], "name": name})
+    del values["seal"]  # with one that does not fit, the index is made again from the manifests
     index.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"refused|leads out|outside|no checkpoint in its folder"):
         fit(run, 6, ckpt_path=run / "step=3")
@@ -148,6 +149,7 @@ def _claim(index: Path) -> None:
     values = json.loads(index.read_text())
     values["checkpoints"] = [entry for entry in values["checkpoints"] if entry["name"] != "theirs"]
     values["checkpoints"][-1]["name"] = "theirs"
+    del values["seal"]
     index.write_text(json.dumps(values))
 
 

@@ -160,7 +160,7 @@ class TwoStages(DataParallel):
 
     # Evaluation: every stage's outputs go to both ranks
 
-    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int = 0) -> Any:
+    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         with self._stages_across():
             return super().eval_step(name, batch, idx, dataloader_idx)
 

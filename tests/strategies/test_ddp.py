@@ -22,6 +22,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPStrategy
+from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
 
@@ -177,20 +178,21 @@ class SleepyTask(RegressionTask):
         return self.loss(batch)
 
 
-def _fit_sleepy() -> float:
+def _fit_sleepy() -> None:
     importlib.import_module("torch._dynamo")  # optimizers import it, which may take longer than the timeout
 
     start_s = time.monotonic()
     with pytest.raises(RuntimeError):
         fit(DDPStrategy(timeout=2), SleepyTask(), num_samples=2)
-    return time.monotonic() - start_s
+    assert time.monotonic() - start_s < 6
 
 
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_rank_that_is_later_than_the_timeout_is_an_error_then() -> None:
-    waited_s, _ = run_distributed(_fit_sleepy, 2, init=False, timeout=40)
-    assert waited_s < 6
+    # The late rank, which sleeps on, is ended soon after the other one's error, with that error.
+    with pytest.raises(RankError, match=r"(?s)rank 1 ends after the failure of rank 0.*Timed out waiting 2000ms"):
+        run_distributed(_fit_sleepy, 2, init=False, timeout=40)
 
 
 @pytest.mark.parametrize(
@@ -306,3 +308,14 @@ def test_a_process_group_ends_with_its_stage_and_is_not_left_to_the_collector() 
     # there. torch.distributed.nn keeps the first group of a process for good, as a default argument.
     for alive in run_distributed(_groups_left, 2, init=False):
         assert alive[1:] == [False, False]
+
+
+def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
+    class Late(RegressionTask):
+        def configure_model(self) -> None:
+            self.late = nn.BatchNorm1d(4)
+
+    strategy, task = DDPStrategy(sync_batchnorm=True), Late()
+    strategy.precision = Precision.parse("32-true")
+    strategy._build(task)
+    assert isinstance(task.late, nn.SyncBatchNorm)

@@ -23,6 +23,8 @@ from trainwright.checkpoint import read_checkpoint
 class TwoOptimizers(Blocks):
     """Trains its blocks with one optimizer and what is around them with another, each with its own schedule."""
 
+    automatic_optimization = True  # all of its optimizers step on one loss
+
     def configure_optimizers(self) -> Any:
         """Return AdamW for the blocks and SGD for the rest."""
         blocks = list(self.blocks.parameters())
@@ -33,8 +35,8 @@ class TwoOptimizers(Blocks):
         return optimizers, [{"scheduler": schedule, "interval": "step"} for schedule in schedules]
 
 
-def train(strategy: str, task: Blocks, callbacks: list[Callback], **arguments: Any) -> dict[str, Any]:
-    """Train three epochs; return what can be compared."""
+def train(strategy: str, name: str, task: Blocks, callbacks: list[Callback], **arguments: Any) -> dict[str, Any]:
+    """Train three epochs and save under `name`, which no other run may use; return what can be compared."""
     processes = 1 if strategy == "single" else 2
     path = arguments.pop("ckpt_path", None)
     trainer = quiet_trainer(
@@ -44,7 +46,7 @@ def train(strategy: str, task: Blocks, callbacks: list[Callback], **arguments: A
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # generators that start anew on another number of processes
         trainer.fit(task, batches(), batches(7), ckpt_path=path)
-    after = trainer.save_checkpoint(Path(arguments["default_root_dir"], f"after-{id(task)}"), weights_only=False)
+    after = trainer.save_checkpoint(Path(arguments["default_root_dir"], f"after {name}"), weights_only=False)
     return {"weights": weights_of(task), "val": float(trainer.callback_metrics["val_loss"]), "after": after,
             "step": trainer.global_step}  # fmt: skip
 
@@ -73,18 +75,22 @@ def train_all(strategy: str, folder: Path) -> dict[str, Any]:
     """Train in every way; `folder` is the strategy's own."""
     root = {"default_root_dir": str(folder)}
     found = {
-        "ema": train(strategy, Blocks(), [ema(), saver(folder / "ema")], **root),
-        "swa": train(strategy, Blocks(), [swa(), saver(folder / "swa")], **root),
-        "two": train(strategy, TwoOptimizers(), [saver(folder / "two")], **root),
-        "stopped": train(strategy, Blocks(lr=1e-9), [EarlyStopping("val_loss", patience=1, min_delta=1.0)], **root),
+        "ema": train(strategy, "ema", Blocks(), [ema(), saver(folder / "ema")], **root),
+        "swa": train(strategy, "swa", Blocks(), [swa(), saver(folder / "swa")], **root),
+        "two": train(strategy, "two", TwoOptimizers(), [saver(folder / "two")], **root),
+        "stopped": train(
+            strategy, "stopped", Blocks(lr=1e-9), [EarlyStopping("val_loss", patience=1, min_delta=1.0)], **root
+        ),
     }
     for name, task, callbacks in (("ema", Blocks, [ema()]), ("swa", Blocks, [swa()]), ("two", TwoOptimizers, [])):
         again = [*callbacks, saver(folder / name)]
         path = first_checkpoint(folder / name)
-        found[f"{name} resumed"] = train(strategy, task(), again, ckpt_path=path, **root)
+        found[f"{name} resumed"] = train(strategy, f"{name} resumed", task(), again, ckpt_path=path, **root)
         elsewhere = first_checkpoint(folder.parent / "single" / name)
         again = [*callbacks, saver(folder / f"{name}-elsewhere")]
-        found[f"{name} from single"] = train(strategy, task(), again, ckpt_path=elsewhere, **root)
+        found[f"{name} from single"] = train(
+            strategy, f"{name} from single", task(), again, ckpt_path=elsewhere, **root
+        )
     return found
 
 

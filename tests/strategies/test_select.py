@@ -9,7 +9,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
-from trainwright.strategies.devices import device_indices, device_type
+from trainwright.strategies.devices import device_indices, device_type, kernel_choice
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -175,3 +175,16 @@ def test_devices_are_counted_or_listed(devices: Any, indices: list[int]) -> None
 )
 def test_compile_takes_a_switch_a_mode_or_torchs_arguments(spec: Any, options: Any) -> None:
     assert compile_options(spec) == options
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("arguments", [(True, None), (False, None), (None, True), (None, "warn"), (None, None)])
+def test_the_choice_of_kernels_ends_with_the_stage(before: bool, arguments: tuple[Any, Any]) -> None:
+    torch.backends.cudnn.benchmark = before
+    benchmark, deterministic = arguments
+    with kernel_choice(*arguments):
+        expected = before if benchmark is None else benchmark
+        assert torch.backends.cudnn.benchmark is (False if deterministic else expected)
+        assert torch.are_deterministic_algorithms_enabled() is bool(deterministic)
+    assert torch.backends.cudnn.benchmark is before
+    assert not torch.are_deterministic_algorithms_enabled()

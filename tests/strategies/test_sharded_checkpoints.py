@@ -120,7 +120,7 @@ def test_a_plain_process_begins_from_the_weights_in_pieces(folder: Path, trained
             trainer.should_stop = True
 
     trainer = quiet_trainer(max_steps=1, callbacks=[Begin()])
-    trainer.fit(Blocks(), batches(), ckpt_path=folder / "last", weights_only=True)
+    trainer.fit(Blocks(), batches(), ckpt_path=folder / "last", load_weights_only=True)
     assert_equal_weights(begun[0], trained)
 
 

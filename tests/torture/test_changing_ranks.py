@@ -21,7 +21,7 @@ from tests.torture.runs import Ranks, append, lines_of, preload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import newest_valid
-from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.manifests import read_manifest
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 

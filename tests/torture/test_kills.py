@@ -26,7 +26,7 @@ from tests.torture.runs import (
     run_attempt,
 )
 from trainwright.checkpoint import newest_valid, read_checkpoint
-from trainwright.checkpoint.reader import read_manifest
+from trainwright.checkpoint.manifests import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 

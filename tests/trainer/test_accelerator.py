@@ -19,6 +19,7 @@ from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator.accelerator import Accelerator
+from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 
 @pytest.fixture(autouse=True)
@@ -69,12 +70,13 @@ def test_a_loop_with_accumulation_equals_one_by_hand_also_in_its_short_last_grou
         for group in ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9,)):
             for i in group:
                 x, y = data[i : i + 1]
-                (nn.functional.mse_loss(by_hand(x), y) * (1 / len(group))).backward()
+                (nn.functional.mse_loss(by_hand(x), y) / 3).backward()  # in the short group too
             nn.utils.clip_grad_norm_(by_hand.parameters(), 0.5)
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    net, ours, _, schedule = _train(Accelerator(gradient_accumulation_steps=3, cpu=True), _net(), data)
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(3, short_group="steps"), cpu=True)
+    net, ours, _, schedule = _train(accelerator, _net(), data)
     assert _same(net, by_hand)
     assert ours.state_dict()["state"][0]["step"] == 8
     assert schedule.get_last_lr() == scheduler.get_last_lr()
@@ -242,7 +244,7 @@ def test_a_pass_may_begin_in_its_middle_without_fetching_what_was_before() -> No
 
 
 def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(3, short_group="mean"))
     net, other = _net(), _net()
     train, val = (DataLoader(_data(7), batch_size=1) for _ in range(2))
     ours, ours_train, ours_val = accelerator.prepare(net, train, val)
@@ -258,7 +260,7 @@ def test_an_evaluation_within_a_pass_leaves_its_groups_alone() -> None:
     for group in ((0, 1, 2), (3, 4, 5), (6,)):
         for i in group:
             x, y = _data(7)[i : i + 1]
-            (nn.functional.mse_loss(other(x), y) * (1 / len(group))).backward()
+            (nn.functional.mse_loss(other(x), y) / len(group)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), other.parameters(), strict=True))  # type: ignore[arg-type]
 
 
@@ -338,7 +340,9 @@ def test_a_step_adds_few_calls_to_one_by_hand() -> None:
         ({"mixed_precision": "fp61"}, "Did you mean 'fp16'"),
         ({"mixed_precision": "fp8"}, "not served"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
-        ({"log_with": "wandb"}, "logger of trainwright"),
+        ({"log_with": "wandb"}, "tracker's own interface"),
+        ({"deepspeed_plugins": {"a": 1}}, r"Trainer\(strategy='deepspeed'\)"),
+        ({"torch_tp_plugin": 1}, r"Trainer\(strategy='tp'\)"),
         ({"fsdp_plugin": 1}, r"Trainer\(strategy='fsdp'\)"),
         ({"mixed_precison": "fp16"}, "Did you mean 'mixed_precision'"),
         ({"kwargs_handlers": [3]}, "holds a int"),
@@ -363,7 +367,7 @@ def test_a_strategy_with_steps_of_its_own_refuses_models() -> None:
 
 def test_methods_that_are_not_there_name_what_serves() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: a logger"):
+    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: your tracker's"):
         accelerator.init_trackers("project")
     with pytest.raises(AttributeError, match="Did you mean 'gather'"):
         _ = accelerator.gathr

@@ -17,6 +17,7 @@ from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.trainer.accelerator.accelerator import Accelerator
+from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.distributed
 
@@ -79,7 +80,7 @@ def _by_hand(num: int, steps: int) -> torch.Tensor:
         for i in group:
             x, y = data[i : i + 1]
             replica.require_backward_grad_sync = i == group[-1]
-            (nn.functional.mse_loss(replica(x), y) * (1 / len(group))).backward()
+            (nn.functional.mse_loss(replica(x), y) / steps).backward()  # in the short group too
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
@@ -87,7 +88,8 @@ def _by_hand(num: int, steps: int) -> torch.Tensor:
 
 
 def _compare_loops() -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    plugin = GradientAccumulationPlugin(3, short_group="steps")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     with Exchanges() as exchanges:
         net, rates = _loop(accelerator, 16)
     accelerator.free_memory()

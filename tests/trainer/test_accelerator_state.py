@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
-from trainwright.checkpoint.reader import read_manifest, verify
+from trainwright.checkpoint.manifests import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator.accelerator import Accelerator
+from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,11 @@ class Loop:
     def __init__(self, precision: str = "no", num_models: int = 1, **options: Any) -> None:
         torch.manual_seed(5)
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, mixed_precision=precision, seed=7, **options
+            cpu=True,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(2, short_group="mean"),
+            mixed_precision=precision,
+            seed=7,
+            **options,
         )
         self.nets = [
             nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))

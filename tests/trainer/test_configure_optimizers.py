@@ -23,6 +23,8 @@ Configure = Callable[[RegressionTask], Any]
 
 def _task(configure: Configure) -> RegressionTask:
     class Task(RegressionTask):
+        automatic_optimization = True  # all of its optimizers step on one loss
+
         def configure_optimizers(self) -> Any:
             return configure(self)
 
@@ -273,6 +275,8 @@ def test_several_optimizers_all_step_once_per_group_and_count_as_one_step() -> N
     seen: list[Optimizer] = []
 
     class Task(RegressionTask):
+        automatic_optimization = True  # all of its optimizers step on one loss
+
         def configure_optimizers(self) -> Any:
             return list(_halves(self))
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.tasks import regression_loader
 from tests.trainer.runs import MeasuredTask, quiet_trainer
 from trainwright.callbacks.early_stopping import EarlyStopping
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 _CASES = [([6, 5, 5, 5, 5, 5], 3, 4), ([6, 5, 4, 4, 3, 3], 1, 3), ([6, 5, 6, 5, 5, 5], 3, 4)]
 
@@ -64,5 +64,6 @@ def test_a_metric_that_was_never_logged_is_an_error_that_lists_those_that_were()
 def test_it_waits_for_the_least_number_of_epochs() -> None:
     stopping = EarlyStopping("val_measure", patience=1)
     trainer = quiet_trainer(max_epochs=9, min_epochs=4, callbacks=stopping)
-    trainer.fit(MeasuredTask([1.0] * 9), regression_loader(2), regression_loader(2))
+    with pytest.warns(TrainwrightWarning, match=r"did not improve.*but min_epochs=4 is not reached"):
+        trainer.fit(MeasuredTask([1.0] * 9), regression_loader(2), regression_loader(2))
     assert trainer.current_epoch == 4

@@ -57,6 +57,10 @@ class Counting(TaskModule):
         self.log("pair", self.pair, **options)
         return loss
 
+    def on_train_start(self) -> None:
+        """Note an epoch that a resume continues, whose start is not announced again."""
+        self.has_begun = self.trainer.state.batch_in_epoch % _STEPS > 0
+
     def on_train_epoch_start(self) -> None:
         """Take what the epoch before has come to, unless that was before a resume."""
         if self.has_begun:

@@ -53,6 +53,7 @@ class RestlessTask(TaskModule):
 
     def __init__(self, kind: str) -> None:
         super().__init__()
+        self.automatic_optimization = True  # its two optimizers share a loss on purpose
         self.kind = kind
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)

@@ -146,8 +146,9 @@ def test_a_resumed_fit_lets_checkpoints_be_read_before_it_begins(tmp_path: Path)
     first.save_checkpoint(tmp_path / "one")
     trainer = quiet_trainer(max_epochs=2, callbacks=_EveryCallbackHook(notes))
     trainer.fit(_EveryTaskHook(notes), ckpt_path=tmp_path / "one")
-    start = notes.index("task.configure_optimizers")
-    expected = ["task.configure_optimizers", *_both("on_load_checkpoint", "on_fit_start")]
+    start = notes.index("task.configure_model")
+    expected = ["task.configure_model", *_both("on_load_checkpoint"), "task.configure_optimizers"]
+    expected += _both("on_fit_start")
     assert notes[start : start + len(expected)] == expected
     assert notes.count("task.on_load_checkpoint") == 1
 
@@ -205,7 +206,7 @@ def test_hooks_of_a_batch_see_the_outputs_and_the_batch() -> None:
             return None
 
         def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-            seen.append(("end", outputs.shape, batch[0].shape, batch_idx, self.global_step))
+            seen.append(("end", outputs["loss"].shape, batch[0].shape, batch_idx, self.global_step))
 
     quiet_trainer(max_epochs=1, accumulate_grad_batches=2).fit(Task(), regression_loader(4, 2))
     shape, scalar = torch.Size([2, 4]), torch.Size([])

@@ -89,7 +89,7 @@ def _divide_by_zero() -> float:
 @pytest.mark.parametrize("how", [_interrupt, _press_ctrl_c])
 def test_ctrl_c_ends_the_fit_quietly_and_everyone_hears_of_it(how: Any) -> None:
     first, second, logger = _Hears(), _HearsToo(), _Ends()
-    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger)
+    trainer = quiet_trainer(max_epochs=3, callbacks=[first, second], logger=logger, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, how), regression_loader(8))
     assert trainer.interrupted
     assert trainer.global_step == 3
@@ -135,7 +135,7 @@ def test_the_traceback_ends_in_the_users_own_line() -> None:
 def test_what_was_saved_before_is_whole_and_can_be_resumed(fail: Any, tmp_path: Path) -> None:
     def trainer() -> Any:
         saver = ModelCheckpoint(tmp_path, save_top_k=-1)
-        return quiet_trainer(max_epochs=3, callbacks=saver, enable_checkpointing=None, default_root_dir=tmp_path)
+        return quiet_trainer(max_epochs=3, callbacks=saver, default_root_dir=tmp_path, on_interrupt="return")
 
     broken = trainer()
     if fail is _interrupt:
@@ -167,7 +167,7 @@ def test_a_callback_that_fails_while_it_hears_of_an_error_does_not_hide_it() -> 
 
 
 def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
-    trainer = quiet_trainer(max_epochs=2)
+    trainer = quiet_trainer(max_epochs=2, on_interrupt="return")
     trainer.fit(_FailsAt(0, 3, _interrupt), regression_loader(8))
     trainer.fit(RegressionTask(), regression_loader(8))
     assert not trainer.interrupted

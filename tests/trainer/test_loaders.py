@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import Endless, Tally, quiet_trainer
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, DataModule
 
 
@@ -176,7 +176,8 @@ def test_overfitting_reads_the_same_unshuffled_batches_in_every_epoch() -> None:
 
     tally = Tally()
     trainer = quiet_trainer(max_epochs=3, overfit_batches=4, callbacks=tally)
-    trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
+    with pytest.warns(TrainwrightWarning, match="shuffle=True is switched off"):
+        trainer.fit(Task(), regression_loader(shuffle=True), regression_loader())
     first = [batch[0].sum().item() for batch in regression_loader()][:4]
     assert seen == first * 3
     assert tally.batches["validation"] == {0: 12}

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import TrainwrightWarning
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,8 @@ def test_a_wish_to_stop_waits_for_the_minimum_of_epochs_and_steps(
 ) -> None:
     stop = RecordingCallback("on_train_epoch_end", note=lambda _, trainer: ask_to_stop(trainer))
     trainer = quiet_trainer(max_epochs=20, min_epochs=min_epochs, min_steps=min_steps, callbacks=stop)
-    trainer.fit(RegressionTask(), regression_loader(batches))
+    with pytest.warns(TrainwrightWarning, match="reached: training continues until then"):
+        trainer.fit(RegressionTask(), regression_loader(batches))
     assert trainer.global_step == steps
 
 

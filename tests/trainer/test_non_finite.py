@@ -207,6 +207,8 @@ def test_one_bad_micro_batch_leaves_out_its_whole_group() -> None:
 
 def test_of_several_optimizers_none_steps() -> None:
     class Two(Bad):
+        automatic_optimization = True  # all of its optimizers step on one loss
+
         def configure_optimizers(self) -> Any:
             return [torch.optim.Adam(self.net[0].parameters()), torch.optim.SGD(self.net[3].parameters(), lr=0.1)]
 

@@ -265,7 +265,7 @@ def test_generators_that_may_be_missing_start_anew(run: Path) -> None:
     ("arguments", "message"),
     [
         ({"allow_missing": ["optimiser"]}, "'optimiser' is unknown. Did you mean 'optimizer'"),
-        ({"allow_missing": ["model"]}, "weights_only=True"),
+        ({"allow_missing": ["model"]}, "load_weights_only=True"),
         ({"on_damaged": "ignore"}, "Use 'error' or 'fall_back'"),
     ],
 )
@@ -408,7 +408,7 @@ def test_strict_false_loads_the_weights_that_fit_and_names_the_others(run: Path)
     with pytest.raises(CheckpointError, match=r"extra\.weight"):
         resume(run, "last", task)
     with pytest.warns(TrainwrightWarning, match=r"2 weights of the task are not in it: extra\.weight, extra\.bias"):
-        resume(run, "last", task, strict=False, weights_only=True)
+        resume(run, "last", task, strict=False, load_weights_only=True)
 
 
 def test_strict_true_wins_over_the_tasks_own_word(run: Path) -> None:
@@ -427,7 +427,7 @@ def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=kind == "weights")
     recorder, begun = StepRecorder(), RecordingCallback("on_train_start", note=lambda _, t: weights_of(t.task))
     trainer = quiet_trainer(max_epochs=1, callbacks=[recorder, begun])
-    trainer.fit(DecayingTask(seed=5), loader(), ckpt_path=saved, weights_only=True)
+    trainer.fit(DecayingTask(seed=5), loader(), ckpt_path=saved, load_weights_only=True)
     assert_equal_weights(begun.notes[0][1], read_checkpoint(saved).model or {})
     assert trainer.global_step == 4
     assert recorder.lrs[0] == [0.05]
@@ -437,7 +437,7 @@ def test_weights_only_begins_a_new_run_at_step_0_from_the_weights(
 def test_weights_only_takes_a_trainer_that_has_trained_back_to_step_0(run: Path) -> None:
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(DecayingTask(), loader())
-    trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", weights_only=True)
+    trainer.fit(DecayingTask(), loader(), ckpt_path=run / "checkpoints" / "2", load_weights_only=True)
     assert trainer.global_step == 8
 
 
@@ -445,14 +445,14 @@ def test_a_weights_checkpoint_is_no_run_to_resume_and_says_what_to_do(tmp_path: 
     first = quiet_trainer(max_epochs=1)
     first.fit(DecayingTask(), loader())
     saved = first.save_checkpoint(tmp_path / "saved", weights_only=True)
-    with pytest.raises(CheckpointError, match=r"holds weights only.*weights_only=True"):
+    with pytest.raises(CheckpointError, match=r"holds weights only.*load_weights_only=True"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), loader(), ckpt_path=saved)
 
 
 def test_weights_only_needs_no_part_but_the_weights(run: Path) -> None:
     for part in ("optimizer", "rng"):
         remove_part(run / "checkpoints" / "2", part)
-    assert resume(run, "last", weights_only=True)[0] == 1
+    assert resume(run, "last", load_weights_only=True)[0] == 1
 
 
 # Data that is no longer what it was

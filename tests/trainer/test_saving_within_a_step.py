@@ -79,7 +79,7 @@ def train(folder: Path, *callbacks: Callback, interval: float | int, resume: Pat
     task = Watched()
     trainer = quiet_trainer(
         max_epochs=_EPOCHS, seed=1, num_sanity_val_steps=0, val_check_interval=interval,
-        callbacks=list(callbacks), default_root_dir=folder,
+        callbacks=list(callbacks), default_root_dir=folder, on_interrupt="return",
     )  # fmt: skip
     data = TensorDataset(_INPUTS)
     trainer.fit(task, DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=4), ckpt_path=resume)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data, regression_loader
 from tests.trainer.runs import AfterBatch, quiet_trainer, weights_of
 from trainwright.callbacks.callback import Callback
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 
 def _trained(task: RegressionTask, **arguments: Any) -> torch.Tensor:
@@ -42,7 +42,8 @@ def test_a_step_may_return_none_to_skip_its_batch() -> None:
     task = Task()
     before = weights_of(task)
     trainer = quiet_trainer(max_epochs=2)
-    trainer.fit(task, regression_loader(4))
+    with pytest.warns(TrainwrightWarning, match="training_step returned None for each of the 4 batches"):
+        trainer.fit(task, regression_loader(4))
     assert torch.equal(weights_of(task), before)
     assert (trainer.global_step, trainer.state.batches, trainer.current_epoch) == (0, 8, 2)
 

@@ -1,0 +1,185 @@
+"""`trainwright migrate`: what is rewritten, what is left alone, and that the rewritten programs run."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.migrate_programs import PROGRAMS
+from trainwright.cli.main import main
+from trainwright.cli.rewrite_imports import rewrite
+
+
+def rewritten(text: str) -> str:
+    """Return a program after the rewrite; nothing may be left to do."""
+    found = rewrite(text.encode())
+    assert found.unsettled == []
+    return found.code.decode()
+
+
+def left(text: str) -> list[tuple[int, str]]:
+    """Return what a rewrite leaves to do."""
+    return [(each.line, each.text) for each in rewrite(text.encode()).unsettled]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_migrates_without_a_rest_and_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAMS[name])
+    assert main(["migrate", str(path)]) == 0, capsys.readouterr().err
+    text = path.read_text()
+    imports = [line for line in text.splitlines() if re.match(r"\s*(from|import) ", line)]
+    assert not [line for line in imports if re.search(r"lightning|accelerate", line)]
+    assert rewritten(text) == text, "a second rewrite changes nothing"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    runpy.run_path(str(path), run_name="program")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import lightning as L  # why\n", "import trainwright as L  # why\n"),
+        ("import os, lightning.pytorch as pl\n", "import os, trainwright as pl\n"),
+        ("from lightning import pytorch as pl\npl.Trainer\n", "import trainwright as pl\npl.Trainer\n"),
+        ("import lightning\nlightning.pytorch.LightningModule\n", "import trainwright\ntrainwright.TaskModule\n"),
+        ("import lightning as L\nL.pytorch.callbacks.Timer()\n", "import trainwright as L\nL.callbacks.Timer()\n"),
+        ("import accelerate\naccelerate.utils.set_seed(1)\n", "import trainwright\ntrainwright.seed_everything(1)\n"),
+        (
+            "from lightning.pytorch.callbacks.early_stopping import EarlyStopping\n",
+            "from trainwright.callbacks import EarlyStopping\n",
+        ),
+        (
+            "from lightning.pytorch.callbacks import (\n    Timer,  # time\n    EarlyStopping,\n)\n",
+            "from trainwright.callbacks import (\n    Timer,  # time\n    EarlyStopping,\n)\n",
+        ),
+        (
+            "from lightning.pytorch.utilities import CombinedLoader as Both\n",
+            "from trainwright import CombinedLoader as Both\n",
+        ),
+        (
+            "from lightning.pytorch import LightningModule\nTaskModule = 1\nclass A(LightningModule): ...\n",
+            "from trainwright import TaskModule as LightningModule\nTaskModule = 1\nclass A(LightningModule): ...\n",
+        ),
+        (
+            "from lightning.pytorch import LightningModule\n__all__ = ['LightningModule']\n",
+            "from trainwright import TaskModule as LightningModule\n__all__ = ['LightningModule']\n",
+        ),
+        (
+            "from lightning.pytorch import LightningModule\ndef f(m: 'LightningModule'): ...\n",
+            "from trainwright import TaskModule as LightningModule\ndef f(m: 'LightningModule'): ...\n",
+        ),
+        (
+            "try:\n    import lightning as L\nexcept ImportError:\n    import pytorch_lightning as L\n",
+            "import trainwright as L\n",
+        ),
+        (
+            "try:\n    import lightning as L\nexcept ImportError:\n    L = None\n",
+            "try:\n    import trainwright as L\nexcept ImportError:\n    L = None\n",
+        ),
+        ("import lightning as L\r\nL.Trainer()\r\n", "import trainwright as L\r\nL.Trainer()\r\n"),
+    ],
+)
+def test_forms_of_imports(before: str, after: str) -> None:
+    assert rewritten(before) == after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nclass LightningModule: ...\nclass A(LightningModule): ...\n",
+        "# import lightning\nx = 'lightning is fast'\n",
+        "from .lightning import LightningModule\nfrom mine.lightning import Trainer\n",
+        "try:\n    from trainwright import Trainer\nexcept ImportError:\n    from lightning import Trainer\n",
+        "def LightningModule(lightning): return lightning.LightningModule\n",
+        "",
+    ],
+)
+def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> None:
+    assert rewritten(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("\nfrom lightning.pytorch.callbacks import ModelPruning\n", 2, "ModelPruning of Lightning is not here: "),
+        ("import lightning as L\nL.Fabric()\n", 2, "Fabric of Lightning is not here: use trainwright.Accelerator"),
+        ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
+        ("from lightning import *\n", 1, "from lightning import *: name what you use."),
+        ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
+        ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
+        ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
+        ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
+        ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
+        ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
+    ],
+)
+def test_what_cannot_be_settled_is_told_with_its_line(text: str, line: int, says: str) -> None:
+    ((found, told),) = left(text)
+    assert found == line
+    assert says in told
+
+
+def test_what_is_not_here_stays_imported_beside_what_is() -> None:
+    text = "from lightning.pytorch.callbacks import ModelPruning, Timer  # both\n"
+    code = rewrite(text.encode()).code.decode()
+    assert "from trainwright.callbacks import Timer" in code
+    assert "from lightning.pytorch.callbacks import ModelPruning" in code
+    assert code.count("# both") == 1
+
+
+def test_the_rest_is_printed_and_the_exit_code_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("import lightning as L\nL.Fabric()\n")
+    path.chmod(0o750)
+    assert main(["migrate", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == f"{path}: rewritten\n"
+    assert printed.err.startswith(f"{path}:2: Fabric of Lightning is not here: ")
+    assert path.stat().st_mode & 0o777 == 0o750
+    assert os.listdir(tmp_path) == ["a.py"]
+
+
+def test_diff_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("import lightning as L\n")
+    assert main(["migrate", "--diff", str(path)]) == 0
+    assert path.read_text() == "import lightning as L\n"
+    assert "-import lightning as L\n+import trainwright as L\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("bad.py", "import lightning as L\ndef f(:\n", "is not Python: line 2"),
+        ("notes.ipynb", "{}", "is not a Python file"),
+        ("gone.py", None, "cannot be read"),
+    ],
+)
+def test_a_file_that_cannot_be_read_leaves_all_unchanged(
+    tmp_path: Path, name: str, content: str | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.py", tmp_path / name
+    good.write_text("import lightning as L\n")
+    if content is not None:
+        bad.write_text(content)
+    assert main(["migrate", str(good), str(bad)]) == 2
+    assert says in capsys.readouterr().err
+    assert good.read_text() == "import lightning as L\n"
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.py", tmp_path / "link.py"
+    real.write_text("import lightning as L\n")
+    link.symlink_to(real)
+    assert main(["migrate", str(link)]) == 0
+    assert link.is_symlink()
+    assert real.read_text() == "import trainwright as L\n"

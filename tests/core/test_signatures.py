@@ -1,0 +1,93 @@
+"""What callables take, and how they are called with it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hooks import TaskHooks
+from trainwright.core.signatures import arguments_of, bind, check_signatures, fits, own_hook, taken_by
+from trainwright.core.task import TaskModule
+
+STEP = ("batch", "batch_idx", "dataloader_idx")
+END = ("outputs", *STEP)
+
+
+def test_a_hook_is_called_with_what_its_base_declares() -> None:
+    assert arguments_of(TaskHooks, "on_validation_batch_end") == END
+    assert arguments_of(TaskModule, "backward") == ("loss",)
+    assert arguments_of(TaskModule, "training_step") == ("batch", "batch_idx")
+
+
+def test_a_callable_that_takes_everything_is_returned_as_it_is() -> None:
+    def step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def several(*args: Any) -> None: ...
+
+    assert bind(step, "test_step", STEP) is step
+    assert bind(several, "test_step", STEP) is several
+    assert bind(step, "training_step", STEP[:2]) is step
+
+
+def test_a_name_in_another_place_is_given_by_its_name() -> None:
+    def step(batch: Any, dataloader_idx: int) -> Any:
+        return batch, dataloader_idx
+
+    bound = bind(step, "test_step", STEP)
+    assert bound("batch", 7) == ("batch", 0)
+    assert bound("batch", 7, 3) == ("batch", 3)
+
+
+def test_what_a_wrapper_takes_counts_where_it_takes_less_than_what_it_wraps() -> None:
+    def inner(batch: Any, batch_idx: int, dataloader_idx: int) -> None: ...
+
+    @functools.wraps(inner)
+    def outer(batch: Any) -> Any:
+        return batch
+
+    assert [name for name, _ in taken_by(outer).positional] == ["batch"]
+    assert bind(outer, "test_step", STEP)("batch", 0) == "batch"
+
+
+def test_callables_without_a_signature_take_everything() -> None:
+    assert taken_by(mock.Mock()).takes_more
+    assert fits(mock.Mock(), "on_fit_start", ())
+    assert fits(max, "test_step", STEP)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "names", "right"),
+    [
+        (lambda: None, "test_step", STEP, False),
+        (lambda batch: None, "test_step", STEP, True),
+        (lambda outputs, batch: None, "on_test_batch_end", END, False),
+        (lambda outputs, batch, batch_idx: None, "on_test_batch_end", END, True),
+        (lambda outputs, batch, batch_idx, a, b: None, "on_test_batch_end", END, False),
+        (lambda outputs, batch, batch_idx, a=0, b=0: None, "on_test_batch_end", END, True),
+        (lambda *args, batch_idx: None, "on_test_batch_end", END, True),
+        (lambda *args, other: None, "on_test_batch_end", END, False),
+        (lambda *, stage: None, "setup", ("stage",), False),
+    ],
+)
+def test_what_cannot_be_called_is_found(function: Any, name: str, names: tuple[str, ...], right: bool) -> None:
+    assert fits(function, name, names) is right
+
+
+def test_a_number_called_num_items_is_no_hook() -> None:
+    task = TaskModule()
+    task.num_items = 100  # type: ignore[method-assign, assignment]
+    assert own_hook(task, "num_items", TaskModule) is None
+    check_signatures(task, TaskModule, ["num_items", "num_tokens"])
+
+
+def test_a_method_called_num_items_that_takes_no_batch_is_refused() -> None:
+    class Recommender(TaskModule):
+        def num_items(self) -> int:  # type: ignore[override]
+            return 100
+
+    with pytest.raises(ConfigurationError, match=r"Recommender.num_items declares \(\).*rename the method"):
+        check_signatures(Recommender(), TaskModule, ["num_items"])

@@ -1,0 +1,1 @@
+"""Code that was written for another framework."""

@@ -1,0 +1,278 @@
+"""Hooks and steps are called with the arguments that they declare; what cannot work is found before a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.lambda_callback import LambdaCallback
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+
+KINDS = ("validation", "test", "predict")
+VERBS = {"validation": "validate", "test": "test", "predict": "predict"}
+
+
+def _evaluate(kind: str, task: TaskModule, callbacks: list[Callback], num_loaders: int) -> None:
+    loaders = [regression_loader(2) for _ in range(num_loaders)]
+    options = {} if kind == "predict" else {"verbose": False}
+    trainer = quiet_trainer(callbacks=callbacks)
+    getattr(trainer, VERBS[kind])(task, loaders[0] if num_loaders == 1 else loaders, **options)
+
+
+def _evaluated(kind: str, num_loaders: int, step: Callable[..., Any]) -> None:
+    task = type("Mine", (RegressionTask,), {f"{kind}_step": step})()
+    _evaluate(kind, task, [], num_loaders)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_a_callback_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loaders: int) -> None:
+    seen: list[Any] = []
+
+    def start(self: Any, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(("start", batch_idx))
+
+    def end(self: Any, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(("end", batch_idx))
+
+    methods = {f"on_{kind}_batch_start": start, f"on_{kind}_batch_end": end}
+    task = RegressionTask()
+    task.predict_step = lambda batch, batch_idx: task.net(batch[0])  # type: ignore[method-assign]
+    _evaluate(kind, task, [type("Mine", (Callback,), methods)()], num_loaders)
+    assert seen == [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_a_task_s_batch_hooks_work_without_dataloader_idx(kind: str, num_loaders: int) -> None:
+    seen: list[Any] = []
+
+    def start(self: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(("start", batch_idx))
+
+    def end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        seen.append(("end", batch_idx))
+
+    def step(self: Any, batch: Any, batch_idx: int) -> int:
+        return batch_idx
+
+    methods = {f"on_{kind}_batch_start": start, f"on_{kind}_batch_end": end, f"{kind}_step": step}
+    _evaluate(kind, type("Mine", (RegressionTask,), methods)(), [], num_loaders)
+    assert seen == [("start", 0), ("end", 0), ("start", 1), ("end", 1)] * num_loaders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_hooks_and_steps_with_any_number_of_arguments_get_the_loader_s_index_with_several_only(
+    kind: str, num_loaders: int
+) -> None:
+    seen: list[int] = []
+
+    def hook(self: Any, *args: Any) -> None:
+        seen.append(len(args))
+
+    def step(self: Any, *args: Any) -> int:
+        seen.append(len(args))
+        return 0
+
+    task = type("Mine", (RegressionTask,), {f"on_{kind}_batch_start": hook, f"{kind}_step": step})()
+    callback = type("Mine", (Callback,), {f"on_{kind}_batch_end": hook})()
+    _evaluate(kind, task, [callback], num_loaders)
+    more = int(num_loaders > 1)
+    assert seen == [2 + more, 2 + more, 5 + more] * 2 * num_loaders
+
+
+@pytest.mark.parametrize("num_loaders", [1, 2])
+def test_every_form_of_a_step_gets_what_it_declares(num_loaders: int) -> None:
+    seen: list[Any] = []
+    several = num_loaders > 1
+
+    def wrapping(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+        return wrapper
+
+    def opaque(step: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return step(*args, **kwargs)
+
+        return wrapper
+
+    forms: list[tuple[Callable[..., Any], Any]] = [
+        (lambda self, batch: seen.append(()), ()),
+        (lambda self, batch, batch_idx: seen.append(batch_idx), 0),
+        (lambda self, batch, batch_idx, dataloader_idx: seen.append(dataloader_idx), 0),
+        (lambda self, batch, batch_idx, dataloader_idx=5: seen.append(dataloader_idx), 0 if several else 5),
+        (lambda self, batch, batch_idx, prefix="mine": seen.append(prefix), 0 if several else "mine"),
+        (lambda self, batch, *, batch_idx: seen.append(batch_idx), 0),
+        (lambda self, batch, *, batch_idx, dataloader_idx: seen.append((batch_idx, dataloader_idx)), (0, 0)),
+        (lambda self, batch, batch_idx, **more: seen.append(more), {}),
+        (wrapping(lambda self, batch: seen.append("wraps")), "wraps"),
+        (wrapping(lambda self, batch, batch_idx: seen.append("wraps")), "wraps"),
+        (opaque(lambda self, batch, batch_idx, dataloader_idx=5: seen.append(dataloader_idx)), 0 if several else 5),
+        (torch.no_grad()(lambda self, batch, batch_idx: seen.append("no_grad")), "no_grad"),
+        (staticmethod(lambda batch, batch_idx: seen.append("static")), "static"),
+        (classmethod(lambda cls, batch, batch_idx: seen.append("class")), "class"),
+        (functools.partialmethod(lambda self, extra, batch, batch_idx: seen.append(extra), "partial"), "partial"),
+    ]
+    for step, expected in forms:
+        seen.clear()
+        _evaluated("test", num_loaders, step)
+        assert seen[0] == expected
+
+
+def test_a_step_that_is_assigned_on_the_instance_gets_what_it_declares() -> None:
+    seen: list[Any] = []
+    task = RegressionTask()
+    task.test_step = functools.partial(  # type: ignore[method-assign]
+        lambda extra, batch, batch_idx: seen.append(extra), "extra"
+    )
+    _evaluate("test", task, [], 1)
+    assert seen == ["extra", "extra"]
+
+
+def test_a_training_step_may_take_the_batch_only_or_its_index_by_keyword() -> None:
+    class OfBatch(RegressionTask):
+        def training_step(self, batch: Any) -> torch.Tensor:  # type: ignore[override]
+            return self.loss(batch)
+
+    class ByKeyword(RegressionTask):
+        def training_step(self, batch: Any, *, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+            assert batch_idx in range(4)
+            return self.loss(batch)
+
+    class Any_(RegressionTask):
+        def training_step(self, *args: Any) -> torch.Tensor:
+            assert len(args) == 2
+            return self.loss(args[0])
+
+    for task in (OfBatch(), ByKeyword(), Any_()):
+        quiet_trainer(max_epochs=1).fit(task, regression_loader(4))
+
+
+def test_hooks_of_the_transfer_may_leave_the_loader_s_index_out() -> None:
+    seen: list[str] = []
+
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return regression_loader(1)
+
+        def on_after_batch_transfer(self, batch: Any) -> Any:  # type: ignore[override]
+            seen.append("data")
+            return batch
+
+    class Mine(RegressionTask):
+        def on_before_batch_transfer(self, batch: Any) -> Any:  # type: ignore[override]
+            seen.append("task")
+            return batch
+
+        def transfer_batch_to_device(self, *args: Any) -> Any:
+            assert len(args) == 3
+            return args[0]
+
+    quiet_trainer(max_epochs=1, num_sanity_val_steps=0).fit(Mine(), datamodule=Data())
+    assert seen == ["task", "data"]
+
+
+class _Untouched(RegressionTask):
+    def prepare_data(self) -> None:
+        raise AssertionError("the run has begun")
+
+
+def _refused(task: TaskModule | None = None, callback: Any = None, **data: Any) -> str:
+    trainer = quiet_trainer(max_epochs=1, callbacks=callback)
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(task or _Untouched(), **(data or {"train_dataloaders": regression_loader(2)}))
+    return str(error.value)
+
+
+def test_a_callback_whose_hook_takes_too_few_is_refused_with_the_line_to_write() -> None:
+    class Mine(Callback):
+        def on_train_batch_end(self, trainer: Any, task: Any) -> None:  # type: ignore[override]
+            pass
+
+    text = _refused(callback=Mine())
+    assert "Mine.on_train_batch_end declares (trainer, task)" in text
+    assert "is called with (trainer, task, outputs, batch, batch_idx)" in text
+    assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in text
+
+
+def test_a_callback_whose_hook_wants_more_is_refused() -> None:
+    class Mine(Callback):
+        def on_train_batch_end(  # type: ignore[override]
+            self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int
+        ) -> None:
+            pass
+
+    assert "def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx)" in _refused(callback=Mine())
+
+
+def test_a_step_whose_keyword_nobody_gives_is_refused() -> None:
+    class Mine(_Untouched):
+        def training_step(self, batch: Any, batch_idx: int, *, scale: float) -> torch.Tensor:  # type: ignore[override]
+            return self.loss(batch)
+
+    text = _refused(Mine())
+    assert "Mine.training_step declares (batch, batch_idx, *, scale)" in text
+    assert "def training_step(self, batch, batch_idx)" in text
+
+
+def test_a_step_without_arguments_and_a_setup_without_a_stage_are_refused() -> None:
+    class NoBatch(_Untouched):
+        def training_step(self) -> torch.Tensor:  # type: ignore[override]
+            return torch.zeros(())
+
+    class NoStage(_Untouched):
+        def setup(self) -> None:  # type: ignore[override]
+            pass
+
+    assert "NoBatch.training_step declares ()" in _refused(NoBatch())
+    assert "def setup(self, stage)" in _refused(NoStage())
+
+
+def test_an_older_optimizer_step_is_refused() -> None:
+    class Mine(_Untouched):
+        def optimizer_step(  # type: ignore[override]
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_idx: int, optimizer_closure: Any
+        ) -> None:
+            pass
+
+    assert "def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure)" in _refused(Mine())
+
+
+def test_a_data_module_and_a_function_of_a_lambda_callback_are_looked_at_too() -> None:
+    class Data(DataModule):
+        def setup(self) -> None:  # type: ignore[override]
+            pass
+
+    assert "Data.setup declares ()" in _refused(datamodule=Data())
+    assert "LambdaCallback.on_fit_start declares (trainer)" in _refused(
+        callback=LambdaCallback(on_fit_start=lambda trainer: None)
+    )
+
+
+def test_a_hook_that_is_not_a_method_is_refused_with_a_name_to_change() -> None:
+    task = _Untouched()
+    task.setup = {"rank": 4}  # type: ignore[method-assign, assignment]
+    assert "_Untouched.setup is a dict" in _refused(task)
+
+
+def test_steps_of_other_stages_are_the_user_s_own_affair() -> None:
+    class Mine(RegressionTask):
+        def predict_step(self, images: Any, names: Any, least: float, most: float) -> None:  # type: ignore[override]
+            pass
+
+    quiet_trainer(max_epochs=1).fit(Mine(), regression_loader(2))
+    with pytest.raises(ConfigurationError, match="def predict_step\\(self, batch, batch_idx, dataloader_idx=0\\)"):
+        quiet_trainer().predict(Mine(), regression_loader(2))

@@ -1,0 +1,80 @@
+"""Names of Lightning's LightningModule that a task has, or that say what serves instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core import onnx
+from trainwright.core.errors import ConfigurationError, TaskError
+
+
+def test_what_does_not_exist_says_what_serves_instead() -> None:
+    task = RegressionTask()
+    for call, words in (
+        (lambda: task.to_torchscript("x.pt"), r"torch\.export\.export"),
+        (lambda: task.to_tensorrt("x.ts"), r"torch_tensorrt\.compile"),
+        (lambda: task.fabric, "Accelerator"),
+        (lambda: task.device_mesh, "tensor_parallel_plan"),
+    ):
+        with pytest.raises(TaskError, match=words):
+            call()  # type: ignore[no-untyped-call]  # lambdas of one table
+
+
+def test_the_way_out_of_torchscript_is_one() -> None:
+    sample = torch.randn(2, 4)
+    task = RegressionTask().eval()
+    torch.testing.assert_close(torch.export.export(task, (sample,)).module()(sample), task(sample))
+
+
+def test_a_task_is_exported_in_evaluation_mode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def export(module: Any, args: Any, file: Any, **options: Any) -> str:
+        calls.append((module.training, torch.is_grad_enabled(), len(args), file, options))
+        return "program"
+
+    monkeypatch.setattr(onnx, "require_package", lambda *args, **options: None)
+    monkeypatch.setattr(torch.onnx, "export", export)
+    task = RegressionTask()
+    task.net[1].eval()
+    with pytest.raises(ConfigurationError, match="example_input_array"):
+        task.to_onnx()
+    task.example_input_array = torch.randn(2, 4)
+    assert task.to_onnx(tmp_path / "a.onnx", dynamo=True) == "program"
+    task.to_onnx(input_sample={"inputs": torch.randn(2, 4)})
+    assert calls[0] == (False, False, 1, str(tmp_path / "a.onnx"), {"dynamo": True})
+    assert calls[1][2:4] == (0, None)
+    assert list(calls[1][4]["kwargs"]) == ["inputs"]
+    assert [part.training for part in task.net] == [True, False, True, True]
+
+
+def test_a_trainer_can_be_set_and_taken_away() -> None:
+    task, trainer = RegressionTask(), quiet_trainer()
+    task.trainer = trainer
+    assert task.trainer is trainer
+    task.trainer = None
+    with pytest.raises(TaskError):
+        _ = task.trainer
+    assert not task.on_gpu
+
+
+def test_optimizers_can_be_had_unwrapped() -> None:
+    class Manual(RegressionTask):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            plain = self.optimizers(use_pl_optimizer=False)
+            assert type(plain) is torch.optim.SGD
+            assert self.optimizers() is not plain
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.log_dict({"loss": loss.detach()}, True, prog_bar=False) if batch_idx < 0 else None
+
+    quiet_trainer(max_steps=1).fit(Manual(), regression_loader(4))

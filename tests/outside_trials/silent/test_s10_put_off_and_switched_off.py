@@ -1,0 +1,87 @@
+"""What does not happen as asked is said: steps without a loss, stops that wait, shuffling that is switched off."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from trainwright.core.errors import TrainwrightWarning
+
+
+class _NoLoss(RegressionTask):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.loss(batch)
+
+
+def test_a_training_step_that_always_returns_none_is_a_warning_once() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"returned None for each of the 4 batches of epoch 0.*Return") as told:
+        quiet_trainer(max_epochs=3).fit(_NoLoss(), regression_loader(4))
+    assert len(told) == 1
+
+
+def test_a_long_epoch_is_not_waited_for() -> None:
+    seen: list[int] = []
+
+    def note(event: str, trainer: Any) -> None:
+        seen.append(len(told))
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        quiet_trainer(max_epochs=1, callbacks=RecordingCallback("on_train_batch_end", note=note)).fit(
+            _NoLoss(), regression_loader(64)
+        )
+    assert seen.index(1) in range(49, 60)
+    assert "so far" in str(told[0].message)
+
+
+def test_skipping_some_batches_is_no_warning() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            return None if batch_idx % 2 == 0 else self.loss(batch)
+
+    quiet_trainer(max_epochs=2).fit(Task(), regression_loader(5))
+
+
+def _stopping_at(step: int, **arguments: Any) -> Any:
+    def note(event: str, trainer: Any) -> None:
+        if trainer.global_step >= step:
+            trainer.should_stop = True
+
+    trainer = quiet_trainer(callbacks=RecordingCallback("on_train_step_end", note=note), **arguments)
+    trainer.fit(RegressionTask(), regression_loader(4))
+    return trainer
+
+
+def test_a_stop_that_has_to_wait_is_a_warning_once() -> None:
+    with pytest.warns(
+        TrainwrightWarning, match=r"requested by epoch 0, step 2, but min_epochs=2 and min_steps=9 are not"
+    ):
+        trainer = _stopping_at(2, max_epochs=5, min_epochs=2, min_steps=9)
+    assert trainer.global_step == 9
+
+
+def test_the_reason_of_the_stop_is_named() -> None:
+    def note(event: str, trainer: Any) -> None:
+        trainer.request_stop("it is good enough")
+
+    trainer = quiet_trainer(max_epochs=5, min_epochs=2, callbacks=RecordingCallback("on_train_step_end", note=note))
+    with pytest.warns(TrainwrightWarning, match=r"\(it is good enough\), but min_epochs=2 is not reached") as told:
+        trainer.fit(RegressionTask(), regression_loader(4))
+    assert len(told) == 1
+
+
+def test_a_stop_at_the_end_of_the_last_epoch_that_must_be_waits_for_nothing() -> None:
+    assert _stopping_at(4, max_epochs=5, min_epochs=1).current_epoch == 1
+
+
+def test_shuffling_that_overfit_batches_switches_off_is_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"overfit_batches=2 .* shuffle=True is switched off"):
+        quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader(shuffle=True))
+
+
+def test_overfitting_without_shuffling_is_silent() -> None:
+    quiet_trainer(max_epochs=1, overfit_batches=2).fit(RegressionTask(), regression_loader())
