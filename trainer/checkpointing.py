@@ -23,6 +23,7 @@ from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
 from trainwright.strategies.processes.process_group import Processes
+from trainwright.strategies.shards import local_piece
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.job import left_by_earlier
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
@@ -58,6 +59,14 @@ def capture(run: RunFacts, *, weights_only: bool = False, metrics: dict[str, flo
     run.strategy.begin_save()
     of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
     return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
+
+
+def num_bytes_here(run: RunFacts) -> int:
+    """Return about how many bytes the tensors of a checkpoint have on this rank's host; not collective."""
+    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
+    return sum(local_piece(tensor).nbytes for tensor in tensors.values() if tensor.device.type == "cpu")
 
 
 def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:

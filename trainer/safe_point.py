@@ -15,6 +15,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from trainwright.callbacks.checkpoint_moment import names_in
 from trainwright.checkpoint import AsyncWriter, RunIndex, Snapshot, write_checkpoint
 from trainwright.checkpoint.durable import alone_in, hidden, make_folder
@@ -48,6 +50,7 @@ class SafePoint:
         self.raises = arguments["on_save_error"] == "raise"
         self._writer = AsyncWriter() if arguments["async_save"] else None
         self._joint = JointSaves(run, self._writer)
+        self._first_step: Any = None  # the handle of what waits for it
         # Left by the writer's thread for the main one: loggers and warnings are not made for several threads.
         self._published: deque[tuple[Path, tuple[str, ...]]] = deque()
         self._complaints: deque[str] = deque()
@@ -55,6 +58,28 @@ class SafePoint:
         self._actions: list[Callable[[], None]] = []
         self._saves: list[SaveRequest] = []
         self.longest_write_s = 0.0  # from its collection until it was published; on the main rank
+
+    def prepare(self) -> None:
+        """Have memory for the first save made ready while the fit goes on from its first step, where it will save.
+
+        Nothing is done where the state lies on a device: pinned memory is given whole when it is asked for.
+        """
+        writer = self._writer
+        if writer is None or self._run.checkpoint_callback is None or self._run.strategy.device.type != "cpu":
+            return
+        if not (self._run.is_global_zero or self._run.strategy.saves_pieces):
+            return
+
+        def prepare(*_: Any) -> None:
+            self._forget_first_step()
+            writer.prepare(checkpointing.num_bytes_here(self._run))
+
+        self._first_step = register_optimizer_step_post_hook(prepare)  # before it, optimizers have no state
+
+    def _forget_first_step(self) -> None:
+        if self._first_step is not None:
+            self._first_step.remove()
+            self._first_step = None
 
     @property
     def waiting(self) -> bool:
@@ -235,6 +260,7 @@ class SafePoint:
 
     def close(self) -> None:
         """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are reported."""
+        self._forget_first_step()
         if self._writer is None:
             self._give_names_back()
             return

@@ -295,6 +295,7 @@ class StageRunner(Rollbacks):
         self.log_every.align(self.state)
         self._validation = self._group_end = None
         self.trains = True
+        self.safe_point.prepare()
 
     @property
     def validation(self) -> ValidationSchedule:

@@ -334,3 +334,36 @@ def test_p09_a_kill_at_any_point_of_the_background_write_leaves_the_earlier_chec
     assert len(seen) > 12
     assert seen == sorted(seen)
     assert (seen[0], seen[-1]) == (1, 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the kernel's figures, as Linux has them")
+def test_prepared_memory_is_given_by_the_system_before_the_first_save(writer: AsyncWriter, tmp_path: Path) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    size, before = 128 * 2**20, resident()
+    writer.prepare(size)
+    assert writer._preparation is not None
+    writer._preparation._thread.join(60)
+    assert resident() - before >= 0.9 * size
+    addresses = writer.buffers.addresses
+    writer.submit(tmp_path / "saved", small_snapshot(3))
+    writer.wait()
+    assert writer.buffers.addresses == addresses
+    assert verify(tmp_path / "saved") == []
+
+
+def test_small_states_are_not_prepared_for_and_none_once_there_was_a_save(writer: AsyncWriter, tmp_path: Path) -> None:
+    writer.prepare(1000)
+    assert writer.buffers.num_bytes == 0
+    writer.submit(tmp_path / "saved", small_snapshot(3))
+    held = writer.buffers.num_bytes
+    writer.prepare(64 * 2**20)
+    assert writer.buffers.num_bytes == held
+
+
+def test_a_writer_can_be_closed_while_it_prepares(writer: AsyncWriter) -> None:
+    writer.prepare(512 * 2**20)
+    writer.close()
+    assert writer.buffers.num_bytes == 0
+    assert "trainwright-preparation" not in {thread.name for thread in threading.enumerate()}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainwright.checkpoint import quiet_thread
-from trainwright.checkpoint.quiet_thread import QuietThread, leaves_cores
+from trainwright.checkpoint.quiet_thread import Preparation, QuietThread, leaves_cores
 
 
 @pytest.fixture
@@ -141,3 +141,20 @@ def test_training_leaves_cores_where_its_threads_are_fewer(
     monkeypatch.setattr(quiet_thread, "usable_cores", lambda: cores)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert leaves_cores(torch.device(device), processes) is expected
+
+
+def test_a_preparation_ends_between_two_pieces_of_its_work() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(30)
+        done.append(0)
+
+    preparation = Preparation(iter([first, lambda: done.append(1)]))
+    assert begun.wait(30)
+    threading.Timer(0.1, go_on.set).start()
+    preparation.end()
+    assert done == [0]
+    assert "trainwright-preparation" not in {thread.name for thread in threading.enumerate()}

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import find_checkpoints, read_checkpoint, set_fault_hook, verify
+from trainwright.checkpoint import AsyncWriter, find_checkpoints, read_checkpoint, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.loggers.logger import Logger
 
@@ -341,3 +342,42 @@ def test_every_rank_raises_the_error_of_a_failed_write(tmp_path: Path, max_steps
         assert step == expected
         assert "step=4 could not be written" in message
         assert "No space left" in message
+
+
+# Memory for the first save
+
+
+@pytest.mark.parametrize(("saves", "expected"), [(True, 1), (False, 0)])
+def test_the_first_saves_memory_is_asked_for_after_the_first_step_where_a_save_will_come(
+    saves: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithAdam(RegressionTask):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    task = WithAdam()
+    asked: list[tuple[int, int]] = []
+    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)] if saves else [])
+    monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append((size, trainer.global_step)))
+    trainer.fit(task, regression_loader())
+    # Of each weight itself and two averages, and of each tensor a counter.
+    expected_size = sum(3 * p.nbytes + 4 for p in task.parameters()) + sum(b.nbytes for b in task.buffers())
+    assert asked == [(expected_size, 0)] * expected
+
+
+def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ArithmeticError("seven is odd")
+
+    trainer = quiet_trainer(max_steps=3, callbacks=[ModelCheckpoint(tmp_path, every_n_train_steps=2)])
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Fails(), regression_loader())
+    asked: list[int] = []
+    monkeypatch.setattr(AsyncWriter, "prepare", lambda self, size: asked.append(size))
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    torch.optim.SGD([weight]).step()
+    assert asked == []

@@ -18,7 +18,7 @@ from trainwright.checkpoint.host_buffers import HostBuffers
 from trainwright.checkpoint.host_copies import LaterCopy
 from trainwright.checkpoint.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.planned_file import QUIET_FROM_BYTES
-from trainwright.checkpoint.quiet_thread import QuietThread
+from trainwright.checkpoint.quiet_thread import Preparation, QuietThread
 from trainwright.checkpoint.writer import (
     Contents,
     Snapshot,
@@ -73,6 +73,7 @@ class AsyncWriter:
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
         self._quiet = QuietThread()  # of that thread
+        self._preparation: Preparation | None = None
         self._error: CheckpointError | None = None
 
     @property
@@ -80,6 +81,17 @@ class AsyncWriter:
         """Whether something is not published yet."""
         with self._lock:
             return self._thread is not None
+
+    def prepare(self, num_bytes: int) -> None:
+        """Have host memory for the first save of about so many bytes ready when it comes; returns at once.
+
+        A thread at a low priority fills it, until then or until the writer is closed.
+        """
+        if self._contents is not None or num_bytes < QUIET_FROM_BYTES:
+            return
+        self._end_preparation()
+        self.buffers.reserve(num_bytes)
+        self._preparation = Preparation(self.buffers.fillings())
 
     def submit(self, path: Path | str, snapshot: Snapshot, *, then: Then | None = None, fresh: bool = False) -> Path:
         """Copy `snapshot` and return; the checkpoint `path` is written and published later, see `write_checkpoint`.
@@ -139,6 +151,7 @@ class AsyncWriter:
         self._start(_Job(path, write, then))
 
     def _stage(self, contents: Contents) -> None:
+        self._end_preparation()
         self._contents = self._later = None  # an error half way would leave a mixture of the two
         self._later = self.buffers.stage(contents.files)
         self._contents = contents
@@ -206,12 +219,18 @@ class AsyncWriter:
         try:
             self.wait()
         finally:
+            self._end_preparation()
             if not self.is_writing:  # a second Ctrl-C may have ended the wait
                 self._contents = self._later = None
                 self.buffers.release()
                 if self._guard is not None:
                     self._guard.remove()
                     self._guard = None
+
+    def _end_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.end()
+            self._preparation = None
 
     def _start(self, job: _Job) -> None:
         with self._lock:

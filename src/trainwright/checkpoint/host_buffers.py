@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -77,7 +80,7 @@ class HostBuffers:
             starts.append(-(-end // alignment) * alignment)
             end = starts[-1] + size
         devices = {tensor.device for file in files for tensor in file.tensors if tensor.device.type in _PINNABLE}
-        self._reserve(end, pinned=bool(devices))
+        self.reserve(end, pinned=bool(devices))
         now: list[Copy] = []
         later: list[Copy] = []
         resting: list[torch.Tensor] = []
@@ -106,7 +109,8 @@ class HostBuffers:
             position += size
         return resting
 
-    def _reserve(self, num_bytes: int, *, pinned: bool) -> None:
+    def reserve(self, num_bytes: int, *, pinned: bool = False) -> None:
+        """Hold at least so many bytes; pinned ones replace what is held already and is not."""
         if pinned and not self._pinned:
             self.release()
         self._pinned |= pinned
@@ -118,6 +122,16 @@ class HostBuffers:
                 self._starts.append(self.num_bytes)
                 self._blocks.append(_block(size, pinned=self._pinned))
                 missing -= size
+
+    def fillings(self) -> Iterator[Callable[[], Any]]:
+        """Yield functions that each write to a piece of memory that is held, by which the system really gives it.
+
+        On a virtual machine that can take seconds for a gigabyte. They overwrite what is staged.
+        """
+        for block in self._blocks:
+            for done in range(0, block.numel(), _CHUNK_BYTES):
+                size = min(_CHUNK_BYTES, block.numel() - done)
+                yield partial(_fill, block, done, size)
 
     def _spans(self, start: int, count: int) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield where the bytes from `start` on lie: a block, an offset in it, and how many of them."""
@@ -151,6 +165,10 @@ class HostBuffers:
         flat = flat_bytes(tensor.detach().resolve_neg().contiguous())
         for piece, part in zip(pieces, torch.split(flat, [len(piece) for piece in pieces]), strict=True):
             piece.copy_(part, non_blocking=tensor.device.type in _PINNABLE)
+
+
+def _fill(block: torch.Tensor, offset: int, size: int) -> None:
+    ctypes.memset(block.data_ptr() + offset, 0, size)  # it lets go of the interpreter
 
 
 def _block(size: int, *, pinned: bool) -> torch.Tensor:

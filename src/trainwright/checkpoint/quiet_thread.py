@@ -1,4 +1,4 @@
-"""A thread at the lowest priority that does the heavy work of a save beside the training."""
+"""Threads at low priorities that do the heavy work of saves beside the training."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 Work = Callable[[], Any]
 
+_NICENESS = 10  # of a preparation: a tenth of a core that others want
 _LOOK_S = 0.1  # how often a waiting thread looks whether the interpreter has begun to exit
 
 
@@ -151,3 +152,33 @@ class QuietThread:
                 self._error = self._error or error
                 self._left.clear()
             return True
+
+
+class Preparation:
+    """Does work in a thread at a low priority that may as well never be done.
+
+    Args:
+        work: done in order; the thread ends after the last one, between two of them once `end` is called, and when the
+            interpreter exits.
+    """
+
+    def __init__(self, work: Iterator[Work]) -> None:
+        self._work = work
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="trainwright-preparation", daemon=False)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Block until the work that is being done is; the rest is left out."""
+        self._ended = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        # At the lowest one a training that keeps all cores busy would leave it no time before the first save.
+        with contextlib.suppress(OSError):
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        for work in self._work:
+            if self._ended or not threading.main_thread().is_alive():
+                return
+            work()
