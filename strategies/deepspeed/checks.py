@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -128,3 +130,16 @@ class TrainedParameters:
                     "what is trained in __init__ or configure_model, and train the next stage in a fit of its own; or "
                     "use strategy='ddp' or 'fsdp'."
                 )
+
+
+def keep_groups(optimizer: Optimizer, task: str) -> None:
+    """Have `add_param_group` of an optimizer that an engine has taken raise a TaskError: the group would rest."""
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        raise TaskError(
+            f"a parameter group was added to {task}'s {type(optimizer).__name__} after DeepSpeed's engine had been "
+            "made, which steps the groups of configure_optimizers alone. Name all parameters there, and train the next "
+            "stage in a fit of its own; or use strategy='ddp' or 'fsdp'."
+        )
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign]  # of this one alone

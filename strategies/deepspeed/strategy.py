@@ -31,7 +31,13 @@ from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.adagrad import keep_own_adagrad
-from trainwright.strategies.deepspeed.checks import TrainedParameters, check_optimizers, check_task, check_unbuilt
+from trainwright.strategies.deepspeed.checks import (
+    TrainedParameters,
+    check_optimizers,
+    check_task,
+    check_unbuilt,
+    keep_groups,
+)
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
 from trainwright.strategies.deepspeed.disk import keep_unaligned_gradients
 from trainwright.strategies.deepspeed.facts import collect_facts
@@ -219,6 +225,8 @@ class DeepSpeedStrategy(DataParallel):
         self.engine.lr_scheduler = None  # the Trainer steps it, once per unit
         self._take_schedule(schedule, run)
         real = None if optimizer is None else self.engine.basic_optimizer
+        if real is not None:
+            keep_groups(real, type(task).__name__)
         groups = given if is_own else [] if real is None else list(real.param_groups)
         self._hold(list(zip(groups, members, strict=True)), dtypes, trains=real is not None)
         self._step = self.engine

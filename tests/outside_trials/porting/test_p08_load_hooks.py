@@ -52,7 +52,7 @@ def test_a_hook_that_resizes_a_layer_lets_a_run_resume_exactly(tmp_path: Path) -
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
 def test_a_hook_that_resizes_a_layer_lets_two_ranks_resume(strategy: str, tmp_path: Path) -> None:
     for whole, resumed in run_distributed(_resized, 2, tmp_path, strategy, init=False, timeout=300):
         torch.testing.assert_close(whole, resumed)

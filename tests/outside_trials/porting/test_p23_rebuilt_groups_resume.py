@@ -12,7 +12,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TaskError
 
 
 class _Head(RegressionTask):
@@ -72,6 +72,23 @@ def test_a_run_with_a_group_that_was_added_resumes_exactly(tmp_path: Path) -> No
 def test_two_ranks_resume_with_a_group_that_was_added(strategy: str, tmp_path: Path) -> None:
     for whole, resumed in run_distributed(_runs, 2, tmp_path, strategy, init=False, timeout=300):
         torch.testing.assert_close(whole, resumed)
+
+
+def _added_under(strategy: str) -> str:
+    task = _Head()
+    with pytest.raises(TaskError) as refused:
+        quiet_trainer(devices="auto", strategy=strategy, max_epochs=3, callbacks=_Unfreeze()).fit(
+            task, regression_loader(16, 2)
+        )
+    return str(refused.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_an_engine_that_cannot_take_a_group_refuses_it_when_it_is_added(strategy: str) -> None:
+    for text in run_distributed(_added_under, 2, strategy, init=False, timeout=300):
+        assert "a parameter group was added to _Head's SGD" in text
+        assert "in a fit of its own" in text
 
 
 def test_groups_that_nobody_rebuilds_are_an_error(tmp_path: Path) -> None:

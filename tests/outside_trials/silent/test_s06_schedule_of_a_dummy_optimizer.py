@@ -8,8 +8,51 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright import DeepSpeedStrategy, DummyOptim, DummyScheduler
 from trainwright.core.errors import ConfigurationError
+
+
+class _Configured(RegressionTask):
+    """Leaves the optimizer to DeepSpeed's config and brings a schedule of its own, or DeepSpeed's."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = own
+        self.rates: list[float] = []
+
+    def configure_optimizers(self) -> Any:
+        dummy = DummyOptim(self.parameters(), lr=0.1)
+        own = torch.optim.lr_scheduler.LambdaLR(dummy, lambda step: 0.5) if self.own else DummyScheduler(dummy)
+        return {"optimizer": dummy, "lr_scheduler": {"scheduler": own, "interval": "step"}}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def _fit() -> tuple[str, list[float]]:
+    config = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.1, "warmup_num_steps": 4,
+                                                     "warmup_type": "linear"}},
+        "zero_optimization": {"stage": 1},
+    }  # fmt: skip
+    strategy, own, theirs = DeepSpeedStrategy(config=config), _Configured(True), _Configured(False)
+    with pytest.raises(ConfigurationError) as refused:
+        quiet_trainer(devices="auto", strategy=strategy, max_epochs=1).fit(own, regression_loader(16, 2))
+    assert own.rates == []
+    quiet_trainer(devices="auto", strategy=strategy, max_epochs=1).fit(theirs, regression_loader(16, 2))
+    return str(refused.value), theirs.rates
+
+
+@pytest.mark.distributed
+def test_with_a_real_engine_it_is_refused_before_a_step_and_the_engines_own_schedule_moves_the_rate() -> None:
+    for text, rates in run_distributed(_fit, 2, init=False, timeout=300):
+        assert "LambdaLR of it" in text
+        assert rates[0] < rates[-1] <= 0.1
+        assert rates == sorted(rates)
 
 
 def _take(scheduler: Any) -> None:
