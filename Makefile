@@ -1,4 +1,4 @@
-# make demo | test | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+# make demo | test | slow | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,17 +6,21 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 FAST := not slow and not distributed and not torture
+SLOW := (slow or distributed) and not torture
+# Side by side, since they wait for processes to start more than they compute; a file's tests share what it has made.
+SLOWLY := $(PYTEST) -n 2 --dist loadfile -m "$(SLOW)"
 
 # Where deepspeed finds ninja, and keeps what it compiles.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test torture check bench format clean
+.PHONY: help venv demo test slow torture check bench format clean
 
 help:
 	@echo "make demo    a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make test    the whole test suite"
+	@echo "make slow    the half of make test that make check leaves out"
 	@echo "make torture hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make check   format, lint, types, architecture, fast tests (about a minute)"
 	@echo "make bench   the benchmarks"
@@ -45,8 +49,12 @@ test: $(STAMP)
 	$(BIN)/python tests/helpers/compile_deepspeed.py
 	@status=0; \
 	$(PYTEST) -n 2 -m "$(FAST)" || status=$$?; \
-	$(PYTEST) -m "(slow or distributed) and not torture" || status=$$?; \
+	$(SLOWLY) || status=$$?; \
 	exit $$status
+
+slow: $(STAMP)
+	$(BIN)/python tests/helpers/compile_deepspeed.py
+	$(SLOWLY)
 
 torture: $(STAMP)
 	$(PYTEST) -m torture tests/torture

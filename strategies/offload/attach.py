@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -14,8 +14,7 @@ from trainwright.strategies.offload.prefetch import Prefetcher
 from trainwright.strategies.offload.weights_map import PrefixedDataset
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """What all hooks of one model have in common."""
 
     weights_map: WeightsMap | None = None

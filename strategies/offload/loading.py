@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +44,7 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     device_map: Mapping[str, Device] | None
     folder: PathLike | None
     dtype: torch.dtype | None

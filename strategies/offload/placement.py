@@ -12,7 +12,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from trainwright.core.errors import ConfigurationError
 
@@ -22,8 +22,7 @@ Device: TypeAlias = int | str
 _SLOW = ("cpu", "disk")
 
 
-@dataclass(frozen=True, slots=True)
-class Outline:
+class Outline(NamedTuple):
     """A model as a list of parts in pre-order: a part stands before what it consists of. All lists have one length.
 
     Attributes:
@@ -41,8 +40,7 @@ class Outline:
     tied: Sequence[Sequence[int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """Why the filling of a device ended: this part did not fit any more.
 
     Attributes:

@@ -64,7 +64,7 @@ class GPT(L.TaskModule):
 
     def __init__(
         self, vocab_size: int, iterations: int, n_layer: int = 4, n_embd: int = 128, n_head: int = 4,
-        dropout: float = 0.0, learning_rate: float = 3e-3, weight_decay: float = 0.1, warmup: int = 30,
+        dropout: float = 0.0, learning_rate: float = 3e-3, weight_decay: float = 0.1, warmup: int = 90,
     ) -> None:  # fmt: skip
         super().__init__()
         self.save_hyperparameters()
@@ -75,8 +75,9 @@ class GPT(L.TaskModule):
         self.head.weight = self.token.weight
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
+                std = 0.03 if name.startswith("blocks") else 0.02
                 into_shortcut = name.endswith(("attention.out.weight", "mlp.2.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * n_layer) if into_shortcut else 0.02)
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * n_layer) if into_shortcut else std)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits of the next token at each position."""
@@ -108,7 +109,7 @@ class GPT(L.TaskModule):
             {"params": matrices, "weight_decay": self.hparams.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
+        optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.99))
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.lr_factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -145,10 +146,12 @@ def train(folder: Path, iterations: int, *, dropout: float = 0.0, ckpt_path: str
 
 
 @pytest.mark.slow
-def test_three_hundred_iterations_reach_the_loss(tmp_path: Path) -> None:
-    trainer, _ = train(tmp_path, 300, callbacks=[LearningRateMonitor("step")])
+@pytest.mark.distributed
+@pytest.mark.parametrize("settings", [{}, {"devices": 2, "strategy": "ddp"}, {"devices": 2, "strategy": "fsdp"}])
+def test_three_hundred_iterations_reach_the_loss(settings: dict[str, Any], tmp_path: Path) -> None:
+    trainer, _ = train(tmp_path, 300, callbacks=[LearningRateMonitor("step")], **settings)
     assert trainer.global_step == 300
-    assert trainer.callback_metrics["val/loss"] <= 2.35
+    assert trainer.callback_metrics["val/loss"] <= 2.25
 
 
 class Batches(L.Callback):
@@ -199,17 +202,30 @@ def test_two_ranks_do_what_one_process_does(tmp_path: Path, strategy: str, alone
 
 
 class Kill(L.Callback):
-    """Ends its process as a machine that fails does."""
+    """Ends its process as a machine that fails does.
+
+    Args:
+        at: the step after which.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at = at
 
     def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == 17:
+        if trainer.global_step == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | None = None) -> Any:
     """Train with dropout, saving after every eighth step."""
     saver = ModelCheckpoint(every_n_train_steps=8, save_last=True)
-    return train(folder, 24, dropout=0.1, callbacks=[saver, *[Kill()] * killed], ckpt_path=ckpt_path)
+    return train(folder, 24, dropout=0.1, callbacks=[saver, *[Kill(17)] * killed], ckpt_path=ckpt_path)
+
+
+def train_long_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | None = None) -> Any:
+    """Train for three hundred iterations, saving after every sixtieth."""
+    saver = ModelCheckpoint(every_n_train_steps=60, save_last=True)
+    return train(folder, 300, callbacks=[saver, *[Kill(170)] * killed], ckpt_path=ckpt_path)
 
 
 @pytest.mark.slow
@@ -222,3 +238,13 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> 
     assert again.state.step == 24
     assert again.callback_metrics["val/loss"] == trainer.callback_metrics["val/loss"]
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_killed_run_reaches_the_loss_too(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"SIGKILL|-9"):
+        run_distributed(train_long_with_checkpoints, 1, tmp_path, True, init=False, timeout=300)
+    trainer, _ = train_long_with_checkpoints(tmp_path, False, "last")
+    assert trainer.global_step == 300
+    assert trainer.callback_metrics["val/loss"] <= 2.25

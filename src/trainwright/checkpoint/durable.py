@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -211,7 +210,7 @@ def rename(source: Path, target: Path) -> None:
 
 def hidden(path: Path, role: str) -> Path:
     """Return a new hidden name beside `path`; `role` is `"tmp"`, `"old"` or `"del"` (see `staging`)."""
-    return path.with_name(f".{path.name}.{role}-{secrets.token_hex(8)}")
+    return path.with_name(f".{path.name}.{role}-{os.urandom(8).hex()}")
 
 
 def replace_file(path: Path, data: bytes) -> None:
