@@ -7,6 +7,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,68 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert main(["migrate", str(link)]) == 0
     assert link.is_symlink()
     assert real.read_text() == "import trainwright as L\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("__all__: list = ['LightningModule']\n", "import TaskModule as LightningModule"),
+        ("__all__ = []\n__all__ += ['LightningModule']\n", "import TaskModule as LightningModule"),
+        ("__all__ = []\n__all__.append('LightningModule')\n", "import TaskModule as LightningModule"),
+        ("x = f()  # type: LightningModule\n", "import TaskModule as LightningModule"),
+        ("x = f()  # type of LightningModule\n", "import TaskModule\n"),
+    ],
+)
+def test_a_name_that_is_read_where_nothing_is_changed_stays(text: str, line: str) -> None:
+    assert line in rewritten(f"from lightning import LightningModule\n{text}")
+
+
+def test_a_name_that_others_import_or_read_off_a_class_stays() -> None:
+    exported = rewritten("from lightning import LightningModule as LightningModule\n")
+    assert exported == "from trainwright import TaskModule as LightningModule\n"
+    inside = rewritten("class C:\n    from lightning import LightningModule\nC.LightningModule\n")
+    assert inside == "class C:\n    from trainwright import TaskModule as LightningModule\nC.LightningModule\n"
+
+
+def test_one_line_of_several_statements_stays_one() -> None:
+    found = rewrite(b"if 1: from lightning import Trainer, nonsense\n")
+    assert found.code == b"if 1: from trainwright import Trainer; from lightning import nonsense\n"
+    assert len(found.unsettled) == 1
+
+
+def test_a_comment_that_cannot_be_kept_is_told() -> None:
+    text = "from lightning import (\n    Trainer,  # a\n    nonsense,  # b\n)\n"
+    assert (3, "the comment '# b' beside it has gone with the rewrite.") in left(text)
+
+
+@pytest.mark.parametrize("text", ["x = " + "1 + " * 3000 + "1\n", "x = a" + ".b()" * 2000 + "\n"])
+def test_what_is_nested_too_deeply_is_told_in_one_line(text: str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "deep.py"
+    path.write_text(f"import lightning\n{text}")
+    assert main(["migrate", str(path)]) == 2
+    assert "too deeply" in capsys.readouterr().err
+    assert path.read_text() == f"import lightning\n{text}"
+
+
+def test_a_file_that_may_not_be_written_keeps_all_files_as_they_were(tmp_path: Path, capsys: Any) -> None:
+    paths = [tmp_path / "a.py", tmp_path / "b.py"]
+    for path in paths:
+        path.write_text("import lightning as L\n")
+    paths[1].chmod(0o444)
+    assert main(["migrate", *map(str, paths)]) == 2
+    assert "may not be written" in capsys.readouterr().err
+    assert [path.read_text() for path in paths] == ["import lightning as L\n"] * 2
+
+
+def test_a_disk_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("import lightning as L\n")
+
+    def fail(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    assert main(["migrate", str(path)]) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.py"]
+    assert path.read_text() == "import lightning as L\n"

@@ -24,7 +24,8 @@ def migrate(argv: Sequence[str]) -> int:
         0; 1 where something is left to do.
 
     Raises:
-        ConfigurationError: a file that cannot be read or is not Python; then no file is written.
+        ConfigurationError: a file that cannot be read, is not Python or may not be written; then no file is written. Or
+            the disk has failed.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
@@ -36,11 +37,18 @@ def migrate(argv: Sequence[str]) -> int:
     parser.add_argument("--diff", action="store_true", help="print what would change, and write nothing")
     arguments = parser.parse_args(list(argv))
     done = [(path, *_rewritten(path)) for path in dict.fromkeys(arguments.files)]
+    if not arguments.diff:
+        _check_writable([path for path, before, after in done if before != after.code])
     for path, before, after in done:
         if arguments.diff:
             _print_diff(path, before, after.code)
         elif before != after.code:
-            _write(path, after.code)
+            try:
+                _write(path, after.code)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{path}: cannot be written ({error.strerror}) and is as it was. Those named above are rewritten."
+                ) from None
             print(f"{path}: rewritten")
     left = [(path, each) for path, _, after in done for each in after.unsettled]
     for path, each in left:
@@ -59,6 +67,12 @@ def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
         return before, rewrite(before)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not Python: {error}. No file has been changed.") from None
+
+
+def _check_writable(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
+            raise ConfigurationError(f"{path} may not be written. No file has been changed.")
 
 
 def _print_diff(path: Path, before: bytes, after: bytes) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _FACE = "trainwright"
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
+_TYPE_COMMENT = re.compile(r"#\s*type:")
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 
 
@@ -53,7 +54,10 @@ def rewrite(code: bytes) -> Rewritten:
         module = library.parse_module(code)
     except library.ParserSyntaxError as error:
         raise SyntaxError(f"line {error.raw_line}: {error.message}") from None
-    return _Rewrite(library, module).run()
+    try:
+        return _Rewrite(library, module).run()
+    except RecursionError:
+        raise SyntaxError("an expression is nested too deeply for the parser") from None
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class _Bound:
         own: full path of its counterpart here; None where there is none.
         node: the import statement.
         uses: nodes that read the name.
-        outside: read in a string (an annotation, `__all__`), which is not changed.
+        outside: read where nothing is changed: in a string (an annotation, `__all__`) or a type comment, off a class, or
+            by whoever imports what `import a as a` exports.
     """
 
     local: str
@@ -115,7 +120,7 @@ class _Rewrite:
     # Finding
 
     def _find_bound(self) -> Iterator[_Bound]:
-        in_all = self._names_in_all()
+        elsewhere = self._names_in_all() | self._names_in_type_comments()
         seen = set()
         for scope in self.scopes:
             for assignment in scope.assignments:
@@ -133,7 +138,8 @@ class _Rewrite:
                     for use in texts:
                         self._report(use, f"the annotation in quotes names {path}; write the new name in it.")
                 local = assignment.name.partition(".")[0]
-                outside = len(inside) < len(uses) or local in in_all
+                outside = len(inside) < len(uses) or local in elsewhere or self._is_exported(node, local)
+                outside |= isinstance(scope, self.cst.metadata.ClassScope)
                 yield _Bound(local, path, _counterpart(path), node, inside, outside)
 
     def _foreign_path(self, node: Any, local: str) -> str | None:
@@ -157,12 +163,25 @@ class _Rewrite:
         return None
 
     def _names_in_all(self) -> set[str]:
+        """Return every text in a statement that names `__all__`: it is assigned, added to, appended to."""
         names: set[str] = set()
         for node in self.parents:
-            if isinstance(node, self.cst.Assign) and any(_dotted(t.target) == "__all__" for t in node.targets):
-                elements = getattr(node.value, "elements", ())
-                names |= {e.value.evaluated_value for e in elements if isinstance(e.value, self.cst.SimpleString)}
+            if isinstance(node, self.cst.Name) and node.value == "__all__":
+                while not isinstance(node, self.cst.BaseSmallStatement):
+                    node = self.parents[node]
+                texts = [each for each in _below(node) if isinstance(each, self.cst.SimpleString)]
+                names |= {value for text in texts if isinstance(value := text.evaluated_value, str)}
         return names
+
+    def _names_in_type_comments(self) -> set[str]:
+        comments = [node.value for node in self.parents if isinstance(node, self.cst.Comment)]
+        return {word for text in comments if _TYPE_COMMENT.match(text) for word in re.findall(r"\w+", text)}
+
+    def _is_exported(self, node: Any, local: str) -> bool:
+        """Tell whether `import a as a` says that others import the name from this module."""
+        return any(
+            alias.asname is not None and alias.evaluated_alias == local == alias.evaluated_name for alias in node.names
+        )
 
     def _kept_tries(self) -> list[set[Any]]:
         """Return the nodes inside each `try` that imports from here already: the author's own choice of library."""
@@ -309,6 +328,7 @@ class _Rewrite:
             new = alias.with_changes(name=self.cst.Name(name or _FACE), asname=self._asname(alias, name, local))
             made.setdefault(module, []).append(new)
         if made:
+            self._report_comments(node, left, made)
             self._replace_statement(node, made, left)
 
     def _asname(self, alias: Any, name: str, local: str) -> Any:
@@ -365,7 +385,7 @@ class _Rewrite:
             plain = [name.with_changes(comma=self.cst.MaybeSentinel.DEFAULT) for name in left]
             statements.append(node.with_changes(names=plain, lpar=None, rpar=None))
         line = self.parents[node]
-        if len(line.body) > 1:
+        if len(line.body) > 1 or not isinstance(line, self.cst.SimpleStatementLine):  # `if a: import b`
             self.changes[node] = lambda updated: self.cst.FlattenSentinel(statements)
             return
         self.changes[line] = lambda updated: self.cst.FlattenSentinel(
@@ -376,6 +396,20 @@ class _Rewrite:
         )
 
     # Reporting
+
+    def _report_comments(self, node: Any, left: Sequence[Any], made: Mapping[str, Sequence[Any]]) -> None:
+        """Report comments beside names of an import that becomes several; those of the first one stay."""
+        if len(made) + bool(left) == 1 and "" not in made:
+            return
+        first = next(iter(made.values())) if "" not in made else ()
+        stay = {alias.evaluated_alias or alias.name.value for alias in first}
+        stay |= {getattr(alias.asname, "name", alias.name).value for alias in first}
+        for alias in node.names:
+            if (alias.evaluated_alias or alias.evaluated_name) in stay:
+                continue
+            for each in _below(alias):
+                if isinstance(each, self.cst.Comment):
+                    self._report(alias, f"the comment {each.value!r} beside it has gone with the rewrite.")
 
     def _report(self, node: Any, text: str) -> None:
         self.unsettled.add(Unsettled(self.positions[node].start.line, text))
