@@ -70,8 +70,8 @@ class _Bound:
         own: full path of its counterpart here; None where there is none.
         node: the import statement.
         uses: nodes that read the name.
-        outside: read where nothing is changed: in a string (an annotation, `__all__`) or a type comment, off a class, or
-            by whoever imports what `import a as a` exports.
+        outside: read where nothing is changed: in a string (an annotation, `__all__`), in a type comment, off a class,
+            or by whoever imports what `import a as a` exports.
     """
 
     local: str
