@@ -23,7 +23,6 @@ from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
 from trainwright.loggers.epoch_state import load_objects_state, merge, objects_state
 from trainwright.strategies.processes.process_group import Processes
-from trainwright.strategies.shards import local_piece
 from trainwright.trainer.facts import RunFacts
 from trainwright.trainer.job import left_by_earlier
 from trainwright.trainer.load_request import WEIGHTS, LoadRequest, choose
@@ -66,7 +65,9 @@ def num_bytes_here(run: RunFacts) -> int:
     states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
-    return sum(local_piece(tensor).nbytes for tensor in tensors.values() if tensor.device.type == "cpu")
+    on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu"]
+    # A DTensor counts with the rank's own piece; its class is not imported for the sake of those who have none.
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in on_host)
 
 
 def capture_alone(run: RunFacts, metrics: dict[str, float]) -> Snapshot:
