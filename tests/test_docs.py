@@ -111,7 +111,7 @@ def _anchors(path: Path) -> set[str]:
 def _run(command: list[str], folder: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=480, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
