@@ -149,6 +149,16 @@ def _process_group_destroyed() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def fresh_state() -> Iterator[None]:
+    """For tests of own loops: each finds a process that has not joined others."""
+    from trainwright.strategies.processes.partial_state import PartialState
+
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
 @pytest.fixture(autouse=True)
 def _no_thread_left_over() -> Iterator[None]:
     """Fail a test that leaves a thread running which would keep the interpreter from ending."""

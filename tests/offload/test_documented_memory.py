@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import Accelerator, find_executable_batch_size
-from trainwright.strategies.processes.partial_state import PartialState
 
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """The page's script finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 @pytest.mark.slow

@@ -53,6 +53,7 @@ class Victim(RestlessTask):
         value = self.head(self.body(batch[1])).mean() + torch.rand(())
         self.val_losses.append(float(value))
         self.log("val_loss", value)
+        self.log("age", -float(self.global_step))  # so that each validation saves, whatever a machine's noise is
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A place."""
@@ -66,7 +67,7 @@ class Victim(RestlessTask):
 def run(folder: Path, task: Victim, *, resume: bool = False, **arguments: Any) -> str | None:
     """Fit; return the signal's name if the run was preempted."""
     torch.manual_seed(78 if resume else 77)
-    saver = ModelCheckpoint(folder, filename="{step}", monitor="val_loss", save_top_k=-1)
+    saver = ModelCheckpoint(folder, filename="{step}", monitor="age", save_top_k=2)
     trainer = quiet_trainer(
         devices="auto", max_epochs=_EPOCHS, val_check_interval=3, callbacks=[saver], default_root_dir=folder,
         num_sanity_val_steps=0, **arguments,

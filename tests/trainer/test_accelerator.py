@@ -6,7 +6,6 @@ import copy
 import gc
 import math
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,13 +20,7 @@ from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator.accelerator import Accelerator
 from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Every test finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def _net() -> nn.Module:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint.manifests import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator.accelerator import Accelerator
 from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Every test finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Data(Dataset[torch.Tensor]):

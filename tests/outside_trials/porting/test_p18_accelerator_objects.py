@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, PartialState
+from trainwright import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Every test finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def test_a_model_is_unwrapped_through_everything_that_is_around_it() -> None:

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from torch import nn
 
+from tests.checkpoint.test_overlapped_copy import Wide
 from tests.helpers.runs import quiet_trainer
-from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.helpers.tasks import regression_loader
 from trainwright import ModelCheckpoint
 from trainwright.checkpoint import (
     AsyncWriter,
@@ -139,18 +139,6 @@ def test_whoever_waits_for_a_save_has_it_finished_although_the_quiet_thread_neve
     timer.join()
     assert {thread for _, thread, _ in hashed} == {"trainwright-checkpoint"}
     assert verify(tmp_path / "a") == []
-
-
-class Wide(RegressionTask):
-    """A task with a momentum that is large enough to be copied later."""
-
-    def __init__(self) -> None:
-        super().__init__(momentum=0.9)
-        self.wide = nn.Linear(1, 2**16, bias=False)
-
-    def loss(self, batch: Any) -> torch.Tensor:
-        """Return the error, with a gradient for every tensor."""
-        return super().loss(batch) + self.wide(batch[1][:1]).square().mean()
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,17 +16,11 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
-from trainwright.strategies.processes.partial_state import PartialState
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
 
 LENGTHS = (3, 7, 2, 5, 1, 6, 4, 8, 2, 9)  # items of each micro-batch
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Every test finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
 
 
 def _net() -> nn.Module:

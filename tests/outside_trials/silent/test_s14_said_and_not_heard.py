@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,8 @@ from torch import nn
 from trainwright import Accelerator, GradientAccumulationPlugin, PartialState
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.strategies.offload.hooks import ModelHook, SequentialHook, add_hook_to_module, remove_hook_from_module
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Records(nn.Module):
@@ -85,14 +86,6 @@ def test_no_grad_of_a_class_and_of_hooks_in_a_sequence_counts() -> None:
     assert isinstance(sequence, SequentialHook)
     sequence.no_grad = False
     assert _recorded(module)
-
-
-@pytest.fixture(autouse=True)
-def fresh_state() -> Iterator[None]:
-    """Every test finds a process that has not joined others."""
-    PartialState._reset_state()
-    yield
-    PartialState._reset_state()
 
 
 def _warnings_of(**arguments: Any) -> tuple[Accelerator, list[str]]:
