@@ -70,11 +70,11 @@ class SafePoint:
         if not (self._run.is_global_zero or self._run.strategy.saves_pieces):
             return
 
-        def prepare(*_: Any) -> None:
+        def at_first_step(*_: Any) -> None:
             self._forget_first_step()
             writer.prepare(checkpointing.num_bytes_here(self._run))
 
-        self._first_step = register_optimizer_step_post_hook(prepare)  # before it, optimizers have no state
+        self._first_step = register_optimizer_step_post_hook(at_first_step)  # before it, optimizers have no state
 
     def _forget_first_step(self) -> None:
         if self._first_step is not None:
