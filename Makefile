@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
-FAST := not slow and not distributed and not torture
+# Whole programs are among the slow ones: not even their files are read here.
+PROGRAMS := tests/outside_trials tests/ported tests/requirements
+FAST := -n 2 -m "not slow and not distributed and not torture" $(PROGRAMS:%=--ignore=%)
 SLOW := (slow or distributed) and not torture
 # Side by side, since they wait for processes to start more than they compute; a file's tests share what it has made.
 SLOWLY := $(PYTEST) -n 2 --dist loadfile -m "$(SLOW)"
@@ -13,6 +15,8 @@ SLOWLY := $(PYTEST) -n 2 --dist loadfile -m "$(SLOW)"
 # Where deepspeed finds ninja, and keeps what it compiles.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+# Tests start hundreds of processes: without bytecode each would compile every source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test slow torture check bench format clean
@@ -22,7 +26,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make slow    the half of make test that make check leaves out"
 	@echo "make torture hundreds of kills of running trainings, thousands of damaged files (some minutes)"
-	@echo "make check   format, lint, types, architecture, fast tests (about a minute)"
+	@echo "make check   format, lint, types, architecture, fast tests (two minutes)"
 	@echo "make bench   the benchmarks"
 	@echo "make format  rewrite the sources in the house format"
 	@echo "make clean   remove what the other targets made (the environment stays)"
@@ -48,7 +52,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python tests/helpers/compile_deepspeed.py
 	@status=0; \
-	$(PYTEST) -n 2 -m "$(FAST)" || status=$$?; \
+	$(PYTEST) $(FAST) || status=$$?; \
 	$(SLOWLY) || status=$$?; \
 	exit $$status
 
@@ -63,8 +67,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p trainwright
-	$(PYTEST) -q tests/test_architecture.py
-	$(PYTEST) -q -n 2 -m "$(FAST)" --ignore=tests/test_architecture.py
+	$(PYTEST) -q $(FAST)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"

@@ -18,7 +18,7 @@ import torch
 from measuring import Bars, describe_machine, interleave, print_table
 from torch.utils.data import DataLoader, Dataset
 
-from trainwright.data import KeyedPermutation, ShuffledOrder, prepare_loader
+from trainwright.data import KeyedPermutation, LoaderOptions, ShuffledOrder, prepare_loader
 
 _SAMPLES, _PLACE, _BATCH_SIZE = 10**12, 10**9, 256
 _BULK = 2_000_000
@@ -41,7 +41,7 @@ class Virtual(Dataset[torch.Tensor]):
 def seek(data: Virtual) -> float:
     """Prepare a shuffled loader, go to the place and fetch the batch there; returns seconds."""
     began = time.perf_counter()
-    loader = prepare_loader(DataLoader(data, _BATCH_SIZE, shuffle=True), stage="train", seed=1)
+    loader = prepare_loader(DataLoader(data, _BATCH_SIZE, shuffle=True), LoaderOptions(seed=1))
     batch = _PLACE // _BATCH_SIZE
     loader.set_epoch(3, {"batch": batch, "samples": _PLACE})
     next(loader.iterate(batch))

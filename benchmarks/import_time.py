@@ -2,21 +2,26 @@
 
     python benchmarks/import_time.py [--rounds 15]
 
-Processes are started in turn; a figure is the median over rounds, a difference that of the same round.
+Processes are started in turn; a figure is the median over rounds, a difference that of the same round. Bytecode is
+cached by the round that is thrown away, as it is on a machine where a package is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
 from measuring import Bars, describe_machine, interleave, median_difference, print_table
+from safetensors.torch import save_file
+from torch import nn
 
 _NAMES = "from trainwright import Callback, DataModule, TaskModule, Trainer"
 _CODE = {
@@ -32,6 +37,25 @@ _PEERS = {
 }
 _HELP = "from trainwright.cli.main import main; main(['--help'])"
 _HELP_ROW = "trainwright --help"
+# After what a script imports anyhow: looking the function up and calling it, twice; and what that has imported.
+_DISPATCH = """
+import sys, time, torch, trainwright
+from torch import nn
+folder, before, start = sys.argv[1], set(sys.modules), time.perf_counter()
+trainwright.load_checkpoint_and_dispatch(nn.Linear(4, 4), folder, device_map={"": "cpu"})
+first, imported = time.perf_counter() - start, [name for name in sys.modules if name not in before]
+start = time.perf_counter()
+trainwright.load_checkpoint_and_dispatch(nn.Linear(4, 4), folder, device_map={"": "cpu"})
+print(first - (time.perf_counter() - start), *imported)
+"""
+_IMPORTS = """
+import importlib, sys, time, torch, trainwright
+from torch import nn
+start = time.perf_counter()
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(time.perf_counter() - start)
+"""
 
 
 def run_fresh(code: str) -> float:
@@ -39,6 +63,21 @@ def run_fresh(code: str) -> float:
     start = time.perf_counter()
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return time.perf_counter() - start
+
+
+def first_dispatch(folder: str) -> tuple[float, float]:
+    """Time the first `load_checkpoint_and_dispatch` of a process.
+
+    Returns:
+        By how many seconds it is slower than the second, and how many of a fresh process its imports alone take.
+    """
+    more, *imported = _read(_DISPATCH, folder)
+    return float(more), float(*_read(_IMPORTS, *imported))
+
+
+def _read(code: str, *arguments: str) -> list[str]:
+    process = subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True, text=True)
+    return process.stdout.split()
 
 
 def help_imports_torch() -> bool:
@@ -57,7 +96,12 @@ def main() -> None:
         if find_spec(package):
             code[f"import torch; {statement}"] = f"import torch; {statement}"
     runs: dict[str, Callable[[], float]] = {name: partial(run_fresh, text) for name, text in code.items()}
-    seconds = interleave(runs, rounds)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
+        save_file(nn.Linear(4, 4).state_dict(), f"{folder}/model.safetensors")
+        seconds = interleave(runs, rounds)
+        dispatches = [first_dispatch(folder) for _ in range(rounds + 1)][1:]
 
     print(f"\n{describe_machine()}")
     print(f"{rounds} interleaved rounds of fresh processes; seconds\n")
@@ -73,7 +117,10 @@ def main() -> None:
     bars.add("… and its Trainer and TaskModule", median_difference(names, torch), 0.2, "s")
     bars.add("trainwright --help", statistics.median(seconds[_HELP_ROW]), 0.5, "s")
     bars.add("… importing torch", float(help_imports_torch()), 0, "times")
+    more, imports = (statistics.median(column) for column in zip(*dispatches, strict=True))
+    bars.add("imports of the first load_checkpoint_and_dispatch", imports, 0.03, "s")
     bars.print()
+    print(f"\nThe first load_checkpoint_and_dispatch of a process takes {more:.4f} s more than the second.")
 
 
 if __name__ == "__main__":

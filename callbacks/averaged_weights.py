@@ -192,12 +192,13 @@ class AveragedWeights:
             return values
         from torch.distributed.tensor import DTensor
 
-        return [
-            value if not isinstance(like, DTensor) else DTensor.from_local(
-                value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=tuple(like.stride())
-            )
-            for value, like in zip(values, self._held, strict=True)
-        ]  # fmt: skip
+        def as_held(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            if not isinstance(like, DTensor):
+                return value
+            mesh, placements, stride = like.device_mesh, like.placements, tuple(like.stride())
+            return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=stride)
+
+        return [as_held(value, like) for value, like in zip(values, self._held, strict=True)]
 
     def _collect(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Literal
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.tuned_attribute import TunedAttribute
@@ -86,7 +86,7 @@ class BatchSizeFinder(Callback):
         self._margin = margin
         self._max_val = max_val
 
-    def attribute(self, task: Any, datamodule: Any) -> TunedAttribute:
+    def attribute(self, task: object, datamodule: object) -> TunedAttribute:
         """Return the attribute that holds the batch size.
 
         Raises:

@@ -37,9 +37,11 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.absent_attributes import ABSENT
 from trainwright.core.errors import TaskError
+from trainwright.core.hooks import StepOutput
 from trainwright.core.run import Run, Stage
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import Batch
 
 
 class Order(IntEnum):
@@ -83,7 +85,7 @@ class Callback:
             told = f". {instead}" if instead is not None else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{told}")
 
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def log(self, name: str, value: object, *args: Any, **options: Any) -> None:
         """Log one value, from a hook in which the task may log; see `TaskModule.log` for the arguments.
 
         Raises:
@@ -196,39 +198,41 @@ class Callback:
         """Run before each optimizer's step: gradients are accumulated and unscaled, not clipped yet."""
 
     # Once per batch
-    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
         """Run before a training micro-batch, on the device."""
 
-    def on_train_batch_end(self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int
+    ) -> None:
         """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
 
     def on_validation_batch_start(
-        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run before a validation batch."""
 
     def on_validation_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run after a validation batch."""
 
     def on_test_batch_start(
-        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run before a test batch."""
 
     def on_test_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run after a test batch."""
 
     def on_predict_batch_start(
-        self, trainer: Run, task: TaskModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run before a prediction batch."""
 
     def on_predict_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Run after a prediction batch."""
 

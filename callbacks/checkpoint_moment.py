@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.core.hidden_names import split_hidden
+from trainwright.core.names.hidden_names import split_hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool
     return _FIELD.sub(one, template)
 
 
-def _format_value(value: Any, spec: str, template: str) -> str:
+def _format_value(value: object, spec: str, template: str) -> str:
     if value is None:
         return "nan"
     if isinstance(value, float) and spec.endswith("d") and value.is_integer():

@@ -179,7 +179,7 @@ class EarlyStopping(Callback):
         return EarlyStoppingReason.NOT_STOPPED, None
 
     def _complain(self, run: Run) -> None:
-        message = missing_metric(f"EarlyStopping(monitor={self.monitor!r})", self.monitor, run.callback_metrics)
+        message = missing_metric(f"EarlyStopping(monitor={self.monitor!r})", self.monitor, run.callback_metrics, run)
         if self.strict:
             raise ConfigurationError(
                 f"{message} Log it with self.log({self.monitor!r}, ...), choose with check_on_train_epoch_end when to "

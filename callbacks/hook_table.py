@@ -128,7 +128,7 @@ def _only_reads(listener: Listener) -> bool:
 
 
 def _without_run(hook: Callable[..., Any]) -> Listener:
-    def listener(_run: Any, _task: Any, *args: Any) -> Any:
+    def listener(_run: object, _task: object, *args: object) -> Any:
         return hook(*args)
 
     return listener

@@ -132,26 +132,27 @@ class LRFinder:
         return figure
 
 
-class _Line(NamedTuple):
+class _FittedLine(NamedTuple):
     slope: float
     error: float  # of the slope: one standard deviation
 
 
-def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _Line:
+def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLine:
     """Fit a line to some losses over the logarithms of their learning rates, by least squares."""
     x = torch.tensor([lrs[i] for i in points], dtype=torch.float64).log()
     y = torch.tensor([losses[i] for i in points], dtype=torch.float64)
     x, y = x - x.mean(), y - y.mean()
     slope = float((x * y).sum() / x.square().sum())
     if len(points) < 5:
-        return _Line(slope, 0.0)  # too few to tell noise from a curve
-    return _Line(slope, float(((y - slope * x).square().sum() / (len(points) - 2) / x.square().sum()).sqrt()))
+        return _FittedLine(slope, 0.0)  # too few to tell noise from a curve
+    return _FittedLine(slope, float(((y - slope * x).square().sum() / (len(points) - 2) / x.square().sum()).sqrt()))
 
 
 class LearningRateFinder(Callback):
     """Test a range of learning rates before training, set the one that looks best, and leave all else as it was.
 
-    Each rank trains as in the run; what the steps changed is put back, and nothing of them is logged or saved.
+    Each rank trains as in the run; what the steps changed is put back, and nothing of them is logged or saved. A fit
+    that goes on from a checkpoint, or from the fit before, keeps its learning rates: nothing is searched for then.
 
     Args:
         min_lr: the smallest learning rate.
@@ -201,12 +202,13 @@ class LearningRateFinder(Callback):
                 f"LearningRateFinder(num_training_steps={num_training_steps!r}): write a whole number of at least 1."
             )
         self.optimal_lr: LRFinder | None = None
+        self._found_lr: float | None = None
         self._result = (name, float(min_lr), float(max_lr), num_training_steps)
         self._early_stop_threshold = early_stop_threshold
         self._update_attr = update_attr
         self._attr_name = attr_name
 
-    def attribute(self, task: Any, datamodule: Any) -> TunedAttribute | None:
+    def attribute(self, task: object, datamodule: object) -> TunedAttribute | None:
         """Return the attribute that holds the learning rate; None when it is not to be set.
 
         Raises:
@@ -251,6 +253,7 @@ class LearningRateFinder(Callback):
             warnings.warn(f"LearningRateFinder: {problem}{advice}", TrainwrightWarning, stacklevel=2)
         if lr is not None:
             attribute.set(lr)
+            self._found_lr = lr
             self.apply(trainer, lr)
             trainer.print(f"LearningRateFinder: {attribute.name} = {lr:.3g}")
 
@@ -267,7 +270,17 @@ class LearningRateFinder(Callback):
                 config.scheduler.base_lrs = [lr] * len(config.scheduler.base_lrs)
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
-        self.lr_find(trainer, task)
+        if trainer.state.step == 0:
+            return self.lr_find(trainer, task)
+        attribute = self.attribute(task, trainer.datamodule)
+        if attribute is not None and self._found_lr is not None:
+            attribute.set(self._found_lr)  # the optimizer's own state has it already
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._found_lr is None else {"lr": self._found_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._found_lr = state_dict.get("lr")
 
 
 class _Watch:

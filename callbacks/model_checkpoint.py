@@ -18,10 +18,10 @@ from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
+from trainwright.core.host.folders import check_writable, is_url, local_folder
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
-from trainwright.core.urls import is_url, local_folder
 
 
 class ModelCheckpoint(Callback):
@@ -251,13 +251,14 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
+            folder = self._given_dirpath or trainer.checkpoint_dir
             if self.remote is not None:
                 folder = local_folder(trainer.default_root_dir.absolute() / "checkpoints", self.remote)
-            else:
-                folder = self._given_dirpath or trainer.checkpoint_dir
             if self._folder not in (None, folder):
                 self._forget(self._held_names())  # names of an earlier fit, in another folder
             self._folder = folder
+            if trainer.is_global_zero and not self._is_idle(trainer):
+                check_writable(folder)
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         self._validated = self._epoch_ended = self._waiting_for_validation = False
@@ -299,9 +300,8 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         step = trainer.state.step
-        if isinstance(exception, Preempted):  # the Trainer has saved all that there was time for
-            return
-        if not self.save_on_exception or self._is_idle(trainer) or self._last_saved_step == step:
+        saved = isinstance(exception, Preempted) or self._last_saved_step == step  # all that there was time for
+        if saved or not self.save_on_exception or self._is_idle(trainer):
             return
         if trainer.is_global_zero:
             moment = self._moment(trainer, trainer.state.epoch, step)
@@ -480,7 +480,7 @@ class ModelCheckpoint(Callback):
 
     def _complain_or_wait(self, run: Run, moment: Moment) -> None:
         """Treat a monitored metric that is not there: an error once it should be."""
-        message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics)
+        message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(
                 f"{message} Log it with self.log({self.monitor!r}, ...). A metric that is logged at the end of the "
@@ -496,4 +496,4 @@ class ModelCheckpoint(Callback):
         for name in template_fields(self.filename or ""):
             if name not in moment.values:
                 owner = f"ModelCheckpoint(filename={self.filename!r})"
-                raise ConfigurationError(missing_metric(owner, name, moment.values))
+                raise ConfigurationError(missing_metric(owner, name, moment.values, run))

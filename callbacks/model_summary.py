@@ -76,11 +76,10 @@ class TaskSummary:
         width = len(_HEADINGS) if self.flops is not None else 6
         rows = [_HEADINGS[:width]]
         for index, layer in enumerate(self.layers):
-            cells = (
-                str(index), layer.name, layer.kind, readable(layer.num_params), readable(layer.num_trainable),
-                "train" if layer.training else "eval", readable(layer.flops or 0), _text(layer.in_size),
-                _text(layer.out_size),
-            )  # fmt: skip
+            counts = (readable(layer.num_params), readable(layer.num_trainable))
+            mode = "train" if layer.training else "eval"
+            sizes = (_text(layer.in_size), _text(layer.out_size))
+            cells = (str(index), layer.name, layer.kind, *counts, mode, readable(layer.flops or 0), *sizes)
             rows.append(cells[:width])
         return rows
 
@@ -197,7 +196,7 @@ def _listed(task: nn.Module, max_depth: int) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _run_example(
-    task: nn.Module, example: Any, modules: Mapping[str, nn.Module], sizes: dict[str, tuple[Any, Any]]
+    task: nn.Module, example: object, modules: Mapping[str, nn.Module], sizes: dict[str, tuple[Any, Any]]
 ) -> dict[str, int]:
     """Run one forward, fill in `sizes` and return FLOPs by module path below the root's class name."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -230,13 +229,13 @@ def _run_example(
 
 
 def _record(
-    sizes: dict[str, tuple[Any, Any]], name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    sizes: dict[str, tuple[Any, Any]], name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: object
 ) -> None:
     given = [*args, *kwargs.values()]
     sizes.setdefault(name, (_size(given[0]) if len(given) == 1 else [_size(one) for one in given], _size(output)))
 
 
-def _size(value: Any) -> Any:
+def _size(value: object) -> Any:
     if isinstance(value, torch.Tensor):
         return list(value.shape)
     if isinstance(value, Mapping):
@@ -246,7 +245,7 @@ def _size(value: Any) -> Any:
     return "?"
 
 
-def _text(size: Any) -> str:
+def _text(size: object) -> str:
     return "?" if size is None else str(size)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.run import Run
@@ -36,11 +36,15 @@ def worst(mode: Mode) -> float:
     return math.inf if mode == "min" else -math.inf
 
 
-def missing_metric(owner: str, name: str, logged: Iterable[str]) -> str:
-    """Say that `owner` looked for the metric `name` and which ones were logged, the nearest first."""
+def missing_metric(owner: str, name: str, logged: Iterable[str], run: Run | None = None) -> str:
+    """Say that `owner` looked for the metric `name` and which ones were logged, the nearest first; and if `run` fits
+    without validation, that."""
     known = sorted(logged)
+    hint = nearest(name, known)
+    if run is not None and run.stage == "fit" and not run.has_validation:
+        hint = " This fit does not validate: it lacks a validation_step, val_dataloaders or limit_val_batches above 0."
     return (
-        f"{owner} needs the metric {name!r}, which was not logged.{nearest(name, known)} "
+        f"{owner} needs the metric {name!r}, which was not logged.{hint} "
         f"Logged so far: {', '.join(map(repr, known)) or 'none'}."
     )
 
@@ -58,6 +62,6 @@ def to_json(number: float | None) -> float | str | None:
     return number if number is None or math.isfinite(number) else str(number)
 
 
-def from_json(value: Any) -> float | None:
+def from_json(value: float | str | None) -> float | None:
     """Undo `to_json`."""
     return None if value is None else float(value)

@@ -7,9 +7,9 @@ from pathlib import Path
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.checkpoint_name import check_template
 from trainwright.core.errors import ConfigurationError, Preempted
+from trainwright.core.host.folders import is_url
 from trainwright.core.run import Run, SaveRequest
 from trainwright.core.task import TaskModule
-from trainwright.core.urls import is_url
 
 
 class OnExceptionCheckpoint(Callback):

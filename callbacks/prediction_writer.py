@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.hooks import StepOutput
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import Batch
 
 _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
@@ -42,9 +44,9 @@ class BasePredictionWriter(Callback):
         self,
         trainer: Run,
         task: TaskModule,
-        prediction: Any,
+        prediction: StepOutput,
         batch_indices: Sequence[int] | None,
-        batch: Any,
+        batch: Batch,
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
@@ -88,7 +90,7 @@ class BasePredictionWriter(Callback):
                 )
 
     def on_predict_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         if batch_idx == 0:
             self._drawing = trainer.batch_indices(dataloader_idx)

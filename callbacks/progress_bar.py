@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.hooks import StepOutput
 from trainwright.core.run import Run, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import Batch
 
 Kind = Literal["train", "eval"]
 REDRAW_S = 0.1
@@ -175,7 +177,7 @@ class ProgressBar(Callback):
             self._begin_evaluation("Validation", trainer)
 
     def on_validation_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._count(trainer, task)
 
@@ -187,7 +189,7 @@ class ProgressBar(Callback):
         self._begin_evaluation("Test", trainer)
 
     def on_test_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._count(trainer, task)
 
@@ -198,7 +200,7 @@ class ProgressBar(Callback):
         self._begin_evaluation("Predict", trainer)
 
     def on_predict_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         self._count(trainer, task)
 

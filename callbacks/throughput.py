@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
+class _Counters:
     """The counters at one log step; seconds are those of training, evaluations left out."""
 
     seconds: float
@@ -76,7 +76,7 @@ class Throughput(Callback):
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
         self.measure_flops = measure_flops
-        self._marks: deque[_Mark] = deque()
+        self._marks: deque[_Counters] = deque()
         self._paused_s = 0.0
         self._pause_began_s = 0.0
         self._counter: FlopCounterMode | None = None
@@ -121,9 +121,9 @@ class Throughput(Callback):
         if counter is not None:
             self.flops_per_step = float(counter.get_total_flops()) * run.world_size
 
-    def _mark(self, run: Run) -> _Mark:
+    def _mark(self, run: Run) -> _Counters:
         state = run.state
-        return _Mark(time.monotonic() - self._paused_s, state.step, state.samples, state.tokens)
+        return _Counters(time.monotonic() - self._paused_s, state.step, state.samples, state.tokens)
 
     def _log(self, run: Run) -> None:
         now = self._mark(run)

@@ -153,7 +153,7 @@ class Timer(Callback):
             return
         self._is_over = True
         message = f"Timer: the {self.duration_s:g} s of training are over."
-        run.request_stop(message)
+        run.request_stop(message, closes_epoch=False)
         if self.verbose:
             run.print(message)
 

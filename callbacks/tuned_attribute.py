@@ -41,7 +41,7 @@ class TunedAttribute:
             return getattr(self._attributes[0], self.name)
         return self._hparams[0][self.name]
 
-    def set(self, value: Any) -> None:
+    def set(self, value: object) -> None:
         """Set it everywhere.
 
         Raises:
@@ -56,7 +56,7 @@ class TunedAttribute:
             hparams[self.name] = value
 
 
-def _has(owner: Any, name: str) -> bool:
+def _has(owner: object, name: str) -> bool:
     of_class = getattr(type(owner), name, None)
     # A property without a setter shows what lies elsewhere, in hparams as a rule.
     settable = of_class.fset is not None if isinstance(of_class, property) else isinstance(of_class, (int, float))

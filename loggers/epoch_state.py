@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainwright.loggers.metric_slot import Settings, Slot, accumulator_dtype, is_metric_object, pick
+from trainwright.loggers.metric_slot import MetricSettings, MetricSlot, accumulator_dtype, is_metric_object, pick
 
 State = dict[str, Any]
 Numbers = dict[int, list[float]]  # of tensors, by their ids
 
 
-def slot_states(slots: Iterable[Slot]) -> dict[str, State]:
+def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
     """Return what slots hold, by their keys, as trees of plain values; waits for the device, once for each dtype.
 
     Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
@@ -25,7 +25,7 @@ def slot_states(slots: Iterable[Slot]) -> dict[str, State]:
     return {slot.key: _slot_state(slot, numbers) for slot in asked}
 
 
-def _tensors(slot: Slot) -> Iterator[Tensor]:
+def _tensors(slot: MetricSlot) -> Iterator[Tensor]:
     held = (*slot.values, *slot.totals.values(), *slot.chunks, slot.last)
     return (value for value in held if isinstance(value, Tensor))
 
@@ -42,7 +42,7 @@ def _read(tensors: Iterable[Tensor]) -> Numbers:
     return found
 
 
-def _slot_state(slot: Slot, numbers: Numbers) -> State:
+def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
     reduction = slot.settings.reduction if isinstance(slot.settings.reduction, str) else None
     return {
         "name": slot.name,
@@ -60,7 +60,7 @@ def _slot_state(slot: Slot, numbers: Numbers) -> State:
     }
 
 
-def fill_slot(slot: Slot, state: Mapping[str, Any], device: torch.device) -> None:
+def fill_slot(slot: MetricSlot, state: Mapping[str, Any], device: torch.device) -> None:
     """Give a slot back what `slot_states` returned for it; what was on a device goes to `device`."""
     slot.values = _unpack(state["values"], device)
     slot.weights = list(state["weights"])
@@ -73,11 +73,11 @@ def fill_slot(slot: Slot, state: Mapping[str, Any], device: torch.device) -> Non
         slot.last, slot.last_weight = _unpack(state["last"], device)[0], state["last_weight"]
 
 
-def make_slot(state: Mapping[str, Any]) -> Slot | None:
+def make_slot(state: Mapping[str, Any]) -> MetricSlot | None:
     """Return an empty slot for a state; None if a function of the user's own reduces it, which only `log` knows."""
     if state["settings"]["reduction"] is None:
         return None
-    return Slot(state["name"], state["suffix"], Settings(**state["settings"]))
+    return MetricSlot(state["name"], state["suffix"], MetricSettings(**state["settings"]))
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> State:

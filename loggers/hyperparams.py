@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Return `value` as nested dicts, lists, numbers, text and None.
 
     Mappings, namespaces and dataclass instances become dicts with text keys; tuples and sets become lists; arrays and
@@ -60,7 +60,7 @@ def flatten(params: Mapping[str, Any], *, joiner: str = "/") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
 
-    def walk(path: str, value: Any) -> None:
+    def walk(path: str, value: object) -> None:
         if isinstance(value, dict) and value:
             for key, item in value.items():
                 walk(f"{path}{joiner}{key}" if path else key, item)
@@ -77,7 +77,7 @@ def flatten(params: Mapping[str, Any], *, joiner: str = "/") -> dict[str, Any]:
     return flat
 
 
-def json_safe(value: Any) -> Any:
+def json_safe(value: object) -> Any:
     """Return plain `value` with NaN and infinities as the text `"NaN"`, `"Infinity"`, `"-Infinity"`.
 
     JSON has no such numbers; a file with them is refused by most readers. Python's `float` reads these words back.

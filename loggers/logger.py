@@ -9,10 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.process import detect
+
+if TYPE_CHECKING:
+    import torch
 
 Status = Literal["success", "failed", "interrupted"]
 
@@ -41,10 +44,10 @@ class Silence:
     def __call__(self, *args: Any, **kwargs: Any) -> Silence:
         return self
 
-    def __getitem__(self, key: Any) -> Silence:
+    def __getitem__(self, key: object) -> Silence:
         return self
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         return None
 
     def __enter__(self) -> Silence:
@@ -82,7 +85,7 @@ class Logger(ABC):
             if not inspect.isfunction(method):
                 continue
             if name == "start":
-                cls.start = _noting_the_run(method)  # type: ignore[method-assign]
+                cls.start = _noting_the_run(method)  # type: ignore[method-assign]  # wrapped on purpose
             elif name.startswith("log_"):
                 setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
@@ -162,7 +165,7 @@ class Logger(ABC):
         """Record a text."""
         self._cannot("text")
 
-    def log_graph(self, task: Any, example_input: Any = None) -> None:
+    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the graph of `task.forward(example_input)`; `task.example_input_array` when no input is given."""
         self._cannot("graphs")
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import ConfigurationError, MissingPackageError, TrainwrightWarning
 from trainwright.loggers.logger import Logger, RunInfo, Status
 from trainwright.loggers.versioned import VersionedLogger
 
+if TYPE_CHECKING:
+    import torch
+
+_ESSENTIAL = ("start", "log_metrics", "flush", "finish")
+
 
 class LoggerGroup:
     """What the Trainer talks to: calls each logger in turn, on the main rank only.
 
-    A logger whose backend raises is reported once, with a TrainwrightWarning that names it, the method and the error,
-    and is left out until the group is started again: a full disk or a lost connection never ends a training. Errors
-    of configuration, such as a package that is not installed, do pass through at `start`.
+    A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error: a full
+    disk or a lost connection never ends a training. One that cannot start, take metrics or flush is left out until the
+    group is started again; of one that fails at something else, such as a graph or an image, only that is missing.
+    Errors of configuration, such as a package that is not installed, do pass through at `start`.
 
     Nothing here communicates.
 
@@ -96,13 +102,13 @@ class LoggerGroup:
         """Record a text with every logger."""
         self._each("log_text", key, text, step)
 
-    def log_graph(self, task: Any, example_input: Any = None) -> None:
+    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the task's graph with those loggers that were asked to (`wants_graph`)."""
         for logger in self.active:
             if logger.wants_graph:
                 self._call(logger, "log_graph", task, example_input)
 
-    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: Any = None) -> None:
+    def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: object = None) -> None:
         """Tell every logger of a checkpoint that has been published; `saver` is the run's ModelCheckpoint, if any."""
         for logger in self.active:
             self._call(logger, "log_checkpoint", path, aliases=aliases)
@@ -138,20 +144,22 @@ class LoggerGroup:
     def _is_dropped(self, logger: Logger) -> bool:
         return any(logger is dropped for dropped in self._dropped)
 
-    def _each(self, method: str, *args: Any) -> None:
+    def _each(self, method: str, *args: object) -> None:
         for logger in self.active:
             self._call(logger, method, *args)
 
-    def _call(self, logger: Logger, method: str, *args: Any, strict: bool = False, **options: Any) -> None:
+    def _call(self, logger: Logger, method: str, *args: object, strict: bool = False, **options: object) -> None:
         try:
             getattr(logger, method)(*args, **options)
         except Exception as error:  # whatever a tracker raises, the training goes on
             if strict and isinstance(error, (ConfigurationError, MissingPackageError)):
                 raise
-            self._dropped.append(logger)
+            left_out = "Only that is missing."
+            if method in _ESSENTIAL:
+                self._dropped.append(logger)
+                left_out = "It is left out for the rest of this run; training and the other loggers go on."
             warnings.warn(
-                f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. It is left out for "
-                "the rest of this run; training and the other loggers go on.",
+                f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {left_out}",
                 TrainwrightWarning,
                 stacklevel=3,
             )

@@ -8,6 +8,7 @@ part in, whatever it has logged. Memory does not grow with the number of steps.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -22,9 +23,9 @@ from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, entry_of,
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
+    MetricSettings,
+    MetricSlot,
     Reduction,
-    Settings,
-    Slot,
     is_metric_object,
     parse_reduction,
     same_function,
@@ -48,8 +49,8 @@ class _StageMetrics:
     """The slots of one stage: by key, and by name for the quick way in."""
 
     def __init__(self) -> None:
-        self.slots: dict[str, Slot] = {}
-        self.by_name: dict[str, Slot] = {}
+        self.slots: dict[str, MetricSlot] = {}
+        self.by_name: dict[str, MetricSlot] = {}
         self.num_dataloaders = 1
 
 
@@ -71,8 +72,9 @@ class MetricBuffer:
         self.dataloader_idx: int | None = None
         self._stage: EpochStage | None = None
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
-        self._by_name: dict[str, Slot] = {}
+        self._by_name: dict[str, MetricSlot] = {}
         self._device = torch.device("cpu")
+        self._closed = ""  # where nothing can be logged
         self._new = NewValues()
         self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
@@ -133,13 +135,27 @@ class MetricBuffer:
         """
         if stage not in self._stages:
             raise ConfigurationError(f"unknown stage {stage!r}.{nearest(stage, _STAGES)} Known: {', '.join(_STAGES)}.")
-        self._stage = stage
+        self._stage, self._closed = stage, ""
         self._by_name = self._stages[stage].by_name
+
+    def close(self, where: str) -> None:
+        """Refuse to log until the next `begin` or `switch`: in `where`, a hook, nobody would read the value."""
+        self._closed, self._by_name = where, {}
+
+    @contextlib.contextmanager
+    def closed_in(self, where: str) -> Iterator[None]:
+        """Refuse to log for the length of a `with` block; see `close`."""
+        before = self._closed, self._by_name
+        self.close(where)
+        try:
+            yield
+        finally:
+            self._closed, self._by_name = before
 
     def log(
         self,
         name: str,
-        value: Any,
+        value: object,
         *,
         prog_bar: bool = False,
         logger: bool = True,
@@ -180,9 +196,17 @@ class MetricBuffer:
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
         options = (
-            prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only,
-            self.in_step, self.dataloader_idx,
-        )  # fmt: skip
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            add_dataloader_idx,
+            rank_zero_only,
+            self.in_step,
+            self.dataloader_idx,
+        )
         slot = self._by_name.get(name) if isinstance(name, str) else None
         if slot is None or slot.options != options:
             slot = self._open(name, value, options)
@@ -215,11 +239,16 @@ class MetricBuffer:
             f"log(batch_size={batch_size!r}): expected a number of samples, 0 or more, on the host (not a tensor)."
         )
 
-    def _open(self, name: str, value: Any, options: tuple[Any, ...]) -> Slot:
+    def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
         """Find or make the slot for `name`, and check `options` against each other and against earlier calls."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+        if self._closed:
+            raise TaskError(
+                f"log({name!r}) in {self._closed}: nobody would read it there. Call it in a *_step or in a hook of an "
+                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers at once."
+            )
         if self._stage is None:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
         if isinstance(value, Tensor):
@@ -227,7 +256,7 @@ class MetricBuffer:
         on_step, on_epoch = self._when(name, on_step, on_epoch, in_step)
         if sync_dist not in (None, True, False):
             raise ConfigurationError(f"log({name!r}, sync_dist={sync_dist!r}): expected None, True or False.")
-        settings = Settings(
+        settings = MetricSettings(
             on_step,
             on_epoch,
             bool(prog_bar),
@@ -245,7 +274,7 @@ class MetricBuffer:
         if slot is not None and same_function(slot.settings.reduction, settings.reduction):
             settings = settings._replace(reduction=slot.settings.reduction)
         if slot is None:
-            slot = metrics.slots[name + suffix] = Slot(name, suffix, settings)
+            slot = metrics.slots[name + suffix] = MetricSlot(name, suffix, settings)
             slot.loader = index if metrics.num_dataloaders > 1 else None
             if self._stage == "train" and slot.key in self._unclaimed and slot.kind == "custom":
                 fill_slot(slot, self._unclaimed.pop(slot.key), self._device)
@@ -257,7 +286,7 @@ class MetricBuffer:
         elif slot.settings != settings:
             changed = [
                 f"{field}={getattr(slot.settings, field)!r} before, {getattr(settings, field)!r} now"
-                for field in Settings._fields
+                for field in MetricSettings._fields
                 if getattr(slot.settings, field) != getattr(settings, field)
             ]
             raise ConfigurationError(
@@ -270,7 +299,7 @@ class MetricBuffer:
         metrics.by_name[name] = slot
         return slot
 
-    def _claim(self, slot: Slot, value: Any, index: int | None) -> None:
+    def _claim(self, slot: MetricSlot, value: object, index: int | None) -> None:
         """Note that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
         if slot.loader is None or index is None or index == slot.loader:
             return
@@ -297,7 +326,7 @@ class MetricBuffer:
             )
         return step, epoch
 
-    def _refuse_shared_metric(self, name: str, suffix: str, metric: Any) -> None:
+    def _refuse_shared_metric(self, name: str, suffix: str, metric: object) -> None:
         for other in self._by_slots():
             if other.metric is metric and other.name == name and other.suffix != suffix:
                 raise ConfigurationError(
@@ -306,7 +335,7 @@ class MetricBuffer:
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
 
-    def _by_slots(self) -> Iterator[Slot]:
+    def _by_slots(self) -> Iterator[MetricSlot]:
         return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
 
     def peek(self) -> Flushed:
@@ -339,7 +368,7 @@ class MetricBuffer:
                 nothing was logged. None: one process.
         """
         reads = HostReads()
-        waiting: list[tuple[Slot, Entry, float | int]] = []  # a float is the value, an int its index in `reads`
+        waiting: list[tuple[MetricSlot, Entry, float | int]] = []  # a float is the value, an int its index in `reads`
         for slot in self._by_slots():
             if slot.last is None:
                 continue
@@ -404,7 +433,7 @@ class MetricBuffer:
     def _stays_here(self, key: str) -> bool:
         return self._stage is not None and self._stages[self._stage].slots[key].settings.sync_dist is False
 
-    def _put_objects(self, flushed: Flushed, objects: dict[str, Slot], gathered: list[dict[str, Any]]) -> None:
+    def _put_objects(self, flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]]) -> None:
         counts: dict[str, int] = {}
         for payload in gathered:
             for key in payload["objects"]:

@@ -10,7 +10,7 @@ import torch
 
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.metric_value import MetricValue
-from trainwright.loggers.metric_slot import Reduction, Slot, pick
+from trainwright.loggers.metric_slot import MetricSlot, Reduction, pick
 
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Hands this rank's dict to every rank and returns all of them in the order of the ranks. Collective."""
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
     loader: int | None = None
 
 
-def entry_of(slot: Slot) -> Entry:
+def entry_of(slot: MetricSlot) -> Entry:
     """Return the entry of `slot`, without values."""
     settings = slot.settings
     forked = settings.on_step and settings.on_epoch

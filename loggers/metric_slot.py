@@ -21,12 +21,21 @@ FOLD_EVERY = 64
 Reduction = str | Callable[[Tensor], Tensor]
 _KINDS = ("mean", "sum", "min", "max")
 _AS_KIND: dict[Any, str] = {
-    torch.mean: "mean", torch.sum: "sum", torch.min: "min", torch.max: "max", torch.amin: "min", torch.amax: "max",
-    builtins.sum: "sum", builtins.min: "min", builtins.max: "max", "avg": "mean", "average": "mean",
-}  # fmt: skip
+    torch.mean: "mean",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+    torch.amin: "min",
+    torch.amax: "max",
+    builtins.sum: "sum",
+    builtins.min: "min",
+    builtins.max: "max",
+    "avg": "mean",
+    "average": "mean",
+}
 
 
-class Settings(NamedTuple):
+class MetricSettings(NamedTuple):
     """The options of one key, with the defaults filled in."""
 
     on_step: bool
@@ -113,7 +122,7 @@ def pick(first: float, second: float, kind: str) -> float:
     return min(first, second) if kind == "min" else max(first, second)
 
 
-class Slot:
+class MetricSlot:
     """What has been logged under one key.
 
     Attributes:
@@ -129,12 +138,12 @@ class Slot:
     """
 
     __slots__ = (
-        "chunks", "host_extreme", "host_total", "is_free", "last", "last_weight", "loader", "metric", "name",
-        "on_epoch", "on_step", "options", "settings", "suffix", "totals", "values", "weigh", "weigh_step",
-        "weight", "weights",
-    )  # fmt: skip
+        *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
+        *("values", "weights", "last", "last_weight", "weight", "weigh", "weigh_step"),
+        *("chunks", "totals", "host_total", "host_extreme"),
+    )
 
-    def __init__(self, name: str, suffix: str, settings: Settings) -> None:
+    def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
         self.name = name
         self.suffix = suffix
         self.options: tuple[Any, ...] | None = None
@@ -158,7 +167,7 @@ class Slot:
         reduction = self.settings.reduction
         return reduction if isinstance(reduction, str) else "custom"
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, settings: MetricSettings) -> None:
         """Take options for this epoch."""
         self.settings = settings
         self.is_free = False
@@ -179,7 +188,7 @@ class Slot:
         self.totals: dict[torch.device, Tensor] = {}
         self.chunks: list[Tensor | list[float]] = []
 
-    def observe(self, metric: Any) -> None:
+    def observe(self, metric: object) -> None:
         """Keep a torchmetrics object; its value in this step is what its `forward` returned last."""
         if self.metric is not None and self.metric is not metric:
             raise ConfigurationError(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from trainwright.loggers.metric_ranks import Entry, Flushed, combine, entry_of
-from trainwright.loggers.metric_slot import HostReads, Reduction, Slot, is_metric_object, to_number
+from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is_metric_object, to_number
 
 
-def step_values(slot: Slot) -> Iterator[tuple[Entry, float | Tensor]]:
+def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
     """Yield what a slot holds of its last step, one number at a time; the slot has a value."""
     last = slot.last
     entry = entry_of(slot)
@@ -30,7 +30,7 @@ def step_values(slot: Slot) -> Iterator[tuple[Entry, float | Tensor]]:
     yield from named_values(slot, entry, last)
 
 
-def named_values(slot: Slot, entry: Entry, result: Any) -> Iterator[tuple[Entry, float | Tensor]]:
+def named_values(slot: MetricSlot, entry: Entry, result: object) -> Iterator[tuple[Entry, float | Tensor]]:
     """Yield what a metric object gave, one number at a time; the parts of a dict are named `name/key`."""
     if isinstance(result, dict):
         for key, value in result.items():
@@ -49,11 +49,11 @@ def compute_alone(metric: Any) -> Any:
 def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
     """Let the metric objects among a module and its parts compute this rank's own values, without the other ranks."""
     changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
-    for part in metric.modules():
-        if hasattr(part, "distributed_available_fn"):
-            changed.append((part, part.distributed_available_fn, part.compute_with_cache))  # type: ignore[arg-type]
-            part.distributed_available_fn, part.compute_with_cache = _no_ranks, False  # type: ignore[assignment]
+    parts: list[Any] = [part for part in metric.modules() if hasattr(part, "distributed_available_fn")]
     try:
+        for part in parts:
+            changed.append((part, part.distributed_available_fn, part.compute_with_cache))
+            part.distributed_available_fn, part.compute_with_cache = _no_ranks, False
         yield
     finally:
         for part, available, cached in changed:
@@ -64,10 +64,10 @@ def _no_ranks() -> bool:
     return False
 
 
-def epoch_entries(slots: list[Slot]) -> dict[str, Entry]:
+def epoch_entries(slots: list[MetricSlot]) -> dict[str, Entry]:
     """Return key → this rank's aggregate, read from the devices with one copy each."""
     reads = HostReads()
-    waiting: list[tuple[Slot, list[int | list[float]]]] = []
+    waiting: list[tuple[MetricSlot, list[int | list[float]]]] = []
     for slot in slots:
         if not slot.has_epoch_values:
             continue
@@ -90,7 +90,7 @@ def epoch_entries(slots: list[Slot]) -> dict[str, Entry]:
     return found
 
 
-def _total(slot: Slot, device_values: list[float]) -> float:
+def _total(slot: MetricSlot, device_values: list[float]) -> float:
     if slot.kind in ("mean", "sum"):
         return slot.host_total + sum(device_values)
     values = device_values if slot.host_extreme is None else [slot.host_extreme, *device_values]
@@ -120,24 +120,24 @@ class NewValues:
     """
 
     def __init__(self) -> None:
-        self.steps: dict[Slot, Any] = {}
-        self._epochs: dict[Slot, Any] = {}
+        self.steps: dict[MetricSlot, Any] = {}
+        self._epochs: dict[MetricSlot, Any] = {}
 
-    def of_steps(self, slots: Iterable[Slot]) -> Flushed:
+    def of_steps(self, slots: Iterable[MetricSlot]) -> Flushed:
         """Return the latest values of steps that were logged since the last look. Waits for the device if there are."""
         new = [slot for slot in slots if slot.last is not None and self.steps.get(slot) is not slot.last]
         self.steps.update((slot, slot.last) for slot in new if not is_metric_object(slot.last))
         return read_steps(new)
 
-    def all_steps(self, slots: list[Slot]) -> Flushed:
+    def all_steps(self, slots: list[MetricSlot]) -> Flushed:
         """Return the latest values of steps, also those that were looked at before."""
         self.steps.update((slot, slot.last) for slot in slots if not is_metric_object(slot.last))
         return read_steps(slots)
 
-    def of_epoch(self, slots: Iterable[Slot]) -> Flushed:
+    def of_epoch(self, slots: Iterable[MetricSlot]) -> Flushed:
         """Return what the epoch has aggregated so far, on this rank alone, where it has changed since the last look."""
         flushed = Flushed()
-        new: list[Slot] = []
+        new: list[MetricSlot] = []
         for slot in slots:
             token = (slot.weight, len(slot.values), getattr(slot.metric, "_update_count", 0))
             if slot.on_epoch and any(token) and self._epochs.get(slot) != token:
@@ -152,7 +152,7 @@ class NewValues:
         return flushed
 
 
-def read_steps(slots: Iterable[Slot]) -> Flushed:
+def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
     """Return this rank's own latest values of steps; they go on waiting. Waits for each device once."""
     flushed = Flushed()
     read_into(flushed, [pair for slot in slots if slot.last is not None for pair in step_values(slot)], "step")
@@ -168,7 +168,7 @@ def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when
         flushed.put(entry, at if isinstance(at, float) else read[at][0], when)
 
 
-def _copy(slot: Slot) -> Slot:
+def _copy(slot: MetricSlot) -> MetricSlot:
     copied = copy.copy(slot)
     copied.values, copied.weights = list(slot.values), list(slot.weights)
     copied.totals, copied.chunks = dict(slot.totals), list(slot.chunks)

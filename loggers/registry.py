@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.foreign_names import check_owner, foreign_object
+from trainwright.core.names.foreign_names import check_owner, foreign_object
 from trainwright.core.registry import Registry
 from trainwright.loggers.logger import Logger
 

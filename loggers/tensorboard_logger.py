@@ -152,7 +152,7 @@ class TensorBoardLogger(VersionedLogger):
         name = self._tag(key)
         self._at(step, [name]).add_text(name, text, step)
 
-    def log_graph(self, task: Any, example_input: Any = None) -> None:
+    def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Trace `task` on `example_input` and add the graph. Runs `task.forward` once, in evaluation mode.
 
         Raises:

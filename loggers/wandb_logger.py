@@ -249,9 +249,7 @@ class WandbLogger(Logger):
         elif self._log_model:
             self._last_checkpoint = (path, aliases)
 
-    def watch(
-        self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True
-    ) -> None:  # fmt: skip
+    def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Have W&B record histograms of gradients or parameters. It reads them in the step, which costs time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 

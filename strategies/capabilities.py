@@ -21,6 +21,7 @@ class Capabilities:
         closures: optimizers may evaluate the loss several times in a step, as L-BFGS does.
         inference_mode: evaluations may run in torch's inference mode; otherwise gradients are only switched off, as a
             tensor that is made in that mode, such as a gathered weight, cannot be trained on.
+        trials: steps can be tried out and taken back.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
         state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
             may copy it while the next step computes.
@@ -34,6 +35,7 @@ class Capabilities:
     lone_steps: bool = True
     closures: bool = True
     inference_mode: bool = True
+    trials: bool = True
     owns_optimizer_step: bool = False
     state_rests: bool = True
 
@@ -50,6 +52,10 @@ REFUSALS = {
     "lone_steps": (
         "tries steps out on each rank alone, so that one that runs out of memory leaves none waiting, and a step of "
         "{strategy} takes all ranks. Search with devices=1 or strategy='ddp', and write the number that was found."
+    ),
+    "trials": (
+        "tries steps out and takes them back, and {strategy} keeps weights and states in pieces of its own. Search "
+        "with strategy='ddp'."
     ),
     "closures": (
         "evaluates the loss several times in a step and looks at whole vectors of weights, which lie in pieces under "

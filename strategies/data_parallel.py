@@ -1,17 +1,14 @@
-"""What strategies of several processes share that see different data: how they meet, and what crosses between them."""
+"""What strategies of several processes share: how these meet."""
 
 from __future__ import annotations
 
 import datetime
 from typing import Any, Literal
 
-import torch
-import torch.distributed as dist
-
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
-from trainwright.strategies.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
+from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
 from trainwright.strategies.strategy import Strategy
 
 
@@ -25,6 +22,8 @@ class DataParallel(Strategy):
         process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
     """
 
+    is_distributed = True
+
     def __init__(
         self,
         *,
@@ -37,35 +36,10 @@ class DataParallel(Strategy):
         self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
         self.process_group_backend = process_group_backend
 
-    @property
-    def is_distributed(self) -> bool:
-        return True
-
     def _make_processes(self, topology: Topology) -> Processes:
         return ProcessGroup(
             topology, timeout=self.timeout, backend=self.process_group_backend, hang_timeout=self.hang_timeout
         )
-
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(value)
-        copies = self.processes.world_size // self.dp_size  # of each data-parallel rank's value
-        return value if copies == 1 else value / copies
-
-    def sum_over_data_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        return self._sum_over_ranks(value)
-
-    def _data_group(self) -> Any:
-        """Return the process group of the ranks that see different data; None for all ranks."""
-        return None
-
-    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
-        if sync_grads:
-            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
-
-            return torch.stack(all_gather_with_grad(tensor, self._data_group()))  # type: ignore[no-untyped-call]  # torch has no types here
-        found = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        dist.all_gather(found, tensor.contiguous(), group=self._data_group())
-        return torch.stack(found)
 
 
 def _hang_timeout(value: Any, timeout: datetime.timedelta | None) -> datetime.timedelta | Literal["auto"] | None:

@@ -4,67 +4,111 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from trainwright.loggers.metric_slot import is_metric_object
-from trainwright.strategies.processes.process_group import Processes
+from trainwright.processes.process_group import Processes
 
 
+@dataclass(frozen=True, slots=True)
 class DataRanks:
-    """What a strategy says of the data-parallel ranks; a part of `Strategy`.
+    """The data-parallel ranks of a run, and what crosses between them.
 
-    Here every process is one. A strategy that splits layers over processes overrides `dp_rank` and `data_ranks`: then
-    what is summed or collected over the data must take one process of each group.
+    Attributes:
+        processes: all that there are.
+        rank: this process's along the data-parallel axes: ranks with different values see different data.
+        members: global ranks that between them see all data once, by data-parallel rank; alike on every rank.
+        group: the process group of this process and those that see other data; None: all processes.
+        alone: every other rank is taken to hold what this one holds, and nothing is communicated.
     """
 
     processes: Processes
+    rank: int
+    members: Sequence[int]
+    group: Any = None
+    alone: bool = False
+
+    @classmethod
+    def of(cls, processes: Processes, *, per_batch: int = 1, group: Any = None) -> Self:
+        """Return the data-parallel ranks of processes of which so many, side by side, work on one batch."""
+        return cls(processes, processes.rank // per_batch, range(0, processes.world_size, per_batch), group)
 
     @property
-    def dp_rank(self) -> int:
-        """Rank along the data-parallel axes: ranks with different values see different data."""
-        return self.processes.rank
-
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        """Global ranks that between them see all data once, by data-parallel rank; alike on every rank."""
-        return range(self.processes.world_size)
-
-    @property
-    def dp_size(self) -> int:
+    def size(self) -> int:
         """Number of data-parallel ranks."""
-        return len(self.data_ranks)
+        return len(self.members)
 
-    def gather_by_data_rank(self, value: Any) -> list[Any]:
-        """Return one small picklable value for each data-parallel rank, on every rank. Collective, on the host."""
-        return self.pick_by_data_rank(self.processes.gather_object(value))
+    def among(self, processes: Processes) -> DataRanks:
+        """Return the same for those processes that are left of the run's."""
+        return type(self).of(processes, per_batch=self.processes.world_size // self.size, group=self.group)
 
-    def gather_integers_by_data_rank(self, values: list[int]) -> list[list[int]]:
-        """Return one list (all of one length) for each data-parallel rank, on every rank. Collective, on the host."""
-        return self.pick_by_data_rank(self.processes.gather_integers(values))
-
-    def pick_by_data_rank(self, of_ranks: Sequence[Any]) -> list[Any]:
+    def pick(self, of_ranks: Sequence[Any]) -> list[Any]:
         """Take from what was gathered of all ranks one entry for each data-parallel rank. Not collective."""
-        return [of_ranks[rank] for rank in self.data_ranks]
+        return [of_ranks[rank] for rank in self.members]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return one small picklable value for each data-parallel rank, on every rank. Collective, on the host."""
+        return self.pick(self.processes.gather_object(value))
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        """Return one list (all of one length) for each data-parallel rank, on every rank. Collective, on the host."""
+        return self.pick(self.processes.gather_integers(values))
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor on the device over the data-parallel ranks, without reading it. Collective.
+
+        Args:
+            value: may be overwritten. Ranks that work on one batch together hold the same, or addends of it times
+                their number.
+        """
+        if self.processes.world_size == 1:
+            return value
+        if self.alone:
+            return value * self.size
+        dist.all_reduce(value)
+        copies = self.processes.world_size // self.size  # of each data-parallel rank's value
+        return value if copies == 1 else value / copies
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
+        """Return every data-parallel rank's tensor (all of one shape) along a new first dimension. Collective.
+
+        Args:
+            tensor: on the device.
+            sync_grads: let gradients flow back to the rank that each came from.
+        """
+        if self.processes.world_size == 1:
+            return tensor.unsqueeze(0)
+        if self.alone or self.size == 1:
+            return torch.stack([tensor if sync_grads else tensor.detach()] * self.size)
+        if sync_grads:
+            from torch.distributed.nn.functional import all_gather as all_gather_with_grad
+
+            return torch.stack(all_gather_with_grad(tensor, self.group))  # type: ignore[no-untyped-call]  # torch has no types here
+        found = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(found, tensor.contiguous(), group=self.group)
+        return torch.stack(found)
 
 
 @contextmanager
-def metrics_over(task: nn.Module, data_group: Any) -> Iterator[None]:
+def metrics_over(task: nn.Module, ranks: DataRanks) -> Iterator[None]:
     """Let a task's metric objects of torchmetrics meet over the ranks that see different data. Not collective.
 
     Args:
         task: those that sync in a way of their own are left to it.
-        data_group: the process group of these ranks; None: this rank sees all data.
+        ranks: of the run.
     """
 
     def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        if data_group is None:
+        if ranks.size == 1:
             return [result]
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        found: list[torch.Tensor] = gather_all_tensors(result, data_group)
+        found: list[torch.Tensor] = gather_all_tensors(result, ranks.group)
         return found
 
     metrics: list[Any] = [module for module in task.modules() if is_metric_object(module)]

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.foreign_names import check_owner
+from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.process import Topology, detect
-from trainwright.strategies import STRATEGIES
+from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.strategies.devices import device_indices, device_type
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.registry import STRATEGIES
 from trainwright.strategies.strategy import Strategy
 
 ENGINE_ARGUMENTS = {
@@ -86,14 +86,13 @@ def select(
     else:
         check_owner(strategy)
         chosen = strategy
-    if sync_batchnorm:
-        if not hasattr(chosen, "sync_batchnorm"):
-            raise ConfigurationError(
-                f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which "
-                f"{'leaves BatchNorm layers as they are' if chosen.is_distributed else 'has one process'}. Use "
-                "strategy='ddp', or leave it out."
-            )
+    if sync_batchnorm and hasattr(chosen, "sync_batchnorm"):
         chosen.sync_batchnorm = True
+    elif sync_batchnorm and chosen.is_distributed:  # in one process its statistics are those of all
+        raise ConfigurationError(
+            f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which leaves BatchNorm layers as they "
+            "are. Use strategy='ddp', or leave it out."
+        )
     nodes = topology.num_nodes if launched else num_nodes
     chosen.configure(EngineSettings(kind, indices, nodes, precision, compile_options(compile)))
     if launched and topology.world_size > 1 and not chosen.is_distributed:

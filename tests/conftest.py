@@ -13,26 +13,40 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 _SEED = 20260101
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 _THREAD_GRACE_S = 2.0
+_TESTS = Path(__file__).parent
+_WHOLE_PROGRAMS = {"outside_trials", "ported", "requirements"}
 _LAUNCHER_VARIABLES = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|NODE_RANK|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|(SLURM|PMI|PMIX|OMPI|TORCHELASTIC|TRAINWRIGHT|WANDB)_.*)$"
 )
 
 torch.set_num_threads(1)
+settings.register_profile("no clock", deadline=None)  # how long an example takes depends on what runs beside it
+settings.load_profile("no clock")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells hand it to what a script starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # What DeepSpeed compiles is kept with the environment: a test's HOME, where it would go, is a temporary one.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.environ["PATH"]])  # ninja
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Count whole programs among the slow tests; the Makefile does not even look at their files for the fast ones."""
+    for item in items:
+        if item.path.is_relative_to(_TESTS) and item.path.relative_to(_TESTS).parts[0] in _WHOLE_PROGRAMS:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -142,7 +156,7 @@ def _signal_handlers_restored() -> Iterator[None]:
 def _process_group_destroyed() -> Iterator[None]:
     """Destroy a process group that a test has left initialised in this process, and forget a script's state of it."""
     yield
-    partial_state = sys.modules.get("trainwright.strategies.processes.partial_state")
+    partial_state = sys.modules.get("trainwright.processes.partial_state")
     if partial_state is not None:
         partial_state.PartialState._reset_state()
     if dist.is_available() and dist.is_initialized():
@@ -152,7 +166,7 @@ def _process_group_destroyed() -> Iterator[None]:
 @pytest.fixture
 def fresh_state() -> Iterator[None]:
     """For tests of own loops: each finds a process that has not joined others."""
-    from trainwright.strategies.processes.partial_state import PartialState
+    from trainwright.processes.partial_state import PartialState
 
     PartialState._reset_state()
     yield

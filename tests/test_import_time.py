@@ -53,31 +53,31 @@ _HELP = (
 )
 
 
-def test_p29_importing_the_package_imports_neither_torch_nor_anything_else_of_others() -> None:
+def test_importing_the_package_imports_neither_torch_nor_anything_else_of_others() -> None:
     assert _of_others(_added_modules("import trainwright")) == set()
 
 
-def test_p29_the_help_imports_neither_torch_nor_anything_else_of_others() -> None:
+def test_the_help_imports_neither_torch_nor_anything_else_of_others() -> None:
     assert _of_others(_added_modules(_HELP.format(arguments=["--help"], word="fit"))) == set()
 
 
-def test_p29_the_help_of_new_does_not_import_torch() -> None:
+def test_the_help_of_new_does_not_import_torch() -> None:
     assert "torch" not in _added_modules(_HELP.format(arguments=["new", "--help"], word="--template"))
 
 
-def test_p29_errors_can_be_caught_by_name_without_torch() -> None:
+def test_errors_can_be_caught_by_name_without_torch() -> None:
     assert _of_others(_added_modules("from trainwright import ConfigurationError, TrainwrightWarning")) == set()
 
 
 @pytest.mark.slow
-def test_p29_the_trainer_and_the_task_import_nothing_heavy_beyond_torch() -> None:
+def test_the_trainer_and_the_task_import_nothing_heavy_beyond_torch() -> None:
     added = _added_modules("from trainwright import Callback, DataModule, TaskModule, Trainer", after="import torch")
     assert "trainwright.core.task" in added
     assert _forbidden_among(added) == []
 
 
 @pytest.mark.slow
-def test_p29_making_a_trainer_imports_nothing_heavy_beyond_torch() -> None:
+def test_making_a_trainer_imports_nothing_heavy_beyond_torch() -> None:
     added = _added_modules(
         "from trainwright import Trainer\nTrainer(max_steps=1, logger=False, enable_progress_bar=False)",
         after="import torch",
@@ -99,6 +99,7 @@ def test_a_forbidden_module_would_be_seen() -> None:
     assert {"numpy", "yaml"} <= _of_others(added)
 
 
+@pytest.mark.slow
 def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_heavy() -> None:
     load = (
         "trainwright.load_checkpoint_and_dispatch(nn.Linear(2, 2), file, device_map={'': 'cpu'})\n"
@@ -112,10 +113,13 @@ def test_a_first_load_of_weights_imports_no_writers_of_checkpoints_and_nothing_h
     added = _added_modules(load, after=made)
     unneeded = {"async_writer", "codec", "convert", "crew", "host_buffers", "load_task", "model", "optimizer", "pieces"}
     unneeded |= {"piece_files", "reader", "remote", "retention", "torch_file", "trees", "weights_folder", "writer"}
-    assert not {f"trainwright.checkpoint.{name}" for name in unneeded} & added
+    of_checkpoint = {name.rpartition(".")[2] for name in added if name.startswith("trainwright.checkpoint.")}
+    assert not unneeded & of_checkpoint
     assert not {
         name for name in added if name.startswith(("trainwright.trainer", "trainwright.data", "trainwright.cli"))
     }
-    assert not {"trainwright.strategies.offload.explain", "trainwright.core.hyperparameters", "zoneinfo"} & added
+    assert not {"trainwright.bigmodels.maps.explain", "trainwright.core.hyperparameters", "zoneinfo"} & added
     assert _forbidden_among(added) == []
-    assert len([name for name in added if name.startswith("trainwright")]) <= 42  # 62 when this was measured first
+    own = {name for name in added if name.startswith("trainwright")}
+    files = own - {name.rpartition(".")[0] for name in own}  # a folder's own file holds a sentence
+    assert len(files) <= 38

@@ -12,20 +12,9 @@ from pathlib import Path
 import pytest
 
 import trainwright
-from tests.helpers.sources import PARTS, ROOT
+from tests.helpers.sources import PARTS, ROOT, Source, stub_sources
 
 FACE = ROOT / "src/trainwright/__init__.py"
-
-
-def _names_for_type_checkers() -> set[str]:
-    for node in ast.parse(FACE.read_text()).body:
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
-            imports = [statement for statement in node.body if isinstance(statement, ast.ImportFrom)]
-            declared = [s.target for s in node.body if isinstance(s, ast.AnnAssign)]
-            return {alias.asname or alias.name for entry in imports for alias in entry.names} | {
-                target.id for target in declared if isinstance(target, ast.Name)
-            }
-    return set()
 
 
 @pytest.mark.parametrize("name", trainwright.__all__)
@@ -38,10 +27,18 @@ def test_a_public_name_is_the_object_of_its_home() -> None:
     assert trainwright.core is importlib.import_module("trainwright.core")
 
 
-def test_editors_and_the_interpreter_are_told_the_same_names() -> None:
-    assert set(trainwright.__all__) == set(trainwright._HOMES) | set(trainwright._SUBMODULES) | {"__version__"}
-    assert _names_for_type_checkers() == set(trainwright.__all__)
-    assert set(trainwright._SUBMODULES) == set(PARTS)
+@pytest.mark.parametrize("stub", stub_sources(), ids=lambda stub: stub.module)
+def test_editors_and_the_interpreter_are_told_the_same_names(stub: Source) -> None:
+    package = importlib.import_module(stub.module)
+    aliases = [alias for node in stub.tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert [alias.asname for alias in aliases] == [alias.name for alias in aliases]  # or it is not handed on
+    assert set(package.__all__) == {alias.name for alias in aliases}
+    assert set(package.__all__) <= set(dir(package))
+    assert all(getattr(package, name) is not None for name in package.__all__)
+
+
+def test_a_package_without_a_stub_tells_its_names_itself() -> None:
+    assert set(PARTS) <= set(trainwright.__all__)
 
 
 def test_dir_lists_names_that_were_not_touched_yet() -> None:
@@ -64,10 +61,11 @@ def test_a_checkout_without_links_finds_the_top_level_folders(tmp_path: Path) ->
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copytree(ROOT / folder, tmp_path / "src/trainwright" / part)
-    shutil.copy(FACE, tmp_path / "src/trainwright")
+    for file in (FACE, FACE.with_suffix(".pyi")):
+        shutil.copy(file, tmp_path / "src/trainwright")
     # What git leaves where it may not make links: a small file that holds the target.
     (tmp_path / "src/trainwright/loggers").write_text("../../loggers")
-    code = "import trainwright.loggers as l, trainwright.core.errors as e; print(l.__file__); print(e.__file__)"
+    code = "import trainwright as t, trainwright.core.errors as e; print(t.loggers.__file__); print(e.__file__)"
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path / 'src')!r}); {code}"],
         capture_output=True,

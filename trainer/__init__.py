@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from trainwright.core.names.lazy_names import lazy_names
 
-if TYPE_CHECKING:
-    from trainwright.trainer.accelerator.accelerator import Accelerator
-    from trainwright.trainer.trainer import Trainer
-
-__all__ = ["Accelerator", "Trainer"]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Trainer":
-        from trainwright.trainer.trainer import Trainer
-
-        return Trainer
-    if name == "Accelerator":
-        from trainwright.trainer.accelerator.accelerator import Accelerator
-
-        return Accelerator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, __file__)

@@ -19,7 +19,7 @@ def count_samples(group: Group, strategy: Strategy, *, exact: bool) -> int:
     mine = sum(batch_size(batch) for batch in group.batches)
     if strategy.processes.world_size == 1:
         return mine
-    return _sum(mine, strategy) if exact else mine * strategy.dp_size
+    return _sum(mine, strategy) if exact else mine * strategy.data_ranks.size
 
 
 def count_tokens(group: Group, task: TaskModule, strategy: Strategy) -> int:
@@ -28,4 +28,4 @@ def count_tokens(group: Group, task: TaskModule, strategy: Strategy) -> int:
 
 
 def _sum(value: int, strategy: Strategy) -> int:
-    return sum(of_rank[0] for of_rank in strategy.gather_integers_by_data_rank([value]))
+    return sum(of_rank[0] for of_rank in strategy.data_ranks.gather_integers([value]))

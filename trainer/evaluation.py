@@ -5,28 +5,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trainwright.core.tree import map_tensors
+from trainwright.core.tree import Batch, map_tensors
 from trainwright.loggers.metric_ranks import Flushed
-from trainwright.trainer.facts import RunFacts
-from trainwright.trainer.failure import note_batch
-from trainwright.trainer.loaders import EvaluationData
-from trainwright.trainer.replay import replay_batch
+from trainwright.trainer.data import EvaluationData, EvaluationKind
+from trainwright.trainer.recovery.failure import note_batch
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.search.replay import replay_batch
 
 
 class Abandoned(Exception):
     """An evaluation was broken off; it has left nothing behind."""
 
 
-EvaluationKind = Literal["validate", "test", "predict"]
 _EVENTS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
 def evaluate(
-    run: RunFacts,
+    run: StageRun,
     kind: EvaluationKind,
     *,
     max_batches: int | None = None,
@@ -61,10 +60,12 @@ def evaluate(
     before, capabilities = metrics.stage, run.strategy.capabilities
     run.evaluating = kind
     run.strategy.begin_evaluation()
-    with _evaluation_mode(run, name), _no_gradients(run.inference_mode and capabilities.inference_mode):
+    with _evaluation_mode(run, name), _no_gradients(run.arguments.inference_mode and capabilities.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
         try:
+            if kind == "predict":
+                metrics.close("a prediction")
             run.fire(f"on_{name}_start")
             data, limits = _prepare(run, kind, max_batches)  # a callback may have had the loaders made anew
             run.fire(f"on_{name}_epoch_start")
@@ -81,6 +82,7 @@ def evaluate(
                     if keep:
                         outputs[index].append(output)
                     del output, batch  # or they would live on through the next batch's forward
+                loader.end_pass()
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")
             run.take_metrics(metrics.flush_step(run.exchange), kind)
@@ -88,6 +90,7 @@ def evaluate(
             run.take_metrics(flushed, kind)
             if taken is not None:
                 taken()
+            metrics.close(f"on_{name}_end")
             run.fire(f"on_{name}_end")
         finally:
             run.evaluating = None
@@ -97,16 +100,59 @@ def evaluate(
     return flushed, outputs
 
 
-def _prepare(run: RunFacts, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:
+class Evaluation:
+    """Validates or tests, as a stage of its own.
+
+    Args:
+        run: set up.
+        verbose: print the metrics.
+    """
+
+    def __init__(self, run: StageRun, *, verbose: bool) -> None:
+        self._run = run
+        self._verbose = verbose
+
+    def run(self) -> list[dict[str, float]]:
+        """Return the metrics, one dict per loader."""
+        kind: Any = self._run.stage
+        flushed, outputs = evaluate(self._run, kind)
+        results = results_by_loader(flushed, len(outputs))
+        if self._verbose:
+            self._run.print(format_results(kind, results))
+        return results
+
+
+class Prediction:
+    """Predicts, as a stage of its own.
+
+    Args:
+        run: set up.
+        keep: return what was predicted.
+    """
+
+    def __init__(self, run: StageRun, *, keep: bool) -> None:
+        self._run = run
+        self._keep = keep
+
+    def run(self) -> list[Any] | None:
+        """Return the outputs over all ranks in the data's order, for several loaders a list of such lists."""
+        _, outputs = evaluate(self._run, "predict", keep=self._keep)
+        if not self._keep:
+            return None
+        merged = in_dataset_order(self._run.strategy.data_ranks.gather(outputs))
+        return merged if self._run.data.evaluation("predict").is_list else merged[0]
+
+
+def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tuple[EvaluationData, list[int | None]]:
     """Return the data and the number of batches of each loader, which the run is told too."""
-    data = run.evaluation_data(kind)
+    data = run.data.evaluation(kind)
     limits = [_least(limit, max_batches) for limit in data.limits]
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
     return data, limits
 
 
 def _one_batch(
-    run: RunFacts, kind: EvaluationKind, name: str, batch: Any, idx: int, dataloader_idx: int | None, *, keep: bool
+    run: StageRun, kind: EvaluationKind, name: str, batch: Batch, idx: int, dataloader_idx: int | None, *, keep: bool
 ) -> Any:
     """Run one batch and return what the step returned, without a graph where anybody keeps it.
 
@@ -116,12 +162,12 @@ def _one_batch(
     """
     metrics, task, hooks = run.metrics, run.task, run.hooks
     loader = () if dataloader_idx is None else (dataloader_idx,)
-    batch = run.strategy.to_device(batch, dataloader_idx or 0)
+    batch = run.strategy.step.to_device(batch, dataloader_idx or 0)
     metrics.batch, metrics.in_step = batch, True
     for hook in getattr(hooks, f"on_{name}_batch_start"):
-        hook(run, task, batch, idx, *loader)
+        hook(run.trainer, task, batch, idx, *loader)
     try:
-        output = run.strategy.eval_step(f"{name}_step", batch, idx, dataloader_idx)
+        output = run.strategy.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
     except Exception as error:
         note_batch(run, error, f"{name}_step", batch, idx)
         raise
@@ -129,7 +175,7 @@ def _one_batch(
     if ends or keep:  # a step may switch gradients on for itself
         output = map_tensors(torch.Tensor.detach, output)
     for hook in ends:
-        hook(run, task, output, batch, idx, *loader)
+        hook(run.trainer, task, output, batch, idx, *loader)
     metrics.batch, metrics.in_step = None, False
     run.eval_batches_done += 1
     return output
@@ -163,7 +209,7 @@ def _least(limit: int | None, other: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def _evaluation_mode(run: RunFacts, name: str) -> Iterator[None]:
+def _evaluation_mode(run: StageRun, name: str) -> Iterator[None]:
     """Put every module into evaluation mode, and each back into the mode it was in."""
     task = run.task
     modes = [(module, module.training) for module in task.modules()]

@@ -1,20 +1,27 @@
-"""Lightning's names for what a Trainer was given and for where its run stands: one line each, read-only."""
+"""What can be read from a Trainer, a line for each name, Lightning's and our own; and what callbacks may ask of it."""
 
 from __future__ import annotations
 
+import functools
 import signal
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
+from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import nearest
+from trainwright.core.metric_value import as_values
+from trainwright.core.run import SchedulerConfig, Stage
+from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
-from trainwright.loggers import resolve_loggers
-from trainwright.loggers.logger import Logger
-from trainwright.trainer.evaluation_runner import EvaluationRunner
+from trainwright.data import DataModule
+from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.run import StageRun
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 # Parts of Lightning's Trainer that are its own machinery, and what answers the questions that they are asked.
 INTERNALS = {
@@ -48,146 +55,294 @@ class Argument(Generic[T]):
     def __get__(self, trainer: Any, owner: type | None = None) -> T:
         if trainer is None:
             return self  # type: ignore[return-value]  # the descriptor itself, for documentation tools
-        found: Any = trainer.settings.arguments[self._name]
+        found: Any = getattr(trainer.settings.arguments, self._name)
         return self._unset if found is None else found  # type: ignore[return-value]  # None where T allows it
 
     def __set__(self, trainer: Any, value: T) -> NoReturn:
         raise AttributeError(f"trainer.{self._name} cannot be changed; pass Trainer({self._name}={value!r}).")
 
 
-class LightningNames(EvaluationRunner):
-    """The attributes by which code that was written for Lightning reads a Trainer."""
+class Fact(Generic[T]):
+    """Something that the present stage's run, or the last one's, knows, read from the Trainer.
+
+    Args:
+        read: takes it from the run.
+        doc: what it is.
+    """
+
+    def __init__(self, read: Callable[[StageRun], T], doc: str) -> None:
+        self._read = read
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> T:
+        if trainer is None:
+            return self  # type: ignore[return-value]  # the descriptor itself, for documentation tools
+        return self._read(trainer.run)
+
+    def __set__(self, trainer: Any, value: T) -> NoReturn:
+        raise AttributeError(f"trainer.{self._name} can be read, not set.")
+
+
+class Setting(Generic[T]):
+    """A setting that may be changed between two verbs, and by callbacks before an epoch.
+
+    Args:
+        doc: what it is.
+    """
+
+    def __init__(self, doc: str) -> None:
+        self.__doc__ = doc
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, trainer: Any, owner: type | None = None) -> T:
+        return self if trainer is None else getattr(trainer.settings, self._name)  # type: ignore[return-value]  # as above
+
+    def __set__(self, trainer: Any, value: T) -> None:
+        setattr(trainer.settings, self._name, value)
+
+
+def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Return a method of the Trainer that asks its run."""
+
+    @functools.wraps(method)
+    def ask(trainer: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return method(trainer.run, *args, **kwargs)
+
+    return ask
+
+
+class LightningNames:
+    """The attributes by which callbacks, tasks and code that was written for Lightning read a Trainer."""
+
+    run: StageRun
+
+    # What it was given
 
     check_val_every_n_epoch = Argument[int | None]()
     enable_autolog_hparams = Argument[bool]()
+    fast_dev_run = Argument[bool | int]()
+    barebones = Argument[bool]()
     gradient_clip_algorithm = Argument[str | None]()
     gradient_clip_val = Argument[int | float | None]()
+    inference_mode = Argument[bool]()
     limit_predict_batches = Argument[int | float](unset=1.0)
     limit_test_batches = Argument[int | float](unset=1.0)
     limit_train_batches = Argument[int | float](unset=1.0)
     limit_val_batches = Argument[int | float](unset=1.0)
+    max_rollbacks = Argument[int]()
+    max_skipped = Argument[int | None]()
     min_epochs = Argument[int | None]()
     min_steps = Argument[int | None]()
+    on_nonfinite = Argument[str | None]()
     overfit_batches = Argument[int | float]()
     profiler = Argument[None]()
     reload_dataloaders_every_n_epochs = Argument[int]()
     val_check_interval = Argument[Any](unset=1.0)
 
+    accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
+    default_root_dir = Fact[Path](lambda run: run.settings.root, "Where a run's files go.")
+    log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
+    num_sanity_val_steps = Setting[int]("Validation batches tried before training; -1: all.")
+
     # What it is made of
 
-    @property
-    def lightning_module(self) -> TaskModule:
-        """The task, by the name that people who come from Lightning know."""
-        return self.task
+    task = Fact[TaskModule](lambda run: run.task, "The user's task; a TaskError before the first verb.")
+    lightning_module = Fact[TaskModule](lambda run: run.task, "The task, by the name that Lightning gives it.")
+    model = Fact[TaskModule | None](
+        lambda run: run.model, "The task, which no strategy replaces by a wrapper; None before the first verb."
+    )
+    datamodule = Fact[DataModule | None](lambda run: run.datamodule, "The data module of this stage, or None.")
+    strategy = Fact[Strategy](lambda run: run.strategy, "Computes steps and holds the processes.")
+    optimizers = Fact[list[Optimizer]](lambda run: run.optimizers, "What `configure_optimizers` returned.")
+    lr_scheduler_configs = Fact[list[SchedulerConfig]](
+        lambda run: run.lr_scheduler_configs, "The learning-rate schedules and when they step."
+    )
+    checkpoint_callback = Fact[Any](lambda run: run.saver, "The first ModelCheckpoint, or None.")
+    checkpoint_callbacks = Fact[list[Any]](lambda run: run.having("best_model_path"), "Every ModelCheckpoint.")
+    early_stopping_callback = Fact[Any](lambda run: run.first("stopped_epoch"), "The first EarlyStopping, or None.")
+    early_stopping_callbacks = Fact[list[Any]](lambda run: run.having("stopped_epoch"), "Every EarlyStopping.")
+    progress_bar_callback = Fact[Any](lambda run: run.first("is_progress_bar"), "The progress bar, or None.")
+    accelerator = Fact[str](
+        lambda run: run.strategy.device_type, "The kind of device that is computed on, as torch calls it."
+    )
+    device = Fact[torch.device](lambda run: run.strategy.device, "The device that this process computes on.")
+    device_ids = Fact[list[int]](lambda run: list(run.strategy.device_indices), "Indices of the devices of this node.")
+    precision = Fact[str](lambda run: run.strategy.precision.name, 'The precision\'s name, such as `"bf16-mixed"`.')
+    scaler = Fact[torch.amp.GradScaler | None](
+        lambda run: run.strategy.scaler, "The loss scaler of 16-bit mixed precision during a fit, or None."
+    )
 
-    @property
-    def model(self) -> TaskModule | None:
-        """The task, which no strategy replaces by a wrapper; None before the first verb."""
-        return self._task
+    # Processes
 
-    @property
-    def logger(self) -> Any | None:
-        """The first logger, or None. Set it to a logger, several, a name, True or False between two verbs."""
-        return self.loggers[0] if self.loggers else None
-
-    @logger.setter
-    def logger(self, logger: Logger | Iterable[Logger] | bool | str | None) -> None:
-        if self.stage is not None:
-            raise ConfigurationError(f"trainer.logger cannot be changed while {self.stage}() runs. Set it before.")
-        self.loggers = resolve_loggers(False if logger is None else logger, self.default_root_dir)
-
-    @property
-    def accelerator(self) -> str:
-        """The kind of device that is computed on, as torch calls it."""
-        return self.strategy.device_type
-
-    @property
-    def device_ids(self) -> list[int]:
-        """Indices of the devices of this node."""
-        return list(self.strategy.device_indices)
-
-    @property
-    def node_rank(self) -> int:
-        """Rank of this node among the nodes."""
-        return self.strategy.processes.topology.node_rank
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
-        """How many ranks the data is divided among and which of them this is; None for one."""
-        return None if self.exchange is None else {"num_replicas": self.strategy.dp_size, "rank": self.strategy.dp_rank}
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scaler of 16-bit mixed precision during a fit, or None."""
-        return self.strategy.scaler
-
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        """Every ModelCheckpoint."""
-        return [callback for callback in self.callbacks if hasattr(callback, "best_model_path")]
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        """Every EarlyStopping."""
-        return [callback for callback in self.callbacks if hasattr(callback, "stopped_epoch")]
-
-    # Its data
-
-    @property
-    def train_dataloader(self) -> Any:
-        """What training reads, as the user made it; None before it is made."""
-        return None if self._train_data is None else self._train_data.given
-
-    @property
-    def val_dataloaders(self) -> Any:
-        """What validation reads, as the user made it; None before it is made."""
-        return self._given("validate")
-
-    @property
-    def test_dataloaders(self) -> Any:
-        """What a test reads, as the user made it; None before it is made."""
-        return self._given("test")
-
-    @property
-    def predict_dataloaders(self) -> Any:
-        """What a prediction reads, as the user made it; None before it is made."""
-        return self._given("predict")
-
-    def _given(self, kind: str) -> Any:
-        return self._eval_data[kind].given if kind in self._eval_data else None
-
-    @property
-    def num_sanity_val_batches(self) -> list[int | float]:
-        """Batches of each validation loader that are tried before training."""
-        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
-        return [min(most, number) for number in self.num_val_batches]
-
-    @property
-    def enable_validation(self) -> bool:
-        """Whether `fit` validates: a validation_step, a loader, and a limit above 0."""
-        return self._task is not None and self.has_validation
-
-    @property
-    def val_check_batch(self) -> int | float | None:
-        """Training batches between two validations; None before they are known, or where another unit counts."""
-        return None if self._validation is None else self._validation.num_batches_between
+    global_rank = Fact[int](lambda run: run.global_rank, "Rank among all processes.")
+    local_rank = Fact[int](lambda run: run.strategy.processes.local_rank, "Rank among the processes of this node.")
+    node_rank = Fact[int](lambda run: run.strategy.processes.topology.node_rank, "Rank of this node among the nodes.")
+    world_size = Fact[int](lambda run: run.world_size, "Number of processes.")
+    num_nodes = Fact[int](lambda run: run.strategy.processes.num_nodes, "Number of nodes.")
+    num_devices = Fact[int](lambda run: run.strategy.num_processes, "Processes on this node.")
+    is_global_zero = Fact[bool](lambda run: run.is_main, "Whether this is the main process.")
+    distributed_sampler_kwargs = Fact[dict[str, int] | None](
+        lambda run: (
+            None
+            if run.exchange is None
+            else {"num_replicas": run.strategy.data_ranks.size, "rank": run.strategy.data_ranks.rank}
+        ),
+        "How many ranks the data is divided among and which of them this is; None for one.",
+    )
 
     # Where it stands
 
-    @property
-    def is_last_batch(self) -> bool:
-        """Whether the training micro-batch that runs, or ran last, is its epoch's last."""
-        group = self._group
-        return group is not None and group.is_last and group.index == len(group.batches) - 1
+    state = Fact[TrainState](lambda run: run.state, "Where training stands, and what runs, in Lightning's words.")
+    stage = Fact[Stage | None](lambda run: run.stage, "The stage that is running, or None.")
+    current_epoch = Fact[int](
+        lambda run: run.state.epoch, "0-based index of the present epoch; between fits, the finished ones."
+    )
+    global_step = Fact[int](lambda run: run.state.step, "Completed optimizer steps.")
+    last_step = Fact[StepResult | None](
+        lambda run: run.last_step, "What the last optimizer step gave; None before the first."
+    )
+    training = Fact[bool](
+        lambda run: run.stage == "fit" and run.evaluating is None,
+        "Whether training steps are running, not an evaluation between them.",
+    )
+    evaluating = Fact[str | None](
+        lambda run: run.evaluating, '`"validate"`, `"test"` or `"predict"` while one runs, else None.'
+    )
+    sanity_checking = Fact[bool](
+        lambda run: run.sanity_checking, "Whether the validation that runs is the one before training."
+    )
+    validating = Fact[bool](
+        lambda run: run.evaluating == "validate" and not run.sanity_checking,
+        "Whether a validation is running, other than the one before training.",
+    )
+    testing = Fact[bool](lambda run: run.evaluating == "test", "Whether a test is running.")
+    predicting = Fact[bool](lambda run: run.evaluating == "predict", "Whether a prediction is running.")
+    is_last_batch = Fact[bool](
+        lambda run: run.loop.is_last_batch,
+        "Whether the training micro-batch that runs, or ran last, is its epoch's last.",
+    )
+    epoch_closes = Fact[bool](
+        lambda run: run.loop.epoch_closes,
+        "Whether the epoch that ends is over; False when a later `fit` may go on with it.",
+    )
+    interrupted = Fact[bool](lambda run: run.interrupted, "Whether Ctrl-C ended the last stage.")
+    received_sigterm = Fact[bool](
+        lambda run: run.preemption.signal == signal.SIGTERM,
+        "Whether this process was sent SIGTERM during the present fit.",
+    )
+    resumed = Fact[bool](lambda run: run.resumed, "Whether this fit continues a checkpoint.")
+    ckpt_path = Fact[str | None](
+        lambda run: run.ckpt_path, "The checkpoint that this stage, or the last one, has loaded; None: none."
+    )
+    seed = Fact[int | None](lambda run: run.history.seed, "Of the order of the data; None until a stage has begun.")
+    run_id = Fact[str](lambda run: run.history.run_id, "Tells this run's checkpoints from those of others.")
+    num_rollbacks = Fact[int](lambda run: run.history.num_rollbacks, "How often the run has gone back to a checkpoint.")
+    skipped_batches = Fact[list[SkippedData]](
+        lambda run: run.history.skipped_batches, "Training data that was consumed and changed no weight, in its order."
+    )
+    checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Where checkpoints go when a request names no folder.")
+    log_dir = Fact[Path | None](
+        lambda run: next((logger.log_dir for logger in run.loggers if logger.log_dir is not None), None),
+        "The folder of the first logger that has one; known on the main rank once a stage has started.",
+    )
 
-    @property
-    def received_sigterm(self) -> bool:
-        """Whether this process was sent SIGTERM during the present fit."""
-        return self.preemption.signal == signal.SIGTERM
+    # Its data, and numbers of batches and steps
+
+    train_dataloader = Fact[Any](
+        lambda run: None if run.data.made is None else run.data.made.given,
+        "What training reads, as the user made it; None before it is made.",
+    )
+    val_dataloaders = Fact[Any](
+        lambda run: run.data.given("validate"), "What validation reads, as the user made it; None before it is made."
+    )
+    test_dataloaders = Fact[Any](
+        lambda run: run.data.given("test"), "What a test reads, as the user made it; None before it is made."
+    )
+    predict_dataloaders = Fact[Any](
+        lambda run: run.data.given("predict"), "What a prediction reads, as the user made it; None before it is made."
+    )
+    num_training_batches = Fact[int | float](
+        lambda run: run.num_training_batches,
+        "Micro-batches of one training epoch on one rank; infinite when the loader has no length.",
+    )
+    train_batch_size = Fact[int | None](
+        lambda run: run.data.train().loader.batch_size,
+        "Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data.",
+    )
+    num_val_batches = Fact[list[int | float]](
+        lambda run: run.num_batches("validate"), "Batches of each validation loader on one rank."
+    )
+    num_test_batches = Fact[list[int | float]](
+        lambda run: run.num_batches("test"), "Batches of each test loader on one rank."
+    )
+    num_predict_batches = Fact[list[int | float]](
+        lambda run: run.num_batches("predict"), "Batches of each prediction loader on one rank."
+    )
+    num_eval_batches = Fact[list[int | float]](
+        lambda run: run.num_eval_batches, "Batches of each loader of the evaluation that is running, on this rank."
+    )
+    num_sanity_val_batches = Fact[list[int | float]](
+        lambda run: [min(run.sanity_steps, number) for number in run.num_batches("validate")],
+        "Batches of each validation loader that are tried before training.",
+    )
+    estimated_stepping_batches = Fact[int | float](
+        lambda run: run.estimated_stepping_batches, "Optimizer steps that `fit` will do in all; infinite without bound."
+    )
+    has_validation = Fact[bool](
+        lambda run: run.data.has_validation,
+        "Whether `fit` validates: a validation_step, a loader, and a limit above 0.",
+    )
+    enable_validation = Fact[bool](
+        lambda run: run.model is not None and run.data.has_validation,
+        "Whether `fit` validates: a validation_step, a loader, and a limit above 0.",
+    )
+    val_check_batch = Fact[int | float | None](
+        lambda run: None if run.loop.validation is None else run.loop.validation.num_batches_between,
+        "Training batches between two validations; None before they are known, or where another unit counts.",
+    )
+
+    # Logged values
+
+    callback_metrics = Fact[Mapping[str, float]](
+        lambda run: run.callback_metrics, "The latest value of every logged metric; see `Run.callback_metrics`."
+    )
+    logged_metrics = Fact[Mapping[str, float]](
+        lambda run: as_values(run.shown.logged), "The latest value of every metric that went to the loggers."
+    )
+    progress_bar_metrics = Fact[Mapping[str, float]](
+        lambda run: run.shown.progress_bar, "The latest value of every metric logged with `prog_bar=True`."
+    )
+
+    # What may be asked of it
+
+    all_gather = of_run(StageRun.all_gather)
+    at_safe_point = of_run(StageRun.at_safe_point)
+    barrier = of_run(StageRun.barrier)
+    batch_indices = of_run(StageRun.batch_indices)
+    broadcast = of_run(StageRun.broadcast)
+    clip_gradients = of_run(StageRun.clip_gradients)
+    cut_like = of_run(StageRun.cut_like)
+    log_metric = of_run(StageRun.log_metric)
+    log_now = of_run(StageRun.log_now)
+    manual_backward = of_run(StageRun.manual_backward)
+    no_sync = of_run(StageRun.no_sync)
+    print = of_run(StageRun.print)
+    request_save = of_run(StageRun.request_save)
+    request_stop = of_run(StageRun.request_stop)
+    show_now = of_run(StageRun.show_now)
+    task_optimizers = of_run(StageRun.task_optimizers)
+    whole_tensor = of_run(StageRun.whole_tensor)
 
     if not TYPE_CHECKING:  # or type checkers would take any name
 
         def __getattr__(self, name: str) -> NoReturn:
+            if name == "run":
+                raise AttributeError("this Trainer is being made")
             if hasattr(type(self), name):
                 object.__getattribute__(self, name)  # raises what its own code raised
             if name in INTERNALS:

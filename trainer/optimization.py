@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,7 +18,25 @@ _SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "n
 _OPTIMIZER_KEYS = ("optimizer", "lr_scheduler", "monitor", "frequency")
 
 
-def parse_optimizers(returned: Any, origin: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def check_members(task: TaskModule, optimizers: Sequence[Optimizer]) -> None:
+    """Check that optimizers step parameters of the task alone.
+
+    Raises:
+        ConfigurationError: one has others, which would be neither moved, nor averaged over ranks, nor saved.
+    """
+    own = {id(parameter) for parameter in task.parameters()}
+    for optimizer in optimizers:
+        others = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in own]
+        if others:
+            raise ConfigurationError(
+                f"{type(task).__name__}.configure_optimizers returned {type(optimizer).__name__} with {len(others)} "
+                f"parameter(s), the first of shape {tuple(others[0].shape)}, that are not the task's own. Build it in "
+                "configure_optimizers, from self.parameters() as they are then (a strategy may have replaced those of "
+                "__init__), and make a module that it trains an attribute of the task, so that it is moved and saved."
+            )
+
+
+def parse_optimizers(returned: object, origin: str) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Read every form that `configure_optimizers` may return (see `TaskModule.configure_optimizers`).
 
     Args:
@@ -77,7 +95,7 @@ def _take_dict(
 
 
 def _take_two_lists(
-    first: Any, second: Any, optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
+    first: Iterable[Any], second: object, optimizers: list[Optimizer], schedules: list[SchedulerConfig], origin: str
 ) -> None:
     if not all(isinstance(item, Optimizer) for item in first):
         raise _unknown_form((first, second), origin)
@@ -137,7 +155,7 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
             )
 
 
-def _unknown_form(returned: Any, origin: str) -> ConfigurationError:
+def _unknown_form(returned: object, origin: str) -> ConfigurationError:
     return ConfigurationError(
         f"{origin}.configure_optimizers returned {type(returned).__name__} ({returned!r:.80}). Return an optimizer, a "
         "list of them, ([optimizers], [schedulers]), a dict {'optimizer', 'lr_scheduler'}, a list of such dicts, or "
@@ -241,7 +259,7 @@ class ManualOptimizer:
     `isinstance`.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: Any) -> None:
+    def __init__(self, optimizer: Optimizer, strategy: object) -> None:
         vars(self).update(_optimizer=optimizer, _strategy=strategy)
 
     @property
@@ -249,7 +267,7 @@ class ManualOptimizer:
         return type(self._optimizer)
 
     @__class__.setter
-    def __class__(self, value: Any) -> None:
+    def __class__(self, value: object) -> None:
         raise AttributeError("the class of a wrapped optimizer is the optimizer's")
 
     @property
@@ -258,7 +276,7 @@ class ManualOptimizer:
         found: Optimizer = self._optimizer
         return found
 
-    def step(self, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **own: object) -> Any:
         """Unscale the gradients, call the hooks and step.
 
         Args:
@@ -275,7 +293,7 @@ class ManualOptimizer:
             raise TaskError(
                 f"step(closure={type(closure).__name__}): the closure must be a function that returns the loss."
             )
-        return self._strategy.manual_step(self._optimizer, closure, **own)
+        return self._strategy.step.step_optimizer(self._optimizer, closure, **own)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -284,13 +302,13 @@ class ManualOptimizer:
         Args:
             sync_grad: False keeps the gradients of its backward passes on this rank, see `TaskModule.no_sync`.
         """
-        with self._strategy.task.toggled_optimizer(self), nullcontext() if sync_grad else self._strategy.no_sync():
+        with self._strategy.task.toggled_optimizer(self), nullcontext() if sync_grad else self._strategy.step.no_sync():
             yield
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["_optimizer"], name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "step":  # wrapped by somebody, such as a schedule; the optimizer's own must not call back here
             vars(self)[name] = value
         else:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Protocol
 
+from trainwright.core.run import Stage
 from trainwright.core.state import TrainState
-from trainwright.trainer.facts import RunFacts
 
 
 class TrainerFn(StrEnum):
@@ -37,41 +37,60 @@ class TrainerStatus(StrEnum):
     INTERRUPTED = "interrupted"
 
 
+class Asked(Protocol):
+    """Who knows what runs: a Trainer."""
+
+    verb: Stage | None
+    status: str
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage that is running, or None."""
+
+    @property
+    def evaluating(self) -> str | None:
+        """Which evaluation is running, or None."""
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether it is the one before training."""
+
+
 class RunState(TrainState):
     """The clock of a Trainer; a copy of it, also one sent to another process, is a plain `TrainState`.
 
     Args:
-        run: the Trainer.
+        trainer: knows what runs.
         clock: where training stands; from scratch when None.
     """
 
-    __slots__ = ("_run",)
+    __slots__ = ("_trainer",)
 
-    def __init__(self, run: RunFacts, clock: TrainState | None = None) -> None:
+    def __init__(self, trainer: Asked, clock: TrainState | None = None) -> None:
         super().__init__()
-        self._run = run
+        self._trainer = trainer
         if clock is not None:
             self.load_dict(clock.to_dict())
 
     @property
     def fn(self) -> TrainerFn | None:
         """The verb that runs, or ran last; None before the first."""
-        return None if self._run.verb is None else TrainerFn(self._run.verb)
+        return None if self._trainer.verb is None else TrainerFn(self._trainer.verb)
 
     @property
     def stage(self) -> RunningStage | None:
         """What is being done: training, the sanity check, or one of the evaluations; None between verbs."""
-        run = self._run
-        if run.sanity_checking:
+        trainer = self._trainer
+        if trainer.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if run.evaluating is not None:
-            return RunningStage(run.evaluating)
-        return None if run.stage is None else RunningStage("train" if run.stage == "fit" else run.stage)
+        if trainer.evaluating is not None:
+            return RunningStage(trainer.evaluating)
+        return None if trainer.stage is None else RunningStage("train" if trainer.stage == "fit" else trainer.stage)
 
     @property
     def status(self) -> TrainerStatus:
         """Whether a verb runs, has finished, or was ended by Ctrl-C or an error."""
-        return TrainerStatus(self._run.status)
+        return TrainerStatus(self._trainer.status)
 
     @property
     def finished(self) -> bool:

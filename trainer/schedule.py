@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from trainwright.callbacks.agreed_clock import AgreedClock
@@ -12,7 +13,7 @@ from trainwright.core.run import Run
 from trainwright.core.state import TrainState
 
 if TYPE_CHECKING:
-    from trainwright.trainer.settings import Limits
+    from trainwright.trainer.configuration.settings import Limits
 
 
 class ValidationSchedule:
@@ -160,6 +161,14 @@ def _without_length(interval: object) -> ConfigurationError:
     )
 
 
+class Stop(IntEnum):
+    """What is wished of a fit; ranks tell each other, and the strongest wish counts."""
+
+    NOT = 0
+    WITHIN_EPOCH = 1  # a resume goes on in the epoch that is cut short
+    AND_CLOSE_EPOCH = 2
+
+
 class EndOfFit:
     """Tells whether a fit has reached one of its bounds, or may heed a wish to stop."""
 
@@ -181,16 +190,19 @@ class EndOfFit:
             return True
         return bool(self._counted) and any(limit.reached(state) for limit in self._counted)
 
-    def reached_by(self, state: TrainState) -> str:
-        """Say which of those bounds are reached."""
+    def reached_by(self, state: TrainState, num_batches: int | None) -> str:
+        """Say which bounds are reached, this rank's clock included, at epochs of so many batches; empty if none is."""
+        if num_batches == 0:
+            return "limit_train_batches=0"
         bounds = [f"max_epochs={self._limits.max_epochs}"] if state.epoch >= self._max_epochs else []
         bounds += [f"max_steps={self._limits.max_steps}"] if state.step >= self._max_steps else []
-        bounds += [f"the bound of {limit}" for limit in self._counted if limit.reached(state)]
-        return f"{' and '.join(bounds)} is reached at epoch {state.epoch}, step {state.step}"
+        bounds += [f"the bound of {limit}" for limit in (*self._counted, *self._timed) if limit.reached(state)]
+        return f"{' and '.join(bounds)} is reached at epoch {state.epoch}, step {state.step}" if bounds else ""
 
-    def out_of_time(self, state: TrainState) -> bool:
-        """Tell whether this rank's clock says that the time is over; ranks must agree on it."""
-        return bool(self._timed) and any(limit.reached(state) for limit in self._timed)
+    def wish(self, state: TrainState, asked: Stop) -> Stop:
+        """Return what this rank wishes: what it was asked, or its clock says that the time is over."""
+        out_of_time = bool(self._timed) and any(limit.reached(state) for limit in self._timed)
+        return max(asked, Stop.WITHIN_EPOCH) if out_of_time else asked
 
     def may_stop_early(self, state: TrainState) -> bool:
         """Tell whether the minimum of epochs and steps is behind."""

@@ -1,41 +1,60 @@
-"""Trainer: the loop on one page, and the stages around it.
+"""Trainer: its arguments, the verbs, and what callbacks ask of it that is done at once.
 
-Read `_fit`, `_train_epoch` and `_end_step` for what happens in a run and in which order. What they are made of lies
-beside this file: `settings` (arguments), `checks` (of the task), `stage` (setting up and tearing down), `loaders` (the
-data), `schedule` (when to validate and to end), `optimization` (optimizers and learning rates), `evaluation`,
-`checkpointing`, `non_finite` (losses that are no numbers), `rollback`, `safe_point` (what callbacks ask for),
-`agreement` and `preemption` (what ranks tell each other, signals), `facts` (what callbacks may know). How a step is
-computed is the strategy's.
+Each verb makes a `StageRun` (run.py), which holds everything of the stage; stage.py sets it up and tears it down,
+loop.py trains, evaluation.py evaluates. What can be read from a Trainer is in lightning_names.py, a line each.
 """
 
 from __future__ import annotations
 
 import datetime
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-from torch.optim import Optimizer
+from typing import Any, Literal, Protocol
 
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.newest import OnDamaged
 from trainwright.core.duration import Duration
-from trainwright.core.state import Group, SkipRestOfEpoch
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.known_arguments import known_arguments
+from trainwright.core.process import is_interactive, started_by_trainer
+from trainwright.core.rng import begin_alike
+from trainwright.core.run import SaveRequest, Stage
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import batch_size
 from trainwright.data import DataModule
+from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
+from trainwright.processes.launcher import run_in_processes
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.checks import one_task
-from trainwright.trainer.counting import count_samples, count_tokens
+from trainwright.trainer.checkpoints import checkpointing, safe_point
+from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
+from trainwright.trainer.configuration.arguments import TrainerArguments
+from trainwright.trainer.configuration.checks import one_task
+from trainwright.trainer.configuration.settings import configure, refuse_of_verb, refuse_unknown
+from trainwright.trainer.data import Sources
+from trainwright.trainer.evaluation import Evaluation, Prediction
+from trainwright.trainer.history import History
 from trainwright.trainer.lightning_names import LightningNames
-from trainwright.trainer.load_request import CkptPath, Default, LoadRequest
-from trainwright.trainer.loaders import Sources
-from trainwright.trainer.non_finite import step_function
-from trainwright.trainer.notices import Notices
-from trainwright.trainer.settings import configure
+from trainwright.trainer.loop import FitLoop
+from trainwright.trainer.recovery import rollback
+from trainwright.trainer.recovery.preemption import listen
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.run_state import RunState
+from trainwright.trainer.schedule import Stop
+from trainwright.trainer.search.rehearsal import StageRehearsal
+from trainwright.trainer.search.training_pass import pass_training_data
+from trainwright.trainer.stage import check_stage, on_this_process
+
+
+class Loop(Protocol):
+    """What a stage does between its setting up and its tearing down."""
+
+    def run(self) -> Any:
+        """Do it; returns what the verb returns."""
+
+
+MakeLoop = Callable[[StageRun], Loop]
 
 
 class Trainer(LightningNames):
@@ -103,6 +122,7 @@ class Trainer(LightningNames):
         ConfigurationError: an argument is unknown, impossible, or contradicts another. Nothing has been touched then.
     """
 
+    @known_arguments(refuse_unknown)
     def __init__(
         self,
         *,
@@ -162,17 +182,24 @@ class Trainer(LightningNames):
         preemption_grace: float | str | None = 30.0,
         auto_requeue: bool = True,
         on_interrupt: Literal["return", "raise"] | None = None,
-        **unknown: Any,
     ) -> None:
-        super().__init__(configure(locals()))
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.settings = settings = configure(TrainerArguments(**given))
+        self.history = History(RunState(self), settings.arguments.seed)
+        self.verb: Stage | None = None
+        self.status = "initializing"
+        self.run = StageRun(self, settings, self.history)
+        if settings.preemption_grace_s is not None:
+            listen(is_main=settings.selection.topology.rank == 0, requeue=settings.arguments.auto_requeue)
 
     # The four stages
 
+    @known_arguments(partial(refuse_of_verb, "fit"))
     def fit(
         self,
         task: TaskModule | None = None,
-        train_dataloaders: Any = None,
-        val_dataloaders: Any = None,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
@@ -208,12 +235,13 @@ class Trainer(LightningNames):
         load = LoadRequest.checked(
             ckpt_path, weights_only=load_weights_only, strict=strict, allow_missing=allow_missing, on_damaged=on_damaged
         )
-        self._start("fit", task, sources, load, partial(Trainer._fit))
+        self._start("fit", task, sources, load, FitLoop)
 
+    @known_arguments(partial(refuse_of_verb, "validate"))
     def validate(
         self,
         task: TaskModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: CkptPath = Default.BEST,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -231,10 +259,11 @@ class Trainer(LightningNames):
             "validate", one_task("validate", task, model), dataloaders, ckpt_path, verbose, datamodule
         )
 
+    @known_arguments(partial(refuse_of_verb, "test"))
     def test(
         self,
         task: TaskModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         ckpt_path: CkptPath = Default.BEST,
         verbose: bool = True,
         datamodule: DataModule | None = None,
@@ -248,10 +277,11 @@ class Trainer(LightningNames):
         """
         return self._evaluate("test", one_task("test", task, model), dataloaders, ckpt_path, verbose, datamodule)
 
+    @known_arguments(partial(refuse_of_verb, "predict"))
     def predict(
         self,
         task: TaskModule | None = None,
-        dataloaders: Any = None,
+        dataloaders: object = None,
         datamodule: DataModule | None = None,
         return_predictions: bool = True,
         ckpt_path: CkptPath = Default.BEST,
@@ -267,234 +297,203 @@ class Trainer(LightningNames):
         """
         task = one_task("predict", task, model)
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self.task
+        task = task if task is not None else self.run.task
         sources = Sources.of("predict", datamodule, predict=dataloaders)
         found: list[Any] | None = self._start(
-            "predict", task, sources, load, partial(Trainer._predict, keep=return_predictions)
+            "predict", task, sources, load, partial(Prediction, keep=return_predictions)
         )
         return found
 
     def _evaluate(
-        self, kind: Literal["validate", "test"], task: Any, loaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+        self,
+        kind: Literal["validate", "test"],
+        task: TaskModule | None,
+        loaders: object,
+        ckpt_path: CkptPath,
+        verbose: bool,
+        datamodule: DataModule | None,
     ) -> list[dict[str, float]]:
         load = LoadRequest.for_evaluation(ckpt_path, task_given=task is not None)
-        task = task if task is not None else self.task
+        task = task if task is not None else self.run.task
         sources = Sources.of(kind, datamodule, **{kind: loaders})
-        found = self._start(kind, task, sources, load, partial(Trainer._run_evaluation, kind=kind, verbose=verbose))
+        found: list[dict[str, float]] | None = self._start(
+            kind, task, sources, load, partial(Evaluation, verbose=verbose)
+        )
         return found or []
 
-    # The loop
-
-    def _fit(self) -> None:
-        """A whole run: sanity check, epochs until a bound, a wish or a signal ends it."""
-        self.notices = Notices(is_main=self.is_global_zero)
-        self.fire("on_fit_start")
-        self.finish_restoring()
-        self._sanity_check()
-        self.train_data()
-        self.fire("on_train_start")
-        self._clock = time.perf_counter()
-        if self.state.batch_in_epoch == 0:
-            self._restore_last()
-        self._agree()
-        if self._end.reached(self.state):
-            self.print(f"trainwright: nothing is left to train: {self._end.reached_by(self.state)}. Raise it to go on.")
-        while not self._is_over():
-            self.with_rollbacks(self._train_epoch)
-        self.fire("on_train_end")
-        if self.log_every.left(self.state) < self.log_every_n_steps:
-            self._flush_step()  # what steps have logged since the last interval; a skipped group is none
-        self._settle()
-        self.safe_point.finish()  # every checkpoint is on the disk, or this raises
-        self.fire("on_fit_end")
-
-    def _train_epoch(self) -> None:
-        """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
-        state, hooks, strategy, task = self.state, self.hooks, self.strategy, self.task
-        groups = self._begin_epoch()
-        if state.validation_owed:
-            self._validate()
-        forward_backward = step_function(self)  # the strategy's own, unless something is to be checked or left out
-        closed = True
+    def _start(
+        self,
+        stage: Stage,
+        task: Any,
+        sources: Sources,
+        load: LoadRequest,
+        make_loop: MakeLoop,
+        *,
+        is_trial: bool = False,
+    ) -> Any:
+        """Check a stage, start other processes if need be, run it; returns what its loop returned on this process."""
+        check_stage(self.settings, stage, task, sources, load)
+        before = self.run, self.verb, self.status
+        run = self._begin(stage, task, sources, is_trial)
         try:
-            for group in groups:
-                self._group, self.at_step_boundary = group, False
-                for hook in hooks.on_train_step_start:
-                    hook(self, task, group)
-                loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
-                for hook in hooks.on_before_optimizer_step:
-                    for optimizer in self._optimizers_of(loss):
-                        hook(self, task, optimizer)
-                self.stepping = True
-                norm = None if loss is None else strategy.optimizer_step(self.clip)  # clip, step, free gradients
-                self._advance(group, loss is not None or strategy.stepped_by_hand)
-                self.at_step_boundary, self.stepping = True, False  # from here on the step is done
-                self.last_result = loss, norm
-                for hook in hooks.on_train_batch_end:
-                    hook(self, task, group.last_output, group.last_batch, state.batch_in_epoch - 1)
-                for hook in hooks.on_train_step_end:
-                    hook(self, task, self.last_step)
-                closed = group.is_last
-                self.quiet_groups -= 1
-                if (closed or self.quiet_groups < 0) and self._end_step(group):
-                    break
-        except SkipRestOfEpoch:
-            self.metrics.batch = None
-            strategy.discard_gradients()
-            self.schedules.after_epoch(state.epoch)
-            self.at_step_boundary = closed = True
-        self._end_epoch(closed)
-        self._group = None
+            if self.settings.selection.starts_processes and not started_by_trainer():
+                involved = [task, sources.datamodule, *sources.given.values(), *run.callbacks, *run.loggers]
+                work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
+                result = run_in_processes(work, run.strategy.num_processes, involved, before=begin_alike())
+            else:
+                with on_this_process(run, load):
+                    result = make_loop(run).run()
+            self.status = "finished"
+            return result
+        except KeyboardInterrupt:
+            run.interrupted = True
+            if (self.settings.arguments.on_interrupt or ("return" if is_interactive() else "raise")) == "raise":
+                raise
+            return None
+        finally:
+            if self.status == "running":
+                self.status = "interrupted"
+            if is_trial:
+                self.run, self.verb, self.status = before
 
-    def _end_step(self, group: Group) -> bool:
-        """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
-        state = self.state
-        self._read_clock()
-        if self._validates and self.validation.due(state, len(group.batches), group.is_last):
-            self._validate()
-        if self.log_every.due(state):
-            self._flush_step()  # the only host sync
-        if not state.step_in_epoch and self.task.automatic_optimization and not self.skipped_batches:
-            self.notices.nothing_trained(state, type(self.task).__name__, epoch_is_over=group.is_last)
-        ends = group.is_last or self._must_stop()
-        if not ends and self.safe_point.waiting:
-            self._settle()
-            ends = self._must_stop() if self.exchange is None else self._heeds_wish()  # an action may have asked for it
-        if self.preemption.agreed and not ends:
-            self._leave()
-        self.quiet_groups = self._groups_until_something_is_due() - 1
-        if self.preemption.signal:  # it may have come meanwhile
-            self.quiet_groups = 0
-        return ends
+    def _begin(self, stage: Stage, task: Any, sources: Sources, is_trial: bool) -> StageRun:
+        history = self.history.for_trial(RunState(self, self.state)) if is_trial else self.history
+        self.run = StageRun(self, self.settings, history, stage, task, sources, is_trial=is_trial)
+        self.verb, self.status = stage, "running"
+        return self.run
 
-    def _groups_until_something_is_due(self) -> int:
-        """Return after how many groups `_end_step` must look again; a wish sets `quiet_groups` to 0 before that."""
-        state = self.state
-        if self.should_stop or self._end.asks_every_step:
-            return 1
-        nearest = min(self.log_every.left(state), self._end.steps_left(state))
-        if self._validates:
-            nearest = min(nearest, self.validation.groups_left(state, self.accumulate_grad_batches))
-        if self.exchange is not None:
-            nearest = min(nearest, self.agreement.left(state.step))
-        return int(nearest)
+    def _elsewhere(
+        self, stage: Stage, task: object, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
+    ) -> Any:
+        """Run a stage in one of several processes that this Trainer has started, of which this may be the first."""
+        run = self.run if self.run.stage is not None else self._begin(stage, task, sources, is_trial)
+        with on_this_process(run, load):
+            return make_loop(run).run()
 
-    def _begin_epoch(self) -> Iterable[Group]:
-        data, state = self.train_data(), self.state
-        self._group_end = None
-        data.begin_epoch(state.epoch, self._take_position())
-        self.metrics.begin("train")
-        self.safe_point.finish_copy()  # callbacks may give optimizers a new start here
-        if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
-            self.fire("on_train_epoch_start")
-        data = self.train_data()  # a callback may have had it made anew
-        self.validation.align(self)
-        self._validates = self.has_validation
-        self.quiet_groups = 0
-        groups = data.groups(state, self.accumulate_grad_batches)
-        self._restore_last()
-        self.metrics.in_step = True
-        return groups
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a stage, so that a Trainer can be sent to another process before one."""
+        return {**vars(self), "run": None}
 
-    def _end_epoch(self, closed: bool) -> None:
-        """Close the epoch, or leave it open for a later `fit` when a bound was reached in its middle.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.history.state = RunState(self, self.history.state)
+        self.run = StageRun(self, self.settings, self.history)
+
+    # What may be changed between two stages, and some of it in hooks
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks of the present or last stage, the task's own included."""
+        return self.run.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        self.settings.callbacks = self.run.callbacks = callbacks
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers."""
+        return self.settings.loggers
+
+    @loggers.setter
+    def loggers(self, loggers: list[Any]) -> None:
+        self.settings.loggers = self.run.loggers = loggers
+
+    @property
+    def logger(self) -> Any | None:
+        """The first logger, or None. Set it to a logger, several, a name, True or False between two verbs."""
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, logger: Logger | Iterable[Logger] | bool | str | None) -> None:
+        if self.run.stage is not None:
+            raise ConfigurationError(f"trainer.logger cannot be changed while {self.run.stage}() runs. Set it before.")
+        self.loggers = resolve_loggers(False if logger is None else logger, self.settings.root)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Finished epochs at which a fit ends; None: not bounded. A change counts from the next fit on."""
+        return self.settings.limits.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, max_epochs: int | None) -> None:
+        self.settings.limits = replace(self.settings.limits, max_epochs=max_epochs)
+
+    @property
+    def max_steps(self) -> int:
+        """Completed optimizer steps at which a fit ends; -1: not bounded. A change counts from the next fit on."""
+        return self.settings.limits.max_steps
+
+    @max_steps.setter
+    def max_steps(self, max_steps: int) -> None:
+        self.settings.limits = replace(self.settings.limits, max_steps=max_steps)
+
+    @property
+    def count_tokens(self) -> bool:
+        """Whether `state.tokens` is counted; set it in a callback's `setup`."""
+        return self.run.count_tokens
+
+    @count_tokens.setter
+    def count_tokens(self, counts: bool) -> None:
+        self.run.count_tokens = counts
+
+    @property
+    def should_stop(self) -> bool:
+        """Set it to True to end `fit` after the present step; ranks agree on it within a few steps."""
+        return self.run.loop.stop != Stop.NOT
+
+    @should_stop.setter
+    def should_stop(self, wish: bool) -> None:
+        self.run.loop.stop = Stop.AND_CLOSE_EPOCH if wish else Stop.NOT
+        self.run.loop.look()
+
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool | None = None, storage_options: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Write a checkpoint now, or after a stage. Collective; not within a training step; returns once it stands.
+
+        Optimizers and progress belong to `fit`: after another stage it holds weights only, with a warning. After a fit
+        that has ended within a step it is one of the step before, unless weights were changing just then.
 
         Args:
-            closed: its last batch has been consumed. A wish to stop closes it too.
+            filepath: where; with a URL it is written below `default_root_dir/checkpoints` and uploaded from there.
+            weights_only: leave the optimizer, progress and generators out. Default: False.
+            storage_options: for fsspec, such as credentials, where `filepath` is a URL.
+
+        Returns:
+            Its folder on this machine.
+
+        Raises:
+            ConfigurationError: no task has been trained yet, a step is half done, or options for a path that is no URL.
+            OSError, CheckpointError: it, or one before it, could not be written.
         """
-        state = self.state
-        self._read_clock()
-        self.metrics.in_step = False
-        if not closed and self._heeds_wish():
-            closed = True
-            self.schedules.after_epoch(state.epoch)
-            if self._validated_at != state.step and self.validation.in_epoch(state.epoch):
-                self._validate()
-        self.epoch_closes = closed
-        self.fire("on_train_epoch_end")
-        self.take_metrics(self.metrics.flush_epoch(self.exchange), "train")
-        self.show_metrics(self.metrics.peek())
-        if closed:
-            self.schedules.after_epoch_metrics(state.epoch, self._callback_metrics)
-        state.epoch_done = closed
-        self._settle()
-        self._agree()
-        if self.preemption.agreed:
-            self._leave()
-        if closed:
-            self._group_end = None
-            state.begin_next_epoch()
-            self._reload_loaders()
+        run = self.run
+        if not (run.is_set_up or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
+            raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
+        if (why := checkpointing.half_done(run)) is not None:
+            raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
+        return safe_point.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
 
-    def _advance(self, group: Group, stepped: bool) -> None:
-        """Count a group, and step the schedules whose unit has passed."""
-        state, n = self.state, len(group.batches)
-        if stepped:
-            state.step += 1
-            state.step_in_epoch += 1
-        state.batches += n
-        state.batch_in_epoch += n
-        samples = group.num_samples
-        if samples is None:
-            samples = (
-                batch_size(group.batches[0])
-                if n == 1 and not self.exchange
-                else count_samples(group, self.strategy, exact=self._samples_decide)
-            )
-        state.samples += samples
-        state.samples_in_epoch += samples
-        if self.count_tokens:
-            state.tokens += count_tokens(group, self.task, self.strategy)
-        if stepped and self.schedules.steps_often:
-            self.schedules.after_step(state.step, self._metrics_of_step() if self.schedules.watch_steps else {})
-        if group.is_last:
-            self.schedules.after_epoch(state.epoch)
-        self._group_end = n, group.is_last
+    def emergency_save(self, request: SaveRequest) -> None:
+        """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""
+        safe_point.emergency_save(self.run, request)
 
-    def _metrics_of_step(self) -> Mapping[str, float]:
-        """Read what the step has logged, for a schedule that watches it; rank 0's, so that all ranks' rates agree."""
-        self.show_metrics(self.metrics.peek())
-        found = dict(self._callback_metrics)
-        return found if self.exchange is None else dict(self.broadcast(found))
+    def remote_names(self, url: str) -> list[str]:
+        """Return the names of what lies below a remote folder; see `Run.remote_names`."""
+        return safe_point.remote_names(self.run, url)
 
-    def _read_clock(self) -> None:
-        now = time.perf_counter()
-        self.state.seconds += now - self._clock
-        self._clock = now
+    def request_rollback(self, reason: str, *, before_step: int) -> None:
+        """Go back to an earlier checkpoint at the next safe point; see `Run.request_rollback`."""
+        rollback.request(self.run, reason, before_step=before_step)
 
-    def _optimizers_of(self, loss: Any) -> list[Optimizer]:
-        """The optimizers that are about to step; none after a skipped group or in a task that steps them itself."""
-        return [] if loss is None else self.optimizers
+    def pass_training_data(self) -> None:
+        """Run `training_step` on an epoch of data without gradients and logging; see `Run.pass_training_data`."""
+        pass_training_data(self.run)
 
-    # When to stop
+    def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> StageRehearsal:
+        """Try steps out and leave no trace; see `Run.rehearse`."""
 
-    def _must_stop(self) -> bool:
-        if self._end.reached(self.state):
-            return True
-        if self.exchange is None or self.agreement.due(self.state.step):
-            self._agree()
-        return self._stop_agreed and self._heeds_wish()
+        def show(run: StageRun) -> None:
+            self.run = run
 
-    def _is_over(self) -> bool:
-        return self._end.reached(self.state) or self._heeds_wish() or self.train_data().num_batches == 0
-
-    def _agree(self) -> None:
-        """Learn whether any rank wishes to stop, is out of time, or has had a signal. Collective, on the host."""
-        mine = [int(self.should_stop or self._end.out_of_time(self.state)), *self.preemption.note()]
-        everyone = [mine] if self.exchange is None else self.agreement.hold(self.state.step, mine)
-        self._stop_agreed |= any(wish for wish, *_ in everyone)
-        self.preemption.hear([told for _, *told in everyone])
-
-    def _heeds_wish(self) -> bool:
-        if not self._stop_agreed:
-            return False
-        if not (may_stop := self._end.may_stop_early(self.state)):
-            self.notices.stop_put_off(self.state, self.settings.limits, self.stop_reason)
-        return may_stop
-
-    # Metrics
-
-    def _settle(self) -> None:
-        """Do what callbacks asked for, showing them this step's values, which the loggers get at their interval."""
-        self.show_metrics(self.metrics.peek())
-        self.safe_point.settle()
+        return StageRehearsal(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,16 +15,25 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.ddp.replicas import Replicas, any_trained, frozen_parameters
+from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.ddp.replicas import (
+    any_trained,
+    broadcast_from_main,
+    check_can_be_alone,
+    frozen_parameters,
+)
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.gradients import GradientClip, stack_counts
+from trainwright.strategies.steps.gradients import GradientClip, without_loss
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.strategy import MakeOptimizers
 
 _CHUNK_BYTES = 25 * 2**20  # of weights that are averaged in one exchange, as in DistributedDataParallel's buckets
 
 
-class LocalSGDStrategy(Replicas):
+class LocalSGDStrategy(DataParallel):
     """Trains a replica on every process and averages their parameters after every so many optimizer steps.
 
     Between two averages nothing crosses ranks in a step: gradients, their norm, clipping and the loss are a rank's own.
@@ -67,48 +77,34 @@ class LocalSGDStrategy(Replicas):
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[torch.optim.Optimizer]:
         optimizers = super().prepare(task, make_optimizers)
-        self._start_equal(task)
+        broadcast_from_main(task)
         self._apart = self._states_apart = False
         self._frozen = frozen_parameters(task)  # since the beginning: those that are frozen later have come apart
         return optimizers
 
-    # The step: the mean over what this rank consumed
-
-    def forward_backward(self, group: Group) -> torch.Tensor | None:
-        if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
-            real = [weight > 0 for weight in group.weights]
-            group.weights = [is_real / max(sum(real), 1) for is_real in real]
-        return super().forward_backward(group)
-
-    def _weigh_items(self, group: Group) -> Sequence[Any]:
-        assert self._items is not None  # asked before
-        counts = stack_counts([self._items(batch) for batch in group.batches], self.device)
-        if group.weights is not None:
-            counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(self.device)
-        dtype = torch.float64 if self.precision.param_dtype is torch.float64 else torch.float32
-        return (counts / counts.sum().clamp(min=1)).to(dtype).unbind()
-
-    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        norm = super().optimizer_step(clip)
-        self._count_step()
-        return norm
-
-    def _run_by_hand(self, group: Group) -> None:
-        super()._run_by_hand(group)
-        if self.stepped_by_hand:
-            self._count_step()
+    def make_step(self, parts: StepParts) -> Step:
+        # Gradients are the mean over what this rank consumed.
+        parts = replace(parts, ranks=DataRanks.of(Processes()))
+        if self.task.automatic_optimization:
+            return LocalStep(parts, self.data_ranks.size, self._count_step, self._come_apart)
+        return LocalManualStep(parts, self._count_step, self._come_apart)
 
     def _count_step(self) -> None:
-        self._apart = self._states_apart = True
+        self._come_apart()
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
-        if (self.run.state.step + 1) % self.local_sgd_steps == 0 and not self._is_alone:
+        if (self.step.run.state.step + 1) % self.local_sgd_steps == 0 and not self.data_ranks.alone:
             self._average_parameters()
 
-    def discard_gradients(self) -> None:
-        super().discard_gradients()
-        self._apart = self._states_apart = True  # a rehearsal puts back weights that may have been either
+    def _come_apart(self) -> None:
+        self._apart = self._states_apart = True
+
+    def leave_others(self) -> None:
+        check_can_be_alone(self.task)
+
+    def rejoin_others(self) -> None:
+        """Do nothing: a rank trains alone anyway."""
 
     # Averages
 
@@ -125,14 +121,14 @@ class LocalSGDStrategy(Replicas):
         for chunk in _chunks(tensors):
             flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
             dist.all_reduce(flat)
-            flat /= self.dp_size
+            flat /= self.data_ranks.size
             offset = 0
             for tensor in chunk:
                 tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
                 offset += tensor.numel()
 
     def begin_evaluation(self) -> None:
-        if self._apart and not self._is_alone:
+        if self._apart and not self.data_ranks.alone:
             self._average_parameters()
 
     @torch.no_grad()
@@ -153,6 +149,65 @@ class LocalSGDStrategy(Replicas):
 
     def make_whole(self) -> None:
         self.begin_save()  # also one that is written after the stage, when the others may be gone
+
+
+class LocalStep(AutomaticStep):
+    """A step whose gradients and loss are this rank's own.
+
+    Args:
+        parts: what it is made of; its `ranks` are this one alone.
+        num_ranks: how many there are.
+        done: called after each optimizer step.
+        left: called when gradients are discarded: a trial may put weights back that were either alike or not.
+    """
+
+    def __init__(self, parts: StepParts, num_ranks: int, done: Callable[[], None], left: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self._num_ranks, self._done, self._left = num_ranks, done, left
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
+            real = [weight > 0 for weight in group.weights]
+            group.weights = [is_real / max(sum(real), 1) for is_real in real]
+        return super().forward_backward(group)
+
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        if self._num_ranks > 1:  # they count steps, and exchange weights after so many
+            raise without_loss(type(self.task).__name__, self.parts.rank)
+        return super()._leave_out(skipped, group, weights, total)
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        norm = super().optimizer_step(clip)
+        self._done()
+        return norm
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._left()
+
+
+class LocalManualStep(ManualStep):
+    """Likewise, of a task that optimizes by hand.
+
+    Args:
+        parts: what it is made of.
+        done: called after each group in which an optimizer has stepped.
+        left: called when gradients are discarded.
+    """
+
+    def __init__(self, parts: StepParts, done: Callable[[], None], left: Callable[[], None]) -> None:
+        super().__init__(parts)
+        self._done, self._left = done, left
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        super().forward_backward(group)
+        if self.stepped:
+            self._done()
+        return None
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self._left()
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
+from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.ddp.bucket_order import BucketOrder
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
@@ -26,11 +28,17 @@ from trainwright.strategies.ddp.comm_hooks import (
     DistributedDataParallelKwargs,
     Hook,
 )
-from trainwright.strategies.ddp.replicas import Replicas, any_trained, broadcast_from_main, frozen_parameters
+from trainwright.strategies.ddp.replicas import (
+    any_trained,
+    broadcast_from_main,
+    check_can_be_alone,
+    frozen_parameters,
+)
 from trainwright.strategies.ddp.unused import unused_parameters
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
-from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
+from trainwright.strategies.steps.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
 _REMOVED = {
@@ -46,7 +54,7 @@ _REMOVED = {
 }
 
 
-class DDPStrategy(Replicas):
+class DDPStrategy(DataParallel):
     """Trains one replica per process with torch's DistributedDataParallel.
 
     Args:
@@ -137,10 +145,10 @@ class DDPStrategy(Replicas):
         if trains and task.automatic_optimization:
             self._wrap()
         else:
-            self._start_equal(task)
+            broadcast_from_main(task)
         if make_optimizers is not None and task.automatic_optimization and not trains:
             self._frozen, self._wrapped_step = frozen_parameters(task), StepModule(task)
-            self._step = self._run_thawed
+            self._training_call = self._run_thawed
         return optimizers
 
     def _wrap(self) -> None:
@@ -152,7 +160,7 @@ class DDPStrategy(Replicas):
             self._bucket_order.record(self._replica, self.task)
         self._wrapped_step = self._replica if self.compile_options is None else self._compile(self._replica)
         self._frozen = frozen_parameters(self.task)
-        self._step = self._run_thawed if self._frozen else self._wrapped_step
+        self._training_call = self._run_thawed if self._frozen else self._wrapped_step
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
         # itself, so that ranks may evaluate different numbers of batches.
 
@@ -180,10 +188,10 @@ class DDPStrategy(Replicas):
             self._unrecorded.add(replica)
         return replica
 
-    def hold_back(self, prepared: Any) -> AbstractContextManager[Any]:
+    def no_sync(self, prepared: nn.Module) -> AbstractContextManager[Any]:
         if not isinstance(prepared, DistributedDataParallel):
             return nullcontext()
-        if prepared in self._unrecorded:  # its first backward has to synchronize, see `_synchronizing`
+        if prepared in self._unrecorded:  # its first backward has to synchronize, see `_synchronize`
             self._unrecorded.discard(prepared)
             return nullcontext()
         return prepared.no_sync()
@@ -193,7 +201,7 @@ class DDPStrategy(Replicas):
         """Whether the replica lays buckets out anew after the first step, and zeros sent through it leave no trace."""
         options = self.ddp_options
         plain = not options["static_graph"] and not options["find_unused_parameters"]
-        return plain and self.comm_hook.power_sgd is None and self.dp_size > 2
+        return plain and self.comm_hook.power_sgd is None and self.data_ranks.size > 2
 
     def begin_evaluation(self) -> None:
         # In training, buffers are rank 0's when a forward begins, and each rank's own after it.
@@ -217,28 +225,31 @@ class DDPStrategy(Replicas):
         order = self._bucket_order.names
         return {**super().state_dict(), **({"bucket_order": order} if order else {})}
 
-    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
-        replica = self._replica
-        if last or replica is None or self.sync_each_batch:
-            return nullcontext()
-        if self._learns_graph:  # torch 2.13 records a static graph in the first backward, which has to synchronize
-            self._learns_graph = False
-            return nullcontext()
-        return replica.no_sync()
+    def make_step(self, parts: StepParts) -> Step:
+        if self.task.automatic_optimization:
+            return AutomaticStep(parts if self.sync_each_batch else replace(parts, synchronize=self._synchronize))
+        return ManualStep(parts, None if parts.ranks.alone else self._average_gradients)
 
-    def clearer(self, error: BaseException, task: TaskModule) -> Exception | None:
-        return unused_parameters(error, task)
+    def _synchronize(self, last: bool) -> None:
+        if self._replica is None:
+            return
+        if self._learns_graph and not last:  # torch 2.13 records a static graph in the first backward, which has to
+            self._learns_graph, last = False, True  # synchronize
+        self._replica.require_backward_grad_sync = last
 
-    def _leave_others(self) -> None:
-        super()._leave_others()
+    def clearer(self, error: BaseException, model: nn.Module) -> Exception | None:
+        return unused_parameters(error, model)
+
+    def leave_others(self) -> None:
+        check_can_be_alone(self.task)
         self._was_wrapped = self._replica is not None
         if self._was_wrapped:
-            self.discard_gradients()  # they may be views of the replica's buckets
+            self.step.discard_gradients()  # they may be views of the replica's buckets
             self._unwrap()
-            self._step = self._compile(StepModule(self.task)) if self.compile_options is not None else None
+            compiles = self.compile_options is not None
+            self._training_call = self._compile(StepModule(self.task)) if compiles else None
 
-    def _rejoin_others(self) -> None:
-        super()._rejoin_others()
+    def rejoin_others(self) -> None:
         if self._was_wrapped:
             self._wrap()
 
@@ -248,8 +259,6 @@ class DDPStrategy(Replicas):
         Averaging what earlier backward passes of the step have averaged already changes nothing, so that any number
         of them, in any order, over any part of the parameters comes out right.
         """
-        if self._is_alone:
-            return
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in self.task.parameters():
             if parameter.requires_grad:
@@ -259,7 +268,7 @@ class DDPStrategy(Replicas):
             has_grad = torch.tensor([float(p.grad is not None) for p in parameters], dtype=grads[0].dtype)
             flat = torch.cat([*(g.reshape(-1) for g in grads), has_grad.to(self.device)])
             dist.all_reduce(flat)
-            flat /= self.dp_size
+            flat /= self.data_ranks.size
             offset = 0
             used = flat[-len(parameters) :].tolist()
             for parameter, grad, anywhere in zip(parameters, grads, used, strict=True):

@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
-from trainwright.strategies.binding import need_closure
 from trainwright.strategies.deepspeed.config import EngineConfig
 from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.binding import need_closure
 from trainwright.strategies.units import check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
@@ -75,12 +75,6 @@ def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: Engi
         raise ConfigurationError(
             f"{config.origin} has {'an' if named else 'no'} 'optimizer', and configure_optimizers returned {name}. "
             f"{way_out}"
-        )
-    own = {id(parameter) for parameter in task.parameters()}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigurationError(
-            f"{name} holds parameters that are not the task's own. Build it in configure_optimizers, from "
-            "self.parameters()."
         )
     if need_closure(optimizers, precision):
         raise ConfigurationError(

@@ -15,8 +15,8 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.deepspeed.options import Path, ZeroOptions, buffers, defaults, look_up, place, statements
-from trainwright.strategies.gradients import GradientClip
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.gradients import GradientClip
 
 AUTO = "auto"
 _STAGE: Path = ("zero_optimization", "stage")

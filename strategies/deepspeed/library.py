@@ -14,7 +14,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.process import Topology
-from trainwright.strategies.processes.launcher import set_variable
+from trainwright.processes.launcher import set_variable
 
 # Collectives that DeepSpeed 0.19.8 knows by names of which torch 2.13 warns at every call.
 _RENAMED = {"all_gather_function": "all_gather_single", "reduce_scatter_function": "reduce_scatter_single"}

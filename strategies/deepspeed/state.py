@@ -9,49 +9,65 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.model import load_plain_state
-from trainwright.checkpoint.optimizer import load_named_optimizer_state
-from trainwright.checkpoint.pieces import Pieces as SavedPieces
-from trainwright.checkpoint.pieces import Span
+from trainwright.checkpoint.format.model import load_plain_state
+from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
+from trainwright.checkpoint.format.pieces import Pieces as SavedPieces
+from trainwright.checkpoint.format.pieces import Span
 from trainwright.core.errors import CheckpointError
-from trainwright.core.hidden_names import plain_name
+from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.library import is_partitioned
-from trainwright.strategies.deepspeed.pieces import Pieces, cut
+from trainwright.strategies.deepspeed.zero_pieces import ZeroPieces, cut
+from trainwright.strategies.state import FullState
 
 # DeepSpeed's own implementations of torch's optimizers: their states are interchangeable.
 _ADAMS = ("DeepSpeedCPUAdam", "FusedAdam", "ZenFlowCPUAdam")
 
 
-class EngineState:
-    """Reads and writes the state of an engine.
+class ReplicatedState(FullState):
+    """The state of an engine that keeps everything whole, in the terms of torch's own optimizers."""
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        found = super().optimizer_states()
+        return [as_torch(tree, optimizer) for tree, optimizer in zip(found, self._optimizers, strict=True)]
+
+
+class ZeroState(FullState):
+    """The state of an engine that keeps some of it in pieces.
 
     Args:
-        library: DeepSpeed.
         task: whose parameters the engine holds.
+        optimizers: what it steps: one, or none.
+        device: where pieces are exchanged.
+        library: DeepSpeed.
         pieces: how they are cut; None where the engine has no optimizer.
         groups: the optimizer's parameter groups as they were before the engine took them, with the names in each.
         is_main: whether this rank wants the values; others get tensors on the device `meta`.
+        writes_pieces: each rank writes its pieces of a checkpoint.
         dtypes: what the task's parameters had before, by the parameter's id.
         keeps_float32: trained parameters are float32 once the engine has let go of them, whatever it computes in.
     """
 
     def __init__(
         self,
-        library: Any,
         task: TaskModule,
-        pieces: Pieces | None,
-        groups: list[tuple[dict[str, Any], list[str]]],
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
         *,
+        library: Any,
+        pieces: ZeroPieces | None,
+        groups: list[tuple[dict[str, Any], list[str]]],
         is_main: bool,
+        writes_pieces: bool,
         dtypes: Mapping[int, torch.dtype],
         keeps_float32: bool,
     ) -> None:
+        super().__init__(task, optimizers, device, is_main=is_main)
         self._library = library
-        self._task = task
         self._pieces = pieces
         self._groups = groups
-        self._is_main = is_main
+        self._writes_pieces = writes_pieces
         self._dtypes = dtypes
         self._keeps_float32 = keeps_float32
         self._stand_ins: dict[int, tuple[torch.Tensor, SavedPieces]] = {}
@@ -64,23 +80,24 @@ class EngineState:
     # Pieces that are saved as they lie
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether an optimizer's vectors lie in pieces."""
-        return self._pieces is not None
+    def saves_pieces(self) -> bool:
+        return self._writes_pieces and self._pieces is not None
+
+    def in_pieces(self, tree: Any) -> Any:
+        return map_tensors(self._saved, tree)
 
     def _stand_for(self, pieces: SavedPieces) -> torch.Tensor:
-        """Return a tensor on the device `meta` that `saved` exchanges for what this rank saves."""
+        """Return a tensor on the device `meta` that `in_pieces` exchanges for what this rank saves."""
         stand_in = torch.empty(pieces.shape, dtype=pieces.dtype, device="meta")
         self._stand_ins[id(stand_in)] = stand_in, pieces
         return stand_in
 
-    def saved(self, tensor: torch.Tensor) -> Any:
-        """Return what this rank saves instead of a tensor of `model` or `optimizer`; others as they are."""
+    def _saved(self, tensor: torch.Tensor) -> Any:
         stand_in, pieces = self._stand_ins.get(id(tensor), (None, None))
         return tensor if stand_in is None else pieces
 
     def _to_save(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a parameter that lies in pieces, and others whole. Collective as `model`."""
+        """Return what stands for a parameter that lies in pieces, and others whole. Collective as `model_state`."""
         if self._pieces is not None and id(value) in self._trained:
             return self._stand_for(self._pieces.to_save(value, shape_of(value)))
         held: Any = value.ds_tensor if is_partitioned(value) else None  # type: ignore[attr-defined]  # DeepSpeed's
@@ -92,12 +109,8 @@ class EngineState:
 
     # Weights
 
-    def model(self, *, in_pieces: bool = False) -> dict[str, Any]:
-        """Return the task's whole weights and buffers by name. Collective; trained weights are float32.
-
-        Args:
-            in_pieces: nothing is put together; what lies in pieces is on the device `meta`, and `saved` has them.
-        """
+    def model_state(self) -> dict[str, Any]:  # trained weights are float32
+        in_pieces = self.saves_pieces
         self._stand_ins.clear()
         known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
         found = {}
@@ -125,14 +138,13 @@ class EngineState:
         with self._library.zero.GatheredParameters([value]):
             return value.detach().clone()
 
-    def parameters(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the task's whole parameters by name; see `Inspectable.whole_parameters`. Collective."""
+    def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         return {name: _kept(self._weight(parameter), keep=keep) for name, parameter in self._parameters.items()}
 
-    def gradients(self, *, keep: bool) -> dict[str, torch.Tensor]:
-        """Return the whole gradients of a step by name, averaged over ranks and unscaled. Collective."""
+    def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         pieces = self._pieces
-        assert pieces is not None  # something is trained
+        if pieces is None:
+            return {}
         held = {id(parameter): gradient for parameter, gradient in pieces.gradients()}
         found = {}
         for name, parameter in self._parameters.items():
@@ -141,8 +153,7 @@ class EngineState:
                 found[name] = _kept(whole, keep=keep)
         return found
 
-    def load_model(self, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
-        """Load whole weights and buffers by name; see `Strategy.load_model_state`. Not collective."""
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         given = {plain_name(name): value for name, value in state.items()}
         if any(is_partitioned(parameter) for parameter in self._parameters.values()):
             found = self._load_into_pieces(given, strict)
@@ -202,13 +213,11 @@ class EngineState:
 
     # Optimizer
 
-    def optimizer(self, real: Optimizer, *, in_pieces: bool = False) -> dict[str, Any]:
-        """Return the optimizer's whole state by parameter name, as `named_optimizer_state` does. Collective.
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        return [self._state_of(optimizer) for optimizer in self._optimizers]
 
-        Args:
-            real: the optimizer that the engine steps.
-            in_pieces: see `model`, which is called before.
-        """
+    def _state_of(self, real: Optimizer) -> dict[str, Any]:
+        in_pieces = self.saves_pieces
         states = {
             name: self._states_of(self._parameters[name], in_pieces=in_pieces)
             for _, names in self._groups
@@ -248,17 +257,12 @@ class EngineState:
             key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in others.items()
         }
 
-    def load_optimizer(self, real: Optimizer, tree: Mapping[str, Any]) -> None:
-        """Load what `optimizer` returned, or any strategy's state of such an optimizer. Not collective.
-
-        Raises:
-            CheckpointError: it does not fit; the optimizer is left as it was.
-        """
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         pieces = self._pieces
         assert pieces is not None  # there is an optimizer
-        groups = self._matching_groups(real, tree)
-        states = {name: dict(tree["state"][name]) for _, names in self._groups for name in names}
-        self._check_states(real, states)
+        groups = self._matching_groups(optimizer, state)
+        states = {name: dict(state["state"][name]) for _, names in self._groups for name in names}
+        self._check_states(optimizer, states)
         for (group, _), saved in zip(self._groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key in group and key != "params"})
         trained = [(n, self._parameters[n]) for n in states if id(self._parameters[n]) in self._trained]
@@ -266,7 +270,7 @@ class EngineState:
             pieces.forget_states(parameter)
         for name, parameter in trained:
             if states[name]:
-                pieces.set_states(parameter, _counting(real, states[name]))
+                pieces.set_states(parameter, _counting(optimizer, states[name]))
         pieces.after_loading()
 
     def _matching_groups(self, real: Optimizer, tree: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -310,7 +314,7 @@ class EngineState:
 
     # The end
 
-    def release(self, optimizers: Sequence[Optimizer]) -> dict[int, nn.Parameter]:
+    def release(self) -> dict[int, nn.Parameter]:
         """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective.
 
         Returns:
@@ -319,7 +323,7 @@ class EngineState:
         # The states come first: once they are whole, their pieces go, and make room for the weights.
         whole = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}
-            for _ in optimizers
+            for _ in self._optimizers
         ]
         if self._pieces is not None:
             for parameter in self._parameters.values():
@@ -331,7 +335,7 @@ class EngineState:
             if not (self._keeps_float32 and number in self._trained):
                 value = value.to(self._dtypes[number])
             new[number] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        for optimizer, states in zip(optimizers, whole, strict=True):
+        for optimizer, states in zip(self._optimizers, whole, strict=True):
             optimizer.state.clear()
             optimizer.state.update({new[id(self._parameters[name])]: state for name, state in states.items() if state})
             optimizer.param_groups[:] = [group for group, _ in self._groups]

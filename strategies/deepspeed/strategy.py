@@ -9,28 +9,25 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.core.hidden_names import plain_name
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import map_tensors
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
-from trainwright.strategies.deepspeed.adagrad import keep_own_adagrad
 from trainwright.strategies.deepspeed.checks import (
     TrainedParameters,
     check_optimizers,
@@ -39,23 +36,24 @@ from trainwright.strategies.deepspeed.checks import (
     keep_groups,
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
-from trainwright.strategies.deepspeed.disk import keep_unaligned_gradients
 from trainwright.strategies.deepspeed.facts import collect_facts
 from trainwright.strategies.deepspeed.frozen import FrozenEngines
 from trainwright.strategies.deepspeed.library import join, leave, load_library, quiet_imports
 from trainwright.strategies.deepspeed.options import read_options
-from trainwright.strategies.deepspeed.pieces import FlatPieces, ParameterPieces, Pieces
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler, refuse_schedule_of_dummy
-from trainwright.strategies.deepspeed.state import EngineState, as_torch
+from trainwright.strategies.deepspeed.repairs import keep_own_adagrad, keep_unaligned_gradients
+from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
+from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.traces import Traces
+from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPieces, ZeroPieces
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.gradients import GradientClip, clip_gradients, parameters_of
-from trainwright.strategies.non_finite import NonFinite
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.saves_pieces import state_dict_type_name
-from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.state import FullState, state_dict_type_name
+from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.steps.step_module import StepModule
+from trainwright.strategies.steps.transfer import move_task
 from trainwright.strategies.strategy import MakeOptimizers
-from trainwright.strategies.transfer import make_transfer
 from trainwright.strategies.units import matching, replace_parameters
 
 
@@ -108,16 +106,15 @@ class DeepSpeedStrategy(DataParallel):
             closures=False,
             inference_mode=not gathers,  # weights that are gathered in it could not be trained on
             owns_optimizer_step=True,
+            trials=stage == 0,
             state_rests=False,
         )
         self.engine: Any = None
         self.resolved_config: dict[str, Any] = {}
         self._library: Any = None
-        self._pieces: Pieces | None = None
-        self._held: EngineState | None = None
+        self._pieces: ZeroPieces | None = None
         self._traces: Traces | None = None
         self._frozen: FrozenEngines | None = None
-        self._boundary = True
         self._trained: TrainedParameters | None = None
 
     @classmethod
@@ -164,7 +161,7 @@ class DeepSpeedStrategy(DataParallel):
         if self.precision.param_dtype is not None:
             task.to(self.precision.param_dtype)
         if self.stage < 3:
-            task.to(self.device)
+            move_task(task, self.device)
         for parameter in task.parameters():
             parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts no others
         for buffer in task.buffers():
@@ -181,6 +178,7 @@ class DeepSpeedStrategy(DataParallel):
                 dist.broadcast(parameter.detach(), src=0)
         self.optimizers = optimizers
         self._context = self._forward_context()
+        self.state = self._make_state()
         return optimizers
 
     def _building(self) -> AbstractContextManager[Any]:
@@ -199,7 +197,7 @@ class DeepSpeedStrategy(DataParallel):
         names = {parameter: plain_name(name) for name, parameter in task.named_parameters()}
         given = _groups_of(optimizer)
         members = [[names[p] for p in group["params"]] for group in given]
-        facts = collect_facts(run, self.config.content, optimizer, dp_size=self.dp_size)
+        facts = collect_facts(run, self.config.content, optimizer, dp_size=self.data_ranks.size)
         self.resolved_config = self.config.resolved(facts, trains=optimizer is not None)
         dtypes = {id(parameter): parameter.dtype for parameter in task.parameters()}
         root = StepModule(task)
@@ -228,29 +226,31 @@ class DeepSpeedStrategy(DataParallel):
         if real is not None:
             keep_groups(real, type(task).__name__)
         groups = given if is_own else [] if real is None else list(real.param_groups)
-        self._hold(list(zip(groups, members, strict=True)), dtypes, trains=real is not None)
-        self._step = self.engine
-        self._eval_step = self.engine if self.stage == 3 else None
-        return real
-
-    def _hold(
-        self, groups: list[tuple[dict[str, Any], list[str]]], dtypes: dict[int, torch.dtype], *, trains: bool
-    ) -> None:
-        """Find out where the engine has put what was the task's."""
-        if trains and self.stage > 0:
-            self._trained = TrainedParameters(self.task)
+        if real is not None and self.stage > 0:
+            self._trained = TrainedParameters(task)
             kind = ParameterPieces if self.stage == 3 else FlatPieces
             self._pieces = kind(self.engine.optimizer, self.device)
-        if self.stage > 0:
-            self._held = EngineState(
-                self._library,
-                self.task,
-                self._pieces,
-                groups,
-                is_main=self.is_main,
-                dtypes=dtypes,
-                keeps_float32=self.precision.param_dtype is None,
-            )
+        self._groups, self._dtypes = list(zip(groups, members, strict=True)), dtypes
+        self._training_call = self.engine
+        self._eval_call = self.engine if self.stage == 3 else None
+        return real
+
+    def _make_state(self) -> FullState:
+        """Return the state as the engine, if there is one, holds it now."""
+        if self.engine is None or self.stage == 0:
+            return ReplicatedState(self.task, self.optimizers, self.device, is_main=self.is_main)
+        return ZeroState(
+            self.task,
+            self.optimizers,
+            self.device,
+            library=self._library,
+            pieces=self._pieces,
+            groups=self._groups,
+            is_main=self.is_main,
+            writes_pieces=self.state_dict_type == "sharded" and self.processes.world_size > 1,
+            dtypes=self._dtypes,
+            keeps_float32=self.precision.param_dtype is None,
+        )
 
     def _leaf_modules(self) -> list[nn.Module]:
         names = self.options.moe_leaf_modules
@@ -295,99 +295,14 @@ class DeepSpeedStrategy(DataParallel):
             return None  # parameters and inputs have the dtype
         return self.precision.forward_context(self.device.type)
 
-    def attach(self, run: Run, hooks: HookTable, sink: Any, *, counts_items: bool = True) -> None:
-        super().attach(run, hooks, sink, counts_items=counts_items)
+    def make_step(self, parts: StepParts) -> Step:
         if self.engine is None:
-            return
+            return super().make_step(parts)
         if self._casts and self.precision.param_dtype is None:
-            like = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
-            self._transfer = make_transfer(self.task, getattr(run, "datamodule", None), self.device, like)
-        self._backward = self._run_backward
-        self._zeroed = not self._zero_late  # the engine zeroes by itself; listeners are told
-
-    # The step
-
-    def _run_backward(self, loss: torch.Tensor) -> None:
-        if self._trained is not None:
-            self._trained.check()
-        self.engine.backward(loss, scale_wrt_gas=False)
-
-    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
-        if last is not self._boundary:
-            self._boundary = last
-            self.engine.set_gradient_accumulation_boundary(last)
-        return nullcontext()
-
-    def _leave_out(self, skipped: list[int], group: Any, weights: Any, total: Any) -> Any:
-        raise TaskError(
-            f"{type(self.task).__name__}.training_step returned None on rank {self.processes.rank}: DeepSpeed averages "
-            "gradients in the last backward of a step, and would wait for it. Return a loss of zero that is connected "
-            "to the parameters instead, for example 0 * output.sum()."
-        )
-
-    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
-        if clip is None and self.config.clipping is not None:
-            clip = GradientClip(self.config.clipping)
-        norm = self._prepare_clipping(clip)
-        if self._own_step is None:
-            self.engine.step()
-        else:
-            stepped: Any = EngineOptimizer(self.optimizers[0], self.engine)
-            self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
-        self._group = self._loss = None
-        self._zeroed = not self._zero_late
-        if self._pieces is not None:
-            norm = torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32, device=self.device)
-        return norm
-
-    def _prepare_clipping(self, clip: GradientClip | None) -> torch.Tensor | None:
-        """Clip what the engine does not, and tell it about the rest."""
-        if self._pieces is None:
-            return None if clip is None else clip_gradients(parameters_of(self.optimizers), clip)
-        by_norm = clip is not None and clip.algorithm == "norm"
-        self.engine.optimizer.clip_grad = clip.value if by_norm and clip is not None else 0.0
-        if clip is not None and not by_norm:
-            for _, gradient in self._pieces.gradients():
-                gradient.clamp_(-clip.value, clip.value)
-        return None
-
-    def _zero_gradients(self, idx: int) -> None:
-        for hook in self.hooks.on_before_zero_grad:
-            hook(self.run, self.task, self.optimizers[0])
-        self._zeroed = True
-
-    def discard_gradients(self) -> None:
-        if self._pieces is None:
-            super().discard_gradients()
-        else:
-            self._pieces.discard_gradients()
-            self._group = self._loss = None
-            self._zeroed = True
-        if self.engine is not None:
-            self._synchronizing(True)
-
-    def _largest_gradient(self) -> torch.Tensor:
-        if self._pieces is None:
-            return super()._largest_gradient()
-        found = [gradient for _, gradient in self._pieces.gradients() if gradient.numel()]
-        return nn.utils.get_total_norm(found, float("inf")).to(self.device)
-
-    def explain_non_finite(self, loss: torch.Tensor) -> NonFinite:
-        if self._pieces is None:
-            return super().explain_non_finite(loss)
-        names = {id(parameter): name for name, parameter in self.task.named_parameters()}
-        found = [names[id(p)] for p, gradient in self._pieces.gradients() if not gradient.isfinite().all()]
-        return NonFinite(float(loss), found)
-
-    @contextmanager
-    def rehearsal(self, *, alone: bool) -> Iterator[None]:
-        if self._pieces is not None:
-            raise ConfigurationError(
-                f"DeepSpeed keeps weights and states in pieces of its own at stage {self.stage}, so that steps cannot "
-                "be tried out and taken back. Search with strategy='ddp'."
-            )
-        with super().rehearsal(alone=alone):
-            yield
+            inputs = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
+            parts = replace(parts, inputs=inputs)
+        parts = replace(parts, synchronize=self.engine.set_gradient_accumulation_boundary)
+        return EngineStep(parts, self.engine, self._pieces, self._trained, self.config.clipping)
 
     # Evaluation
 
@@ -395,55 +310,19 @@ class DeepSpeedStrategy(DataParallel):
         for buffer in self.task.buffers():
             dist.broadcast(buffer, src=0)
 
-    # State
-
-    def whole_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        return super().whole_parameters(keep=keep) if self._held is None else self._held.parameters(keep=keep)
-
-    def whole_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        if self._pieces is None or self._held is None:
-            return {} if self.stage else super().whole_gradients(keep=keep)
-        return self._held.gradients(keep=keep)
-
-    @property
-    def saves_pieces(self) -> bool:
-        cut = self._held is not None and self._held.has_pieces
-        return self.state_dict_type == "sharded" and cut and self.processes.world_size > 1
-
-    def in_pieces(self, state: Any) -> Any:
-        return state if self._held is None else map_tensors(self._held.saved, state)
-
-    def model_state(self) -> dict[str, Any]:
-        return super().model_state() if self._held is None else self._held.model(in_pieces=self.saves_pieces)
-
-    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        if self._held is None:
-            return super().load_model_state(state, strict=strict)
-        return self._held.load_model(state, strict)
-
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        if self._pieces is None or self._held is None:
-            found = super().optimizer_states()
-            return [as_torch(tree, optimizer) for tree, optimizer in zip(found, self.optimizers, strict=True)]
-        return [self._held.optimizer(self.optimizers[0], in_pieces=self.saves_pieces)]
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        if self._pieces is None or self._held is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            self._held.load_optimizer(optimizer, state)
-
     # The end
 
     def make_whole(self) -> None:
-        if self._held is not None:
-            new = self._held.release(self.optimizers)
+        state = self.state
+        if isinstance(state, ZeroState):
+            new = state.release()
             self._take_apart()
             replace_parameters(self.task, new)
         self.task.to("cpu")
 
     def _take_apart(self) -> None:
         """Let go of the engine, and take off the task what it has left there. Not collective."""
+        self._drop_step()
         frozen, self._frozen = self._frozen, None
         if frozen is not None:
             frozen.destroy()
@@ -455,8 +334,10 @@ class DeepSpeedStrategy(DataParallel):
         traces, self._traces = self._traces, None
         if traces is not None:
             traces.remove()
-        self._pieces = self._held = self._trained = None
-        self._step = self._eval_step = None
+        self._pieces = self._trained = None
+        if isinstance(vars(self).get("state"), ZeroState):
+            self.state = self._make_state()
+        self._training_call = self._eval_call = None
 
     def teardown(self) -> None:
         self._take_apart()
@@ -467,28 +348,6 @@ class DeepSpeedStrategy(DataParallel):
             leave(library)
             gc.collect()
         super().teardown()
-
-
-class EngineOptimizer:
-    """An optimizer as a task's own `optimizer_step` sees it: its step is the engine's. All else is its own.
-
-    Args:
-        optimizer: the real one.
-        engine: DeepSpeed's.
-    """
-
-    def __init__(self, optimizer: Optimizer, engine: Any) -> None:
-        self.optimizer = optimizer
-        self._engine = engine
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Average, clip and step; returns the closure's loss."""
-        loss = None if closure is None else closure()
-        self._engine.step()
-        return loss
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
 
 
 def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:

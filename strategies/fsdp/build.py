@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.ending import GIVEN_UP, give_up
-from trainwright.strategies.processes.process_group import Processes
+from trainwright.processes.process_group import Processes
+from trainwright.strategies.fsdp.make_whole import GIVEN_UP, give_up
 from trainwright.strategies.units import replace_parameters
 
 

@@ -6,6 +6,7 @@ data; those along `tp` split layers between them and stand next to each other. `
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -83,6 +84,12 @@ def data_axes(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axes of a mesh along which ranks see different data. Not collective."""
     names = tuple(name for name in mesh.mesh_dim_names or () if name.startswith("dp_"))
     return mesh if names == mesh.mesh_dim_names else mesh[names]
+
+
+def data_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the process group of this rank and those that see other data, of a mesh with the axis `tp`. Collective."""
+    axes = data_axes(mesh)
+    return axes.get_group() if axes.ndim == 1 else axes._flatten("dp").get_group()
 
 
 def forget_groups(mesh: DeviceMesh) -> None:

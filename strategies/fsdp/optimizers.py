@@ -10,28 +10,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.task import TaskModule
-from trainwright.strategies.binding import need_closure
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.binding import need_closure
 
 _IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 has no form of for pieces
 
 
-def check_optimizers(task: TaskModule, optimizers: Iterable[Optimizer], precision: Precision) -> None:
+def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
     """Check that optimizers can step a model that lies in pieces.
 
     Raises:
-        ConfigurationError: one was built before the model was cut, looks at whole vectors, or cannot step pieces.
+        ConfigurationError: one looks at whole vectors, or cannot step pieces.
     """
-    own = {id(parameter) for parameter in task.parameters()}
     for optimizer in optimizers:
-        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} holds parameters that are not the task's own, as one that was built "
-                "before the model was cut into pieces does. Build it in configure_optimizers, from "
-                "self.parameters()."
-            )
         if isinstance(optimizer, _IN_PLACE):
             raise ConfigurationError(
                 f"{type(optimizer).__name__} of torch cannot step weights that lie in pieces. Use another optimizer, "

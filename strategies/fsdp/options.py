@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
-from trainwright.strategies.saves_pieces import state_dict_type_name
+from trainwright.strategies.state import state_dict_type_name
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")

@@ -10,8 +10,8 @@ from __future__ import annotations
 import datetime
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -20,36 +20,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
-    CPUOffloadPolicy,
-    FSDPModule,
     MixedPrecision,
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
-    fully_shard,
 )
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.duration import Duration
-from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.core.hidden_names import plain_name
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.signatures import overrides
-from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import map_tensors
+from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
-from trainwright.strategies.data_ranks import metrics_over
+from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import MetaBuilding, materialize
-from trainwright.strategies.fsdp.clip import clip_pieces
-from trainwright.strategies.fsdp.ending import check_not_given_up, end_pieces
-from trainwright.strategies.fsdp.mesh import AXES, data_axes, forget_groups, make_mesh, mesh_shape
-from trainwright.strategies.fsdp.optimizers import check_optimizers, forget_one_by_one, step_one_by_one
+from trainwright.strategies.fsdp.build import MetaBuilding
+from trainwright.strategies.fsdp.layers.check import check_plan
+from trainwright.strategies.fsdp.layers.divisibility import check_tp_size
+from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.make_whole import end_pieces
+from trainwright.strategies.fsdp.mesh import AXES, data_group, forget_groups, make_mesh, mesh_shape
+from trainwright.strategies.fsdp.optimizers import check_optimizers, step_one_by_one
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     RESHARDING,
@@ -62,20 +59,16 @@ from trainwright.strategies.fsdp.options import (
     refuse_removed,
     sharding_strategy_name,
 )
-from trainwright.strategies.fsdp.outside import OutsideSteps
+from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, parallelize
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
-from trainwright.strategies.fsdp.scaler import ShardScaler
-from trainwright.strategies.fsdp.traces import ShardTraces, forget_sums
-from trainwright.strategies.fsdp.usage import Usage
-from trainwright.strategies.gradients import GradientClip
-from trainwright.strategies.saves_pieces import state_dict_type_name
-from trainwright.strategies.shards import counts_here, local_piece, pieces_of, whole_output
-from trainwright.strategies.step_module import StepModule
+from trainwright.strategies.fsdp.sharded_gradients import ShardScaler, clip_pieces
+from trainwright.strategies.fsdp.state import ShardedState
+from trainwright.strategies.fsdp.step import ShardedStep
+from trainwright.strategies.shards import local_piece
+from trainwright.strategies.state import state_dict_type_name
+from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import MakeOptimizers
-from trainwright.strategies.tensor_parallel.check import check_plan
-from trainwright.strategies.tensor_parallel.plan import Plan, SplitLayers
-from trainwright.strategies.tensor_parallel.ready import find_plan
-from trainwright.strategies.tensor_parallel.sizes import check_tp_size
 from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
@@ -136,7 +129,6 @@ class FSDPStrategy(DataParallel):
         closures=False,
         inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
     )
-    _usage: Usage | None = None  # where ranks see different data
 
     def __init__(
         self,
@@ -190,14 +182,9 @@ class FSDPStrategy(DataParallel):
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.tp = check_tp_size(tp)
         self.tensor_parallel_plan = tensor_parallel_plan
-        self._layers: SplitLayers | None = None
-        self._undo = ExitStack()
-        self._mesh: DeviceMesh | None = None
-        self._root: Any = None
-        self._units: list[Any] = []
-        self._traces: ShardTraces | None = None
         self._recomputed = Recomputed(self.activation_checkpointing, activation_checkpointing_save)
-        self._syncs, self._sums = True, False
+        self._mesh: DeviceMesh | None = None
+        self._model: ParallelModel | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -221,20 +208,12 @@ class FSDPStrategy(DataParallel):
             devices_per_node=len(self.device_indices),
         )
 
-    @property
-    def dp_rank(self) -> int:
-        return self.processes.rank // self.tp
-
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        return range(0, self.processes.world_size, self.tp)
-
-    def _data_group(self) -> Any:
-        if self.tp == 1:
-            return None
-        assert self._mesh is not None  # made when the task was prepared
-        axes = data_axes(self._mesh)
-        return axes.get_group() if axes.ndim == 1 else axes._flatten("dp").get_group()
+    def setup(self, topology: Topology) -> None:
+        super().setup(topology)
+        self._mesh = mesh = make_mesh(self.device_type, *self._mesh_shape(), self.tp)
+        if self.tp > 1:
+            group = data_group(mesh) if self.processes.world_size > self.tp else None
+            self.data_ranks = DataRanks.of(self.processes, per_batch=self.tp, group=group)
 
     # Model and optimizers
 
@@ -255,16 +234,22 @@ class FSDPStrategy(DataParallel):
                 "pass ckpt_path to go on."
             )
         optimizers = super().prepare(task, make_optimizers)
-        check_optimizers(task, optimizers, self.precision)
+        check_optimizers(optimizers, self.precision)
         step_one_by_one(optimizers)
-        if self._scaler is not None:
-            self._scaler = ShardScaler(self.device.type)
-        self._step, self._eval_step = self._root, self._evaluate
-        if self._layers is not None:
-            self._undo.enter_context(metrics_over(task, self._data_group() if self.dp_size > 1 else None))
-            if self._layers.splits_loss:
-                self._undo.enter_context(loss_parallel())
-                self._step = self._run_whole
+        if self.scaler is not None:
+            self.scaler = ShardScaler(self.device.type)
+        model = self._model
+        assert model is not None  # made in `_place`
+        self._training_call, self._eval_call = model.training_call, model.evaluate
+        self.state = ShardedState(
+            task,
+            optimizers,
+            self.device,
+            is_main=self.is_main,
+            model=model,
+            building=self._building,
+            writes_pieces=self.state_dict_type == "sharded" and self.processes.world_size > 1,
+        )
         return optimizers
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
@@ -275,196 +260,62 @@ class FSDPStrategy(DataParallel):
             super()._build(task)
 
     def _place(self, task: TaskModule) -> None:
-        """Cut the model, one unit after the other, with rank 0's values. Collective.
-
-        No device ever holds more than its pieces and one whole unit.
-        """
         check_can_be_cut(task)
-        self._mesh = mesh = make_mesh(self.device_type, *self._mesh_shape(), self.tp)
-        if self.tp > 1:
-            self._layers = SplitLayers(task, find_plan(task, self.tensor_parallel_plan, mesh), mesh["tp"])
+        assert self._mesh is not None  # made in `setup`
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         warn_of_large_rest(task, units, self._mesh_shape()[1])
-        units = self._recomputed.wrap(task, units)
-        if self.compile_options is not None:
-            self._compile_units(units)
-        root = StepModule(task)
-        self._root, self._units = root, [*units]
-        built = self._building.names_to_reset(task, self.processes)
-        self._traces = ShardTraces(root)
-        for part in (*units, root):
-            materialize(task, part, built, self.device)
-            if self._layers is not None:
-                self._layers.split(part)
-            self._shard(part)
-        self._traces.note()
-        self._counted = {id(p): counts_here(p, mesh) for p in task.parameters()}
-        self._usage = Usage(task, self.processes) if self.dp_size > 1 else None
-        if isinstance(root, FSDPModule):
-            outside = OutsideSteps(root, units, lambda: self.precision.forward_context(self.device.type))
-            self._undo.enter_context(outside.served(task))
-
-    def _reshard_units(self) -> bool | int:
-        if self.reshard_after_forward is not None:
-            return self.reshard_after_forward
-        return self.sharding_strategy in RESHARDING
-
-    def _shard(self, module: nn.Module) -> None:
-        """Cut what is left whole in a unit, or in the root, over the data-parallel ranks. Collective."""
-        is_root = module is self._root
-        reshard = None if is_root and self.reshard_after_forward is None else self._reshard_units()
-        policy = self.mixed_precision
-        if policy is None:
-            # Autocast decides about inputs: a step's targets keep their precision. Units get what autocast made.
-            policy = MixedPrecisionPolicy(
-                param_dtype=self.precision.autocast_dtype,
-                reduce_dtype=None if self.precision.autocast_dtype is None else torch.float32,
-                cast_forward_inputs=not is_root,
-            )
-        offload: OffloadPolicy = OffloadPolicy()
-        if self.cpu_offload:  # torch 2.13 pins memory only where an accelerator can read it
-            offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu")
-        assert self._mesh is not None  # made before
-        fully_shard(
-            module,
-            mesh=data_axes(self._mesh),
-            reshard_after_forward=reshard,
-            mp_policy=policy,
-            offload_policy=offload,
+        self._model = parallelize(
+            task,
+            units,
+            self._mesh,
+            plan=self.tensor_parallel_plan,
+            recomputed=self._recomputed,
+            compile_options=self.compile_options,
+            building=self._building,
+            sharding=self._sharding(),
+            ranks=self.data_ranks,
+            device=self.device,
+            context=lambda: self.precision.forward_context(self.device.type),
         )
-        if is_root:
-            for i, sharded in enumerate(self._units):
-                sharded.set_modules_to_forward_prefetch(self._units[i + 1 : i + 1 + self.forward_prefetch])
 
-    def _compile_units(self, units: list[nn.Module]) -> None:
-        check_compilable(units)
-        for unit in units:
-            unit.compile(**(self.compile_options or {}))
-
-    def attach(self, run: Run, hooks: HookTable, sink: Any, *, counts_items: bool = True) -> None:
-        self._building.check(self.task)
-        super().attach(run, hooks, sink, counts_items=counts_items)
+    def _sharding(self) -> Sharding | None:
+        told = self.reshard_after_forward
+        return Sharding(
+            reshard=self.sharding_strategy in RESHARDING if told is None else told,
+            reshard_root=told,
+            precision=self.precision,
+            mixed_precision=self.mixed_precision,
+            cpu_offload=self.cpu_offload,
+            prefetch=self.forward_prefetch,
+        )
 
     # The step
 
-    def forward_backward(self, group: Group) -> torch.Tensor | None:
-        total = super().forward_backward(group)
-        if self._usage is not None:
-            self._usage.note()
-        return total
+    def attach(self, run: Run, hooks: HookTable, sink: MetricBuffer, *, counts_items: bool = True) -> None:
+        self._building.check(self.task)
+        super().attach(run, hooks, sink, counts_items=counts_items)
 
-    def _synchronizing(self, last: bool) -> AbstractContextManager[Any]:
-        if self.sync_each_batch:
-            return nullcontext()
-        if last is not self._syncs:
-            self._syncs = last
-            self._root.set_requires_gradient_sync(last)
-            self._root.set_is_last_backward(last)
-        return self._ending_sum() if last else nullcontext()
-
-    @contextmanager
-    def _ending_sum(self) -> Iterator[None]:
-        self._sums = True
-        yield
-        self._sums = False
-
-    def discard_gradients(self) -> None:
-        super().discard_gradients()
-        if self._sums or not self._syncs:  # a group was left before its last backward: it has a sum that is still whole
-            self._root.reset_iter_state()
-            forget_sums((self._root, *self._units))
-            self._synchronizing(True)
-            self._sums = False
+    def make_step(self, parts: StepParts) -> Step:
+        assert self._model is not None  # made in `prepare`
+        if not self.sync_each_batch:
+            parts = replace(parts, synchronize=self._model.synchronize)
+        return ShardedStep(parts, self._model)
 
     @torch.no_grad()
     def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        found = [(local_piece(p.grad), self._counted[id(p)]) for p in parameters if p.grad is not None]
+        assert self._model is not None  # made in `prepare`
+        found = [(local_piece(p.grad), counts) for p, counts in self._model.counted(parameters) if p.grad is not None]
         return clip_pieces(found, clip, self.device)
 
-    def _gradient_values(self, grad: torch.Tensor) -> torch.Tensor:
-        return local_piece(grad)
-
-    # Evaluation
+    # Evaluation, saves and the end
 
     def begin_evaluation(self) -> None:
         for buffer in self.task.buffers():
             dist.broadcast(local_piece(buffer), src=0)
 
-    def _evaluate(self, name: str, *args: Any) -> Any:
-        output = self._run_whole(name, *args)
-        self._free_gathered()
-        return output
-
-    def _run_whole(self, name: str, *args: Any) -> Any:
-        """Run a step, and make whole what its output has in pieces."""
-        output = self._root(name, *args)
-        return output if self._layers is None else map_tensors(whole_output, output)
-
-    def _free_gathered(self) -> None:
-        """Free what a forward has gathered: no backward will, and whoever looks now shall see the true parameters."""
-        for module in (self._root, *self._units):
-            module.reshard()
-
-    # State
-
-    @property
-    def saves_pieces(self) -> bool:
-        return self.state_dict_type == "sharded" and self._root is not None and self.processes.world_size > 1
-
-    def in_pieces(self, state: Any) -> Any:
-        assert self._mesh is not None  # made when the task was prepared
-        return pieces_of(state, self._mesh)
-
-    def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.saves_pieces else self.whole_tensor(tensor)
-
-    def model_state(self) -> dict[str, Any]:
-        check_not_given_up(self.task)
-        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
-        found = {}
-        for name, value in self.task.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in known:
-                    known[id(value)] = self._to_save(value).detach()
-                value = known[id(value)]
-            found[name] = value
-        return found
-
-    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        own = {plain_name(name): value for name, value in self.task.state_dict().items()}
-        missing, left_over = super().load_model_state(
-            {name: self.cut_like(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
-        )
-        self._building.note_missing(missing)
-        return missing, left_over
-
-    def optimizer_states(self) -> list[dict[str, Any]]:
-        states = super().optimizer_states()
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            forget_one_by_one(optimizer, state)
-        return [map_tensors(self._to_save, state) for state in states]
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
-        pieces = {}
-        for name, values in state.get("state", {}).items():
-            pieces[name] = {key: self.cut_like(value, own.get(plain_name(name))) for key, value in values.items()}
-            for key, value in pieces[name].items():
-                cut = isinstance(own.get(plain_name(name)), DTensor)
-                if cut and isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
-                    raise CheckpointError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which "
-                        "has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
-                        "optimizer anew with allow_missing=['optimizer']."
-                    )
-        super().load_optimizer_state(optimizer, {**state, "state": pieces})
-        step_one_by_one([optimizer])
-
-    # The end
-
     def begin_save(self) -> None:
-        if self._usage is not None:
-            self._usage.check()
+        if self._model is not None and self._model.usage is not None:
+            self._model.usage.check()
 
     def make_whole(self) -> None:
         self.begin_save()
@@ -474,27 +325,28 @@ class FSDPStrategy(DataParallel):
 
     def _take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""
-        traces, self._traces = self._traces, None
-        if traces is not None:
-            for module in (self._root, *self._units):
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-                if self.compile_options is not None:
-                    vars(module).pop("_compiled_call_impl", None)
-            traces.remove()
-        self._undo.close()
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.undo()
-        self._recomputed.unwrap()
-        self._root, self._units, self._usage = None, [], None
-        self._step = self._eval_step = None
+        self._drop_step()
+        if self._model is not None:
+            self._model.take_apart()
+        self._training_call = self._eval_call = None
 
     def teardown(self) -> None:
         self._take_apart()
-        mesh, self._mesh = self._mesh, None
+        mesh, self._mesh, self._model = self._mesh, None, None
         if mesh is not None:
+            self.data_ranks = replace(self.data_ranks, group=None)
             forget_groups(mesh)
             del mesh
             gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
         super().teardown()
+
+
+class FSDPOffloadStrategy(FSDPStrategy):
+    """`FSDPStrategy(cpu_offload=True)`, which `Trainer(strategy="fsdp_cpu_offload")` means.
+
+    Args:
+        options: those of `FSDPStrategy`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cpu_offload=True, **options)

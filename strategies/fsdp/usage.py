@@ -7,7 +7,7 @@ from typing import Any
 
 from trainwright.core.errors import TaskError
 from trainwright.core.task import TaskModule
-from trainwright.strategies.processes.process_group import Processes
+from trainwright.processes.process_group import Processes
 
 _FIRST = 3  # steps that are all compared
 _PERIOD = 64  # of those after them

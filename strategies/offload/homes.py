@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from trainwright.core.byte_sizes import format_bytes
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.byte_sizes import format_bytes
 
 PLACES = ("cpu", "disk")
 _ALIGN_BYTES = 64  # as torch aligns what it allocates: kernels may add in another order for other addresses

@@ -194,7 +194,7 @@ class FakeRun:
     def pass_training_data(self) -> None:
         self.passes += 1
 
-    def request_stop(self, reason: str) -> None:
+    def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
         self.stops.append((self.state.epoch, reason))
         self.should_stop = True
 

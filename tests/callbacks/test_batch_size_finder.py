@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
@@ -18,7 +18,7 @@ from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, TrainwrightError, TrainwrightWarning
 from trainwright.core.run import Trial
 from trainwright.data import DataModule
-from trainwright.trainer.tuner import Tuner
+from trainwright.trainer.search.tuner import Tuner
 
 pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
 
@@ -322,7 +322,6 @@ class _Run:
         pass
 
 
-@settings(deadline=None)
 @given(
     fits=st.integers(1, 3000),
     capacity=st.none() | st.integers(1, 3000),

@@ -145,7 +145,7 @@ def test_all_ranks_keep_the_same_although_their_clocks_differ(tmp_path: Path) ->
     assert steps_of(run) == [6, 10]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(span=st.integers(1, 30), saves=st.lists(st.integers(1, 200), min_size=1, unique=True), stop=st.integers(0, 20))
 def test_each_stretch_that_has_a_checkpoint_behind_it_keeps_exactly_the_first(
     span: int, saves: list[int], stop: int

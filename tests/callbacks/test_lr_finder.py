@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import StepRecorder, quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks import LearningRateFinder
 from trainwright.callbacks.lr_finder import LRFinder
+from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.trainer.tuner import Tuner
+from trainwright.loggers import CSVLogger
+from trainwright.trainer.search.tuner import Tuner
 
 pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
 
@@ -218,3 +222,52 @@ def test_ranks_find_what_one_process_with_their_batches_finds() -> None:
     found = _find(alone)
     assert first[0]["loss"] == pytest.approx(found.results["loss"], rel=1e-4)
     assert first[1] == pytest.approx(alone.lr)
+
+
+@pytest.mark.filterwarnings("ignore:LearningRateFinder")
+def test_a_resumed_run_keeps_the_rate_that_was_found_and_searches_no_second_time(tmp_path: Path) -> None:
+    class Task(RegressionTask):
+        def __init__(self, lr: float = 1e-3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    def fit(max_steps: int, ckpt_path: Path | None = None) -> tuple[Any, Task, LearningRateFinder]:
+        finder, task = LearningRateFinder(num_training_steps=40), Task()
+        trainer = quiet_trainer(max_steps=max_steps, callbacks=[finder], default_root_dir=tmp_path)
+        trainer.fit(task, regression_loader(64, 8), ckpt_path=ckpt_path)
+        return trainer, task, finder
+
+    first, searched, _ = fit(3)
+    assert searched.hparams.lr != 1e-3
+    path = first.save_checkpoint(tmp_path / "three")
+    second, resumed, finder = fit(5, path)
+    assert finder.optimal_lr is None
+    assert second.global_step == 5
+    assert resumed.hparams.lr == second.optimizers[0].param_groups[0]["lr"] == searched.hparams.lr
+    again = second.save_checkpoint(tmp_path / "five")
+    assert read_checkpoint(again).trainer["hyper_parameters"] == {"lr": searched.hparams.lr}
+
+
+@pytest.mark.filterwarnings("ignore:.*learning rate")
+def test_loggers_hear_the_rate_that_was_found(tmp_path: Path) -> None:
+    class Task(RegressionTask):
+        def __init__(self, lr: float = 1e-3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+    for before_fit in (False, True):
+        logger, task = CSVLogger(tmp_path / str(before_fit)), Task()
+        callbacks = [] if before_fit else [LearningRateFinder(num_training_steps=40)]
+        trainer = quiet_trainer(max_steps=2, callbacks=callbacks, logger=logger)
+        if before_fit:
+            Tuner(trainer).lr_find(task, regression_loader(64, 8), num_training=40)
+        trainer.fit(task, regression_loader(64, 8))
+        assert logger.log_dir is not None
+        assert task.hparams.lr != 1e-3
+        assert yaml.safe_load((logger.log_dir / "hparams.yaml").read_text()) == {"lr": task.hparams.lr}

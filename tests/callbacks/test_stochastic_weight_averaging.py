@@ -135,6 +135,7 @@ def test_measuring_draws_no_random_numbers_and_logs_nothing() -> None:
     assert torch.equal(*states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Scheduled, Normed], ids=["schedule", "batch norm"])
 @pytest.mark.parametrize("stop", [{"max_steps": 6}, {"max_steps": 14}, {"max_epochs": 4}], ids=str)
 def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(

@@ -111,7 +111,7 @@ def test_without_use_buffers_buffers_are_the_current_ones() -> None:
     torch.testing.assert_close(weights_of(task)["net.0.weight"], mean["net.0.weight"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     every=st.integers(0, 5), first=st.none() | st.integers(0, 9), epoch=st.none() | st.integers(0, 3),
     step=st.integers(0, 12),
@@ -220,6 +220,7 @@ MAKERS: dict[str, Callable[[], WeightAveraging]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
 @pytest.mark.parametrize("stop", [{"max_steps": 2}, {"max_steps": 6}, {"max_epochs": 2}], ids=str)
 def test_a_resumed_run_ends_with_the_same_average_bit_for_bit(

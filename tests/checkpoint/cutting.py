@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint import Box, Draft, Pieces, Region, Snapshot, Span, plan_share
-from trainwright.checkpoint.planned_file import write_files
+from trainwright.checkpoint.disk.planned_file import write_files
 from trainwright.core.tree import map_tensors
 
 Cut = Callable[[tuple[int, ...], int], list[list[Region]]]

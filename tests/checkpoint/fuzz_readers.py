@@ -32,6 +32,7 @@ from tests.checkpoint.foreign import Net, lightning_dict, trained
 from tests.checkpoint.mutations import mutated_bytes, mutated_json, mutated_pickle
 from tests.checkpoint.resealing import reseal, resealed
 from tests.checkpoint.snapshots import files_of, same, write_small
+from trainwright.bigmodels.weights.stored_weights import read_checkpoint as read_weights
 from trainwright.checkpoint import (
     RunIndex,
     check_checkpoint,
@@ -42,10 +43,9 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.convert import ConvertOptions, convert_checkpoint
-from trainwright.checkpoint.torch_file import read_torch_file
+from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint
+from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.offload.stored_weights import read_checkpoint as read_weights
 
 _MEMORY_BYTES = 3 * 2**30  # beyond what the process has when it begins
 _SECONDS = 30  # for one file

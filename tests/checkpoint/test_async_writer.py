@@ -266,7 +266,7 @@ def test_a_further_name_needs_a_snapshot_in_memory(tmp_path: Path, writer: Async
         writer.submit_again(tmp_path / "a")
 
 
-def test_p08_an_asynchronous_save_changes_no_random_state(tmp_path: Path, writer: AsyncWriter) -> None:
+def test_an_asynchronous_save_changes_no_random_state(tmp_path: Path, writer: AsyncWriter) -> None:
     snapshot = small_snapshot()
     before = torch.get_rng_state()
     writer.submit(tmp_path / "a", snapshot)
@@ -312,7 +312,7 @@ SNAPSHOTS = {step: small_snapshot(step) for step in (1, 2)}
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_p09_a_kill_at_any_point_of_the_background_write_leaves_the_earlier_checkpoint_or_both(tmp_path: Path) -> None:
+def test_a_kill_at_any_point_of_the_background_write_leaves_the_earlier_checkpoint_or_both(tmp_path: Path) -> None:
     seen: list[int] = []
     for at in range(0, 1000, 3):
         folder = tmp_path / str(at)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import decode, encode
-from trainwright.checkpoint.layout import dump_json, load_json
+from trainwright.checkpoint.disk.untrusted import dump_json, load_json
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError
 

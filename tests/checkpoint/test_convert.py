@@ -15,7 +15,7 @@ import torch
 from tests.checkpoint.foreign import Net, accelerate_folder, lightning_dict, trained
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import load_named_optimizer_state, named_optimizer_state, read_checkpoint, verify
-from trainwright.checkpoint.convert import Converted, ConvertOptions, convert_checkpoint
+from trainwright.checkpoint.interop.convert import Converted, ConvertOptions, convert_checkpoint
 from trainwright.core.errors import CheckpointError
 from trainwright.core.rng import rng_state, set_rng_state
 

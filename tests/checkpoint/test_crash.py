@@ -118,7 +118,7 @@ def hidden_entries(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power_lost"])
 @pytest.mark.parametrize("name", ["first", "beside", "replaced"])
-def test_p09_after_a_crash_at_every_point_of_a_write_the_newest_checkpoint_loads(
+def test_after_a_crash_at_every_point_of_a_write_the_newest_checkpoint_loads(
     tmp_path: Path, name: str, power: bool
 ) -> None:
     seen: list[int] = []
@@ -143,7 +143,7 @@ def test_p09_after_a_crash_at_every_point_of_a_write_the_newest_checkpoint_loads
     assert seen[-1] == 2
 
 
-def test_p09_after_a_crash_a_run_can_write_over_what_it_left(tmp_path: Path) -> None:
+def test_after_a_crash_a_run_can_write_over_what_it_left(tmp_path: Path) -> None:
     for at in (3, 12, 30):
         assert is_killed(lambda: write_checkpoint(tmp_path / "last", SNAPSHOTS[1]), Crash(at, power=False))
     write_checkpoint(tmp_path / "last", SNAPSHOTS[2])
@@ -153,7 +153,7 @@ def test_p09_after_a_crash_a_run_can_write_over_what_it_left(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power_lost"])
-def test_p09_after_a_crash_at_every_point_of_a_deletion_the_rest_loads(tmp_path: Path, power: bool) -> None:
+def test_after_a_crash_at_every_point_of_a_deletion_the_rest_loads(tmp_path: Path, power: bool) -> None:
     for at in range(100):
         folder = tmp_path / str(at)
         index = RunIndex(folder)

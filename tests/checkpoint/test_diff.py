@@ -12,7 +12,7 @@ import torch
 
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from trainwright.checkpoint import Snapshot, write_checkpoint
-from trainwright.checkpoint.diff import CheckpointDifference, diff_checkpoints
+from trainwright.checkpoint.interop.diff import CheckpointDifference, diff_checkpoints
 from trainwright.core.errors import CheckpointError
 
 

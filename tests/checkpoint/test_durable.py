@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,9 @@ from trainwright.checkpoint import (
     set_fault_hook,
     write_checkpoint,
 )
-from trainwright.checkpoint.durable import HashingFile
-from trainwright.checkpoint.hashing import hash_file
-from trainwright.checkpoint.layout import FileEntry
+from trainwright.checkpoint.disk.durable import FileEntry, HashingFile
+from trainwright.checkpoint.disk.hashing import hash_file
+from trainwright.core.host.folders import alone_in, held, is_held
 
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early
 
@@ -94,3 +95,22 @@ def test_an_optimizer_loaded_from_mapped_files_shares_nothing_with_them(tmp_path
     for file in path.glob("optimizer/*.safetensors"):
         file.write_bytes(bytes(file.stat().st_size))  # in place: whatever is still mapped now reads as zeros
     assert same(named_optimizer_state(other, names), saved)
+
+
+@pytest.mark.parametrize("block", [alone_in, held], ids=["alone", "held"])
+def test_a_process_that_was_forked_meanwhile_does_not_keep_a_folder(
+    block: Callable[[Path], AbstractContextManager[None]], tmp_path: Path
+) -> None:
+    """A loader's worker may be forked while a thread writes a checkpoint, and inherits what is open then."""
+    read, write = os.pipe()
+    with block(tmp_path):
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)  # until the parent has looked
+            os._exit(0)
+    try:
+        assert not is_held(tmp_path)
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)

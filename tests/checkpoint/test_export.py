@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.snapshots import same, write_small
 from trainwright.checkpoint import Snapshot, read_model, write_checkpoint
-from trainwright.checkpoint.export import export_weights, stored_tensors
+from trainwright.checkpoint.interop.export import export_weights, stored_tensors
 from trainwright.core.errors import CheckpointError
 
 STATE = {
@@ -170,7 +170,7 @@ def test_nothing_is_replaced_and_nothing_is_left_of_a_failure(
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("trainwright.checkpoint.export._bytes_of", fail)
+    monkeypatch.setattr("trainwright.checkpoint.interop.export._bytes_of", fail)
     with pytest.raises(OSError, match="no space left"):
         export_weights(source, tmp_path / "out", layout=layout)  # type: ignore[arg-type]
     assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt", "taken"}
@@ -189,14 +189,14 @@ _MEASURE = """
 import resource, sys
 from pathlib import Path
 import torch
-from trainwright.checkpoint.export import export_weights
+from trainwright.checkpoint.interop.export import export_weights
 torch.set_num_threads(1)
 source, target, small = map(Path, sys.argv[1:])
 export_weights(small, target.with_name("warm"), dtype="bf16", check=False)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 anonymous = lambda: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon"))
 start, peak = anonymous(), 0
-import trainwright.checkpoint.export as export
+import trainwright.checkpoint.interop.export as export
 read = export._bytes_of
 def watched(tensor):
     global peak

@@ -30,7 +30,8 @@ from tests.helpers.runs import quiet_trainer
 from tests.helpers.sources import ROOT
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.early_stopping import EarlyStopping
-from trainwright.checkpoint import Snapshot, codec, read_checkpoint, safetensors_io, write_checkpoint
+from trainwright.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from trainwright.checkpoint.format import codec, safetensors_io
 from trainwright.core.duration import Duration
 from trainwright.core.state import TrainState
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpoint import host_buffers
-from trainwright.checkpoint.host_buffers import HostBuffers
-from trainwright.checkpoint.planned_file import PlannedFile
-from trainwright.checkpoint.safetensors_io import plan_safetensors
+from trainwright.checkpoint.disk import host_buffers
+from trainwright.checkpoint.disk.host_buffers import HostBuffers
+from trainwright.checkpoint.disk.planned_file import PlannedFile
+from trainwright.checkpoint.format.safetensors_io import plan_safetensors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
 
@@ -39,7 +39,7 @@ def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffers, "_SMALLEST_BLOCK_BYTES", 64)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32), st.integers(1, 3), st.sampled_from([64, 128, 2**20]))
 def test_staged_files_have_the_bytes_of_the_live_ones_wherever_blocks_end(
     seed: int, num_threads: int, block: int

@@ -11,16 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.resealing import resealed
-from trainwright.checkpoint.layout import (
-    FileEntry,
-    Manifest,
-    Part,
-    check_relative,
-    inside,
-    load_json,
-    numbered,
-)
-from trainwright.checkpoint.upgrade import FORMAT_VERSION
+from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.untrusted import check_relative, inside, load_json
+from trainwright.checkpoint.format.layout import Manifest, Part, numbered
+from trainwright.checkpoint.format.upgrade import FORMAT_VERSION
 from trainwright.core.errors import CheckpointError
 
 _MANIFEST = Manifest(
@@ -76,7 +70,7 @@ def test_a_format_version_that_is_no_version_is_refused(version: str) -> None:
 @pytest.mark.parametrize(
     "path", ["../a", "a/../../b", "/etc/passwd", "a//b", "./a", "a/.", "", "c:/x", "a\\b", "a\0b", "a/"]
 )
-def test_p28_a_manifest_that_points_outside_its_folder_is_refused(path: str) -> None:
+def test_a_manifest_that_points_outside_its_folder_is_refused(path: str) -> None:
     manifest = Manifest(1, 0, "now", "full", {"model": Part({path: FileEntry(1, "")})})
     with pytest.raises(CheckpointError, match=r"manifest\.json names"):
         Manifest.from_bytes(manifest.to_bytes(), "m")
@@ -116,7 +110,7 @@ def test_a_relative_path_is_accepted_exactly_if_no_step_of_it_is_a_dot_or_two(st
         assert check_relative(path, "test") == path
 
 
-def test_p28_a_link_out_of_the_folder_is_refused_and_one_within_is_followed(tmp_path: Path) -> None:
+def test_a_link_out_of_the_folder_is_refused_and_one_within_is_followed(tmp_path: Path) -> None:
     folder = tmp_path / "inner"
     folder.mkdir()
     (tmp_path / "secret").write_text("x")

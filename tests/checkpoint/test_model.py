@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.checkpoint.snapshots import same
 from trainwright.checkpoint import load_plain_state, plain_name, read_model, write_model
-from trainwright.checkpoint.model import MODEL_INDEX
+from trainwright.checkpoint.format.model import MODEL_INDEX
 from trainwright.core.errors import CheckpointError
 
 
@@ -114,7 +114,7 @@ def test_a_folder_with_a_single_unsharded_file_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/tmp/other.safetensors", "out.safetensors"])
-def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file: str) -> None:
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, file: str) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "other.safetensors")
@@ -169,13 +169,13 @@ def test_a_shard_with_an_absurd_header_is_refused(tmp_path: Path) -> None:
         ("w", "w"),
     ],
 )
-def test_p25_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:
+def test_wrappers_leave_no_trace_in_names(name: str, plain: str) -> None:
     assert plain_name(name) == plain
 
 
 @pytest.mark.parametrize("saved", ["plain", "compiled", "inner"])
 @pytest.mark.parametrize("loaded", ["plain", "compiled", "inner"])
-def test_p25_compiled_and_plain_models_load_each_others_weights(tmp_path: Path, saved: str, loaded: str) -> None:
+def test_compiled_and_plain_models_load_each_others_weights(tmp_path: Path, saved: str, loaded: str) -> None:
     source, target = wrapped(saved), wrapped(loaded)
     write_model(tmp_path, source.state_dict())
     state = read_model(tmp_path)

@@ -151,7 +151,7 @@ def test_a_parameter_without_state_yet_is_saved_and_loaded_without() -> None:
     assert set(other.state) == {module[2].weight, module[2].bias}
 
 
-def test_p25_a_compiled_and_a_plain_model_load_each_others_optimizer_state() -> None:
+def test_a_compiled_and_a_plain_model_load_each_others_optimizer_state() -> None:
     plain = model()
     compiled: Any = torch.compile(plain, backend="eager")
     optimizer = OPTIMIZERS["Adam"](list(plain.parameters()))
@@ -235,19 +235,19 @@ def saved() -> dict[str, Any]:
     return named_optimizer_state(optimizer, names_of(module))
 
 
-def test_p10_a_parameter_that_the_checkpoint_lacks_is_named() -> None:
+def test_a_parameter_that_the_checkpoint_lacks_is_named() -> None:
     tree = saved()
     tree["groups"][0]["params"].remove("2.bias")
     refuses(tree, "'2.bias' is not in the checkpoint")
 
 
-def test_p10_a_parameter_that_only_the_checkpoint_has_is_named() -> None:
+def test_a_parameter_that_only_the_checkpoint_has_is_named() -> None:
     tree = saved()
     tree["groups"][0]["params"].append("4.bias")
     refuses(tree, "'4.bias' is in the checkpoint and not in this optimizer")
 
 
-def test_p10_a_parameter_whose_state_is_absent_is_named() -> None:
+def test_a_parameter_whose_state_is_absent_is_named() -> None:
     tree = saved()
     del tree["state"]["2.weight"]
     refuses(tree, "'2.weight' has no saved state")

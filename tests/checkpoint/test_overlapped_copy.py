@@ -25,7 +25,7 @@ from trainwright.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
-from trainwright.checkpoint.host_copies import LaterCopy
+from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.core.errors import CheckpointError
 from trainwright.core.run import SaveRequest
 
@@ -249,8 +249,17 @@ class Restarts(Callback):
             state["momentum_buffer"].zero_()
 
 
-def test_what_callbacks_do_at_an_epochs_begin_comes_after_the_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Empties(Callback):
+    """Forgets the momentum at the end of the training, in place."""
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        Restarts().on_train_epoch_start(trainer, task)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("callback", [Restarts, Empties])
+def test_what_callbacks_do_at_an_epochs_begin_and_at_the_end_comes_after_the_copy(
+    callback: type[Callback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = LaterCopy.finish
 
@@ -265,7 +274,7 @@ def test_what_callbacks_do_at_an_epochs_begin_comes_after_the_copy(
         torch.manual_seed(0)
         folder = tmp_path / str(async_save)
         trainer = quiet_trainer(
-            max_epochs=3, default_root_dir=folder, callbacks=[SavesOften(), Restarts()], async_save=async_save
+            max_epochs=3, default_root_dir=folder, callbacks=[SavesOften(), callback()], async_save=async_save
         )
         trainer.fit(Wide(), regression_loader(8, 8))  # every step ends an epoch
         found.append({path.name: state_of(path) for path in trainer.checkpoint_dir.glob("step-*")})

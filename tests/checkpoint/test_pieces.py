@@ -31,10 +31,10 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.diff import diff_checkpoints
-from trainwright.checkpoint.export import export_weights
-from trainwright.checkpoint.piece_files import loaded
-from trainwright.checkpoint.pieces import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.format.piece_files import loaded
+from trainwright.checkpoint.format.pieces import copy_common, lengths_of, num_elements, overlap
+from trainwright.checkpoint.interop.diff import diff_checkpoints
+from trainwright.checkpoint.interop.export import export_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.core.tree import map_tensors
 

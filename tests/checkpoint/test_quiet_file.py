@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.checkpoint import quiet_file, set_fault_hook
-from trainwright.checkpoint.durable import CHUNK_BYTES, DISK_BLOCK_BYTES
-from trainwright.checkpoint.hashing import hash_file
-from trainwright.checkpoint.layout import FileEntry
-from trainwright.checkpoint.quiet_file import QuietFile
-from trainwright.checkpoint.quiet_thread import QuietThread
+from trainwright.checkpoint import set_fault_hook
+from trainwright.checkpoint.disk import quiet_file
+from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
+from trainwright.checkpoint.disk.hashing import hash_file
+from trainwright.checkpoint.disk.quiet_file import QuietFile
+from trainwright.checkpoint.disk.quiet_thread import QuietThread
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100
 SIZE = HEAD + BODY + TAIL

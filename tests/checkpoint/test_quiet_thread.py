@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainwright.checkpoint import quiet_thread
-from trainwright.checkpoint.quiet_thread import Preparation, QuietThread, leaves_cores
+from trainwright.checkpoint.disk import quiet_thread
+from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread, leaves_cores
 
 
 @pytest.fixture

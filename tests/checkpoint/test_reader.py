@@ -23,8 +23,9 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.hashing import hash_file
-from trainwright.checkpoint.layout import FileEntry, Part
+from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.hashing import hash_file
+from trainwright.checkpoint.format.layout import Part
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 _FILES = [
@@ -110,9 +111,7 @@ def test_a_pipe_in_the_place_of_a_file_does_not_block(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("file", _FILES)
-def test_p28_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(
-    checkpoint: Path, tmp_path: Path, file: str
-) -> None:
+def test_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(checkpoint: Path, tmp_path: Path, file: str) -> None:
     shutil.move(checkpoint / file, tmp_path / "elsewhere")
     (checkpoint / file).symlink_to(tmp_path / "elsewhere")
     problems = verify(checkpoint)
@@ -122,7 +121,7 @@ def test_p28_a_file_that_is_a_link_out_of_the_checkpoint_is_refused(
         read_checkpoint(checkpoint)
 
 
-def test_p28_a_sealed_manifest_that_lists_a_file_outside_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_sealed_manifest_that_lists_a_file_outside_is_refused(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "run" / "secret").write_text("x")
     manifest = read_manifest(checkpoint)
     parts = manifest.parts | {"trainer": Part({"../secret": FileEntry(1, hash_file(tmp_path / "run" / "secret"))})}
@@ -145,14 +144,14 @@ def test_a_checkpoint_reached_through_a_link_is_whole(checkpoint: Path, tmp_path
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "rng", "trainer"])
-def test_p10_a_part_of_which_all_files_are_gone_is_an_error_that_names_it(checkpoint: Path, part: str) -> None:
+def test_a_part_of_which_all_files_are_gone_is_an_error_that_names_it(checkpoint: Path, part: str) -> None:
     remove_part(checkpoint, part)
     with pytest.raises(CheckpointError, match=rf"the part '{part}' is missing"):
         read_checkpoint(checkpoint)
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer", "rng", "trainer"])
-def test_p10_a_missing_part_is_left_out_only_when_allowed_and_then_named(checkpoint: Path, part: str) -> None:
+def test_a_missing_part_is_left_out_only_when_allowed_and_then_named(checkpoint: Path, part: str) -> None:
     remove_part(checkpoint, part)
     with pytest.warns(TrainwrightWarning, match=f"has no {part} part"):
         back = read_checkpoint(checkpoint, allow_missing=[part])
@@ -160,30 +159,30 @@ def test_p10_a_missing_part_is_left_out_only_when_allowed_and_then_named(checkpo
     assert not {"model": back.model, "optimizer": back.optimizers, "rng": back.rng, "trainer": back.trainer}[part]
 
 
-def test_p10_a_part_of_which_one_file_is_gone_is_damaged_even_when_it_may_be_missing(checkpoint: Path) -> None:
+def test_a_part_of_which_one_file_is_gone_is_damaged_even_when_it_may_be_missing(checkpoint: Path) -> None:
     (checkpoint / "optimizer" / "optimizer-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"optimizer-00000\.safetensors is missing"):
         read_checkpoint(checkpoint, allow_missing=["optimizer"])
 
 
-def test_p10_a_whole_part_that_may_be_missing_is_read(checkpoint: Path) -> None:
+def test_a_whole_part_that_may_be_missing_is_read(checkpoint: Path) -> None:
     assert read_checkpoint(checkpoint, allow_missing=["optimizer"]).optimizers != []
 
 
-def test_p10_a_damaged_part_is_an_error_even_when_it_may_be_missing(checkpoint: Path) -> None:
+def test_a_damaged_part_is_an_error_even_when_it_may_be_missing(checkpoint: Path) -> None:
     file = checkpoint / "optimizer" / "optimizer-00000.json"
     file.write_bytes(file.read_bytes().replace(b"Adam", b"Bdam"))
     with pytest.raises(CheckpointError, match=r"optimizer-00000\.json has changed"):
         read_checkpoint(checkpoint, allow_missing=["optimizer"])
 
 
-def test_p10_resuming_from_weights_names_the_parts_that_they_lack(tmp_path: Path) -> None:
+def test_resuming_from_weights_names_the_parts_that_they_lack(tmp_path: Path) -> None:
     path = write_small(tmp_path, kind="weights")
     with pytest.raises(CheckpointError, match=r"'optimizer' is not in it \(its kind is 'weights'\)"):
         read_checkpoint(path, parts=["trainer", "model", "optimizer", "rng"])
 
 
-def test_p08_a_checkpoint_whose_rng_part_was_never_listed_is_an_error(checkpoint: Path) -> None:
+def test_a_checkpoint_whose_rng_part_was_never_listed_is_an_error(checkpoint: Path) -> None:
     unlist(checkpoint, "rng")
     with pytest.raises(CheckpointError, match="the part 'rng' is not in it"):
         read_checkpoint(checkpoint)
@@ -258,7 +257,7 @@ def test_the_bomb_of_these_tests_would_explode() -> None:
 
 
 @pytest.mark.parametrize("name", ["model.ckpt", "model.pt", "pytorch_model.bin", "noending"])
-def test_p28_a_pickled_file_is_refused_with_the_way_out_and_never_executed(tmp_path: Path, name: str) -> None:
+def test_a_pickled_file_is_refused_with_the_way_out_and_never_executed(tmp_path: Path, name: str) -> None:
     torch.save({"state_dict": _Bomb()}, tmp_path / name)
     with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
         read_checkpoint(tmp_path / name)
@@ -272,7 +271,7 @@ def test_a_bare_safetensors_file_is_refused_with_the_way_to_load_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("file", _FILES)
-def test_p28_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
+def test_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoint: Path, file: str) -> None:
     (checkpoint / file).write_bytes(pickle.dumps(_Bomb()))
     if file != "manifest.json":  # sealed as a forger would, so that only the format itself is in its way
         reseal(checkpoint)
@@ -281,7 +280,7 @@ def test_p28_a_pickle_inside_a_checkpoint_is_refused_and_never_executed(checkpoi
         read_checkpoint(checkpoint)
 
 
-def test_p28_no_file_of_a_checkpoint_is_a_pickle(checkpoint: Path) -> None:
+def test_no_file_of_a_checkpoint_is_a_pickle(checkpoint: Path) -> None:
     assert {path.suffix for path in files_of(checkpoint)} == {".json", ".safetensors"}
     assert not any(path.read_bytes()[:2] in (b"\x80\x02", b"\x80\x04", b"PK") for path in files_of(checkpoint))
 
@@ -325,7 +324,7 @@ def test_the_newest_checkpoint_is_the_one_written_last_even_beside_a_longer_olde
     assert newest_valid(tmp_path) == mine
 
 
-def test_p09_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:
+def test_the_newest_valid_checkpoint_passes_over_damaged_ones_aloud(tmp_path: Path) -> None:
     good, bad, unsealed = (write_small(tmp_path, step) for step in (1, 2, 3))
     (bad / "trainer.safetensors").write_bytes(b"")
     (unsealed / "manifest.json").unlink()
@@ -343,7 +342,7 @@ def test_the_newest_valid_checkpoint_of_a_kind_passes_over_the_other(tmp_path: P
     assert newest_valid(tmp_path, kind="full") == full
 
 
-def test_p09_an_unfinished_folder_is_invisible(tmp_path: Path) -> None:
+def test_an_unfinished_folder_is_invisible(tmp_path: Path) -> None:
     whole = write_small(tmp_path, 1)
     write_small(tmp_path, 2).rename(tmp_path / ".step-00000002.tmp-0123456789abcdef")
     assert newest_valid(tmp_path) == whole

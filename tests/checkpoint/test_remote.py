@@ -18,7 +18,7 @@ from trainwright.checkpoint.remote import (
     upload_checkpoint,
 )
 from trainwright.core.errors import CheckpointError, MissingPackageError
-from trainwright.core.urls import is_url
+from trainwright.core.host.folders import is_url
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -73,6 +73,7 @@ def test_the_manifest_goes_up_last(server: FileServer, tmp_path: Path) -> None:
     assert server.written.count(server.written[-1]) == 1
 
 
+@pytest.mark.slow
 @SERVED
 def test_wherever_an_upload_breaks_no_checkpoint_is_there_and_the_next_one_succeeds(
     server: FileServer, tmp_path: Path

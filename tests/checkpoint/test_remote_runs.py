@@ -61,6 +61,7 @@ def folders(url: str) -> list[str]:
     return _Remote(url, None).folders()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("async_save", [True, False])
 def test_each_checkpoint_goes_up_and_what_is_deleted_here_is_deleted_there(
     url: str, tmp_path: Path, async_save: bool
@@ -86,6 +87,7 @@ def test_paths_are_urls_that_everything_takes(url: str, tmp_path: Path) -> None:
     trainer.test(Task(), regression_loader(4), ckpt_path="best", verbose=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ckpt_path", ["last", "url"])
 def test_another_machine_goes_on_exactly_and_keeps_the_folder_up(url: str, tmp_path: Path, ckpt_path: str) -> None:
     fit(tmp_path / "a", url, 2, save_top_k=1)
@@ -151,7 +153,7 @@ class Breaks(Callback):
 
     def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
         if trainer.current_epoch == self.epoch:
-            trainer.safe_point.finish()  # what has begun to go up may arrive
+            trainer.run.saves.finish()  # what has begun to go up may arrive
             send, left = _Remote.send, iter(range(self.files))
 
             def broken(remote: _Remote, *arguments: Any) -> None:
@@ -310,6 +312,7 @@ def test_an_emergency_save_goes_up_too(memory: str, tmp_path: Path) -> None:
 
 def test_ls_lists_what_is_there(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, f"{memory}/run", 2, save_top_k=-1)
+    capsys.readouterr()
     assert main(["checkpoint", "ls", f"{memory}/run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["NAME", "STEP"], ["epoch=0", "8"], ["epoch=1", "16"]]

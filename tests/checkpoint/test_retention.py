@@ -91,7 +91,7 @@ def test_deleting_removes_the_folder_and_the_entry_and_nothing_else(tmp_path: Pa
     assert verify(tmp_path / "s2") == []
 
 
-def test_p09_a_deletion_hides_the_whole_checkpoint_before_it_takes_anything_away(tmp_path: Path) -> None:
+def test_a_deletion_hides_the_whole_checkpoint_before_it_takes_anything_away(tmp_path: Path) -> None:
     index = index_with(tmp_path, [1.0])
     whole = len(files_of(tmp_path / "s1"))
     seen: list[tuple[str, bool, int]] = []
@@ -108,7 +108,7 @@ def test_p09_a_deletion_hides_the_whole_checkpoint_before_it_takes_anything_away
     assert seen == [("rename", False, whole), ("delete", False, 0), ("rename", False, 0)]
 
 
-def test_p26_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
+def test_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> None:
     index = index_with(tmp_path / "run", [1.0])
     write_small(tmp_path / "run", 5, "unlisted")
     write_small(tmp_path, 5, "outside")
@@ -118,7 +118,7 @@ def test_p26_what_this_run_did_not_write_is_never_deleted(tmp_path: Path) -> Non
     assert verify(tmp_path / "run" / "unlisted") == verify(tmp_path / "outside") == []
 
 
-def test_p26_runs_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Path) -> None:
+def test_runs_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Path) -> None:
     mine, theirs = RunIndex(tmp_path, run="a"), RunIndex(tmp_path, run="b")
     mine.add(write_small(tmp_path, 1))
     theirs.add(write_small(tmp_path, 2))
@@ -130,7 +130,7 @@ def test_p26_runs_that_share_a_folder_keep_each_others_checkpoints(tmp_path: Pat
     assert [entry.step for entry in RunIndex(tmp_path, run="b").entries()] == [2]
 
 
-def test_p26_a_checkpoint_that_somebody_else_put_under_our_name_is_not_deleted(tmp_path: Path) -> None:
+def test_a_checkpoint_that_somebody_else_put_under_our_name_is_not_deleted(tmp_path: Path) -> None:
     index = index_with(tmp_path, [1.0])
     write_small(tmp_path, 1, "s1")
     with pytest.raises(CheckpointError, match="no longer the checkpoint that this run wrote"):
@@ -138,7 +138,7 @@ def test_p26_a_checkpoint_that_somebody_else_put_under_our_name_is_not_deleted(t
     assert verify(tmp_path / "s1") == []
 
 
-def test_p26_a_link_under_our_name_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_under_our_name_is_not_followed(tmp_path: Path) -> None:
     index = index_with(tmp_path / "run", [1.0])
     shutil.move(tmp_path / "run" / "s1", tmp_path / "s1")
     (tmp_path / "run" / "s1").symlink_to(tmp_path / "s1")
@@ -147,7 +147,7 @@ def test_p26_a_link_under_our_name_is_not_followed(tmp_path: Path) -> None:
     assert verify(tmp_path / "s1") == []
 
 
-def test_p26_a_moved_run_deletes_in_its_new_place_and_not_in_the_old_one(tmp_path: Path) -> None:
+def test_a_moved_run_deletes_in_its_new_place_and_not_in_the_old_one(tmp_path: Path) -> None:
     index_with(tmp_path / "old", [1.0, 2.0])
     shutil.copytree(tmp_path / "old", tmp_path / "new")
     assert str(tmp_path) not in (tmp_path / "new" / "index.json").read_text()
@@ -185,7 +185,7 @@ def test_the_folder_may_be_given_relative_to_the_working_folder(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["../other", "/tmp/other", "a/b", ".hidden", "..", "", 3, None])
-def test_p28_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
+def test_an_index_that_points_outside_its_folder_is_refused(tmp_path: Path, name: Any) -> None:
     index_with(tmp_path, [1.0])
     values = json.loads((tmp_path / "index.json").read_text())
     values["checkpoints"][0]["name"] = name
@@ -227,7 +227,7 @@ def test_an_index_of_a_newer_format_is_an_error(tmp_path: Path) -> None:
         RunIndex(tmp_path)
 
 
-def test_p28_an_index_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
+def test_an_index_that_is_a_link_out_of_the_folder_is_refused(tmp_path: Path) -> None:
     index_with(tmp_path / "a", [1.0])
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "index.json").symlink_to(tmp_path / "a" / "index.json")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.checkpoint.snapshots import same
-from trainwright.checkpoint.torch_file import Unknown, read_torch_file
+from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
 from trainwright.core.errors import CheckpointError
 
 

@@ -18,10 +18,10 @@ from trainwright.checkpoint import (
     newest_valid,
     read_checkpoint,
     read_manifest,
-    upgrade,
     verify,
     write_checkpoint,
 )
+from trainwright.checkpoint.format import upgrade
 from trainwright.core.errors import CheckpointError
 
 DATA = Path(__file__).parent / "data"

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.test_crash import Crash, is_killed
+from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint import set_fault_hook
-from trainwright.checkpoint.weights_folder import Weight, replace_weights
+from trainwright.checkpoint.interop.weights_folder import Weight, replace_weights
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.offload.stored_weights import read_checkpoint
 
 State = dict[str, torch.Tensor]
 WHOLE = 10**6

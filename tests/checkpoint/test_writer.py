@@ -21,8 +21,9 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.durable import held, hidden, replace_file
+from trainwright.checkpoint.disk.durable import hidden, replace_file
 from trainwright.core.errors import CheckpointError
+from trainwright.core.host.folders import held
 
 
 @pytest.fixture
@@ -120,13 +121,13 @@ def test_a_hidden_or_empty_name_is_refused(tmp_path: Path, name: str) -> None:
         write_checkpoint(path, small_snapshot())
 
 
-def test_p08_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Path) -> None:
+def test_a_full_checkpoint_without_the_rng_of_every_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="world_size=2 got 1 RNG states"):
         write_small(tmp_path, world_size=2)
     assert os.listdir(tmp_path) == []
 
 
-def test_p08_saving_changes_no_random_state(tmp_path: Path) -> None:
+def test_saving_changes_no_random_state(tmp_path: Path) -> None:
     snapshot = small_snapshot()
     before = torch.get_rng_state()
     write_checkpoint(tmp_path / "a", snapshot)
@@ -193,6 +194,7 @@ class Interrupted(BaseException):
     """Stands for KeyboardInterrupt, which pytest would take for its own."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError, Interrupted])
 @pytest.mark.parametrize("name", ["last", "other"])
 def test_an_error_at_any_point_leaves_the_old_checkpoint_or_the_new_one_and_nothing_hidden(

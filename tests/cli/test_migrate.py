@@ -13,7 +13,7 @@ import pytest
 
 from tests.cli.migrate_programs import PROGRAMS
 from trainwright.cli.main import main
-from trainwright.cli.rewrite_imports import rewrite
+from trainwright.cli.migration.rewrite_imports import rewrite
 
 
 def rewritten(text: str) -> str:
@@ -115,6 +115,7 @@ def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> No
         ("import lightning as L\nL.Fabric()\n", 2, "Fabric of Lightning is not here: use trainwright.Accelerator"),
         ("from lightning.fabric.plugins import X\n", 1, "lightning.fabric.plugins.X has no counterpart here"),
         ("from lightning import *\n", 1, "from lightning import *: name what you use."),
+        ("import lightning as L\nL.Trainer(profiler='simple')\n", 2, "trainwright.Trainer takes only profiler=None"),
         ("import lightning as L\nL.Trainer(plugin=[3])\n", 2, "trainwright.Trainer has no argument 'plugin'"),
         ("import lightning as L\nprint(L)\n", 2, "the module L is used as an object"),
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
@@ -218,6 +219,7 @@ def test_a_comment_that_cannot_be_kept_is_told() -> None:
     assert (3, "the comment '# b' beside it has gone with the rewrite.") in left(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["x = " + "1 + " * 3000 + "1\n", "x = a" + ".b()" * 2000 + "\n"])
 def test_what_is_nested_too_deeply_is_told_in_one_line(text: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "deep.py"
@@ -249,3 +251,31 @@ def test_a_disk_that_fails_is_told_in_one_line(tmp_path: Path, capsys: Any, monk
     assert "No space left" in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.py"]
     assert path.read_text() == "import lightning as L\n"
+
+
+def test_what_the_objects_of_a_program_do_not_have_here_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = """import torch
+import lightning as L
+from accelerate import Accelerator
+accelerator: Accelerator = Accelerator(log_with="wandb")
+trainer = L.Trainer()
+accelerator.init_trackers("run")
+def main(accelerator):
+    accelerator.print(trainer.callback_metrics, trainer.fit_loop)
+    accelerator.save({}, "weights.pt")
+state = torch.load(trainer.checkpoint_callback.best_model_path)
+class Other:
+    save = None
+Other().save
+"""
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    assert main(["migrate", str(file)]) == 1
+    told = [line.partition("program.py:")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [line.partition(":")[0] for line in told] == ["4", "6", "8", "9", "10"]
+    for line, says in zip(
+        told, ["Instead: your tracker", "init_trackers", "fit_loop", "save_model", "a folder here"], strict=True
+    ):
+        assert says in line

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.cli.overrides import read_command_line, read_configs, swap_classes
+from trainwright.cli.configs.overrides import read_command_line, read_configs, swap_classes
 from trainwright.core.errors import ConfigurationError
 
 
@@ -61,6 +61,7 @@ def test_a_word_that_is_no_setting_is_an_error() -> None:
 _KEYS = st.from_regex(r"[a-z][a-z_]*(\.[a-z][a-z_]*){0,2}", fullmatch=True).filter(lambda key: key != "config")
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(_KEYS, st.text()), max_size=5))
 def test_whatever_the_values_hold_they_are_read_back(pairs: list[tuple[str, str]]) -> None:
     assert read_command_line([f"--{key}={value}" for key, value in pairs]).assignments == pairs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,25 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_data
-from trainwright.cli import parity_run
 from trainwright.cli.main import main
-from trainwright.cli.parity import class_path
-from trainwright.cli.parity_causes import explain, notes
-from trainwright.cli.parity_compare import COPY, GRADIENT, LOSS, NORM, PARAMETER, Comparison, Tolerance, compare
-from trainwright.cli.parity_run import Plan, load_strategy
-from trainwright.cli.parity_tape import StepTape, Tape
+from trainwright.cli.parity import parity_run
+from trainwright.cli.parity.parity import class_path
+from trainwright.cli.parity.parity_causes import explain, notes
+from trainwright.cli.parity.parity_compare import (
+    COPY,
+    GRADIENT,
+    LOSS,
+    NORM,
+    PARAMETER,
+    Comparison,
+    Tolerance,
+    compare,
+)
+from trainwright.cli.parity.parity_run import Plan, load_strategy
+from trainwright.cli.parity.parity_tape import StepTape, Tape
 from trainwright.core.errors import ConfigurationError
+from trainwright.processes import launcher
 from trainwright.strategies import DDPStrategy
-from trainwright.strategies.processes import launcher
 
 _MICRO_BATCHES = 2
 _STEPS = 4
@@ -455,7 +465,7 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
 
 def test_ranks_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
     class ThreeRanks:
-        dp_size = 3
+        data_ranks = SimpleNamespace(size=3)
 
     class FakeRun:
         strategy = ThreeRanks()

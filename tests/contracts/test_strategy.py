@@ -20,8 +20,8 @@ from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.offload.training import OffloadStrategy
-from trainwright.strategies.tensor_parallel.strategy import TensorParallelStrategy
 
 # name → (the Trainer's argument, or what makes it, processes); a further strategy is one line
 STRATEGIES: dict[str, tuple[str | Callable[[], Any], int]] = {

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from trainwright.core.errors import TrainwrightError
-from trainwright.core.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
+from trainwright.core.host.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
 
 pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
 

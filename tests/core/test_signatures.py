@@ -91,3 +91,64 @@ def test_a_method_called_num_items_that_takes_no_batch_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"Recommender.num_items declares \(\).*rename the method"):
         check_signatures(Recommender(), TaskModule, ["num_items"])
+
+
+_VALIDATION = ("batch", "batch_idx", "dataloader_idx")
+
+
+@pytest.mark.parametrize(
+    ("step", "alone", "several"),
+    [
+        (lambda batch_idx, batch: (batch, batch_idx), ("b", 1), ("b", 1)),
+        (lambda dataloader_idx, batch, batch_idx: (batch, batch_idx, dataloader_idx), ("b", 1, 0), ("b", 1, 2)),
+        (
+            lambda batch, dataloader_idx=7, batch_idx=8: (batch, batch_idx, dataloader_idx),
+            ("b", 1, 0),
+            ("b", 1, 2),
+        ),
+    ],
+)
+def test_arguments_in_another_order_each_get_their_own(step: Any, alone: Any, several: Any) -> None:
+    assert fits(step, "validation_step", _VALIDATION)
+    bound = bind(step, "validation_step", _VALIDATION)
+    assert bound("b", 1) == alone
+    assert bound("b", 1, 2) == several
+
+
+def test_a_callback_s_batch_hook_keeps_its_batch_where_the_loader_s_index_comes_first() -> None:
+    names = ("trainer", "task", "outputs", "batch", "batch_idx", "dataloader_idx")
+    hook = bind(
+        lambda trainer, task, outputs, dataloader_idx, batch, batch_idx: (batch, batch_idx, dataloader_idx),
+        "on_validation_batch_end",
+        names,
+    )
+    assert hook("t", "m", "o", "b", 1) == ("b", 1, 0)
+    assert hook("t", "m", "o", "b", 1, 2) == ("b", 1, 2)
+
+
+def test_an_argument_that_nobody_gives_cannot_stand_before_one_that_somebody_does() -> None:
+    def step(batch: Any, extra: int = 9, batch_idx: Any = None, dataloader_idx: Any = None) -> None: ...
+
+    assert not fits(step, "validation_step", _VALIDATION)
+
+
+@pytest.mark.parametrize("kind", ["an async function", "a generator"])
+def test_what_a_call_would_not_run_is_refused(kind: str) -> None:
+    class Async(TaskModule):
+        async def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+    class Generator(TaskModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            yield batch
+
+    task, name = (Async(), "optimizer_step") if kind == "an async function" else (Generator(), "validation_step")
+    with pytest.raises(ConfigurationError, match=rf"{type(task).__name__}.{name} is {kind}.* would never run"):
+        check_signatures(task, TaskModule, [name])
+
+
+def test_a_loader_may_be_a_generator() -> None:
+    class Streams(TaskModule):
+        def train_dataloader(self) -> Any:
+            yield 1
+
+    check_signatures(Streams(), TaskModule, ["train_dataloader"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from trainwright.data import prepare_loader
+from trainwright.data import LoaderOptions, prepare_loader
 from trainwright.data.prepared import PreparedLoader
 
 
@@ -78,7 +78,7 @@ def on_ranks(world: int, work: Callable[[int, Callable[[list[int]], list[list[in
 
 def prepared(loader: Any, epoch: int = 0, **settings: Any) -> PreparedLoader:
     """Prepare a training loader and turn it to `epoch`."""
-    ready = prepare_loader(loader, **{"stage": "train", **settings})
+    ready = prepare_loader(loader, LoaderOptions(**{"stage": "train", **settings}))
     ready.set_epoch(epoch)
     return ready
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.data.sources import Numbers, NumberStream, flat, prepared
 from trainwright.core.errors import ConfigurationError
-from trainwright.data import CombinedLoader, iterate_groups, prepare_loader
+from trainwright.data import CombinedLoader, LoaderOptions, iterate_groups, prepare_loader
 
 
 def pair(mode: Any, long: int = 64, short: int = 16) -> CombinedLoader:
@@ -88,19 +88,19 @@ def test_members_are_dealt_to_the_ranks_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
-def test_p15_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
+def test_ranks_do_equal_rounds_in_every_mode(mode: Any) -> None:
     loaders = [prepared(pair(mode, 7, 3), rank=rank, world=2) for rank in range(2)]
     rounds = [len(list(loader.iterate())) for loader in loaders]
     assert rounds == [loaders[0].num_batches] * 2
     assert [sum(loader.has_batch(i) for i in range(rounds[0])) for loader in loaders] == loaders[0].counts
 
 
-def test_p07_another_number_of_ranks_goes_on_side_by_side() -> None:
+def test_another_number_of_ranks_goes_on_side_by_side() -> None:
     def run(world: int, place: dict[str, int] | None, stop: int) -> tuple[list[int], dict[str, int]]:
         first = place["batch"] if place else 0
         seen: list[int] = []
         for rank in range(world):
-            loader = prepare_loader(pair("min_size", 24, 24), stage="train", rank=rank, world=world)
+            loader = prepare_loader(pair("min_size", 24, 24), LoaderOptions(rank=rank, world=world))
             loader.set_epoch(0, place)
             batches = list(loader.iterate(first))[: stop - first]
             seen += flat(b["a"] for i, b in enumerate(batches, first) if loader.has_batch(i))
@@ -113,12 +113,12 @@ def test_p07_another_number_of_ranks_goes_on_side_by_side() -> None:
 
 def test_cycles_do_not_go_on_with_another_number_of_ranks() -> None:
     place = prepared(pair("max_size_cycle"), world=4).position(3)
-    loader = prepare_loader(pair("max_size_cycle"), stage="train", world=2)
+    loader = prepare_loader(pair("max_size_cycle"), LoaderOptions(world=2))
     with pytest.raises(ConfigurationError, match=r"left in the middle of an epoch by 4 ranks.* 2 ranks"):
         loader.set_epoch(0, place)
 
 
-def test_p15_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
+def test_a_member_too_short_to_reach_a_rank_repeats_its_first_batch_there() -> None:
     loader = prepared(
         CombinedLoader([DataLoader(Numbers(6)), DataLoader(Numbers(1))], "max_size_cycle"), rank=1, world=2
     )
@@ -177,7 +177,7 @@ class Remembering:
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle"])
 @pytest.mark.parametrize("lengths", [(7, 3), (3, 7), (4, 4)])
 @pytest.mark.parametrize("sized", [False, True])
-def test_p05_members_with_a_state_go_on_after_every_batch(mode: Any, lengths: tuple[int, int], sized: bool) -> None:
+def test_members_with_a_state_go_on_after_every_batch(mode: Any, lengths: tuple[int, int], sized: bool) -> None:
     def loader() -> Any:
         other: Any = DataLoader(Numbers(lengths[1])) if sized else Remembering(lengths[1])
         return prepared(CombinedLoader([Remembering(lengths[0]), other], mode))
@@ -194,7 +194,7 @@ def test_p05_members_with_a_state_go_on_after_every_batch(mode: Any, lengths: tu
         assert before + numbers(iterate_groups(resumed, start_batch=steps)) == whole
 
 
-def test_p06_a_member_that_can_neither_seek_nor_remember_is_refused() -> None:
+def test_a_member_that_can_neither_seek_nor_remember_is_refused() -> None:
     loader = prepared(CombinedLoader([Remembering(3), iter([1, 2, 3])], "min_size"))
     with pytest.raises(ConfigurationError, match="cannot begin at batch 2: list_iterator can neither seek"):
         loader.check_resume(2, has_state=True)

@@ -26,8 +26,8 @@ def groups_of(n: int, size: int, world: int, accumulate: int, **more: Any) -> li
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(deadline=None, max_examples=60)
-def test_p02_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
+@settings(max_examples=60)
+def test_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
     for together in zip(*groups_of(n, size, world, accumulate), strict=True):
@@ -37,8 +37,8 @@ def test_p02_each_group_weighs_its_real_micro_batches_alike_over_all_ranks(
 
 
 @given(n=N, size=SIZE, world=WORLD, accumulate=ACCUMULATE)
-@settings(deadline=None, max_examples=60)
-def test_p15_p16_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
+@settings(max_examples=60)
+def test_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_once(
     n: int, size: int, world: int, accumulate: int
 ) -> None:
     ranks = groups_of(n, size, world, accumulate)
@@ -57,7 +57,7 @@ def test_p15_p16_ranks_do_equal_rounds_and_real_micro_batches_are_each_sample_on
 
 
 @given(n=N, size=SIZE, world=st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_ranks_that_accumulate_once_do_what_one_rank_does_that_accumulates_for_all(
     n: int, size: int, world: int
 ) -> None:
@@ -78,7 +78,6 @@ def test_the_last_group_is_short(batches: int) -> None:
 
 
 @given(n=st.integers(1, 20), accumulate=ACCUMULATE, limit=st.none() | st.integers(1, 25), start=st.integers(0, 4))
-@settings(deadline=None)
 def test_a_loader_without_length_gives_the_groups_of_one_with(
     n: int, accumulate: int, limit: int | None, start: int
 ) -> None:
@@ -118,7 +117,7 @@ class Resumable:
 
 
 @pytest.mark.parametrize("k", range(1, 5))
-def test_p05_the_state_of_a_loader_that_was_read_ahead_is_that_of_the_loop(k: int) -> None:
+def test_the_state_of_a_loader_that_was_read_ahead_is_that_of_the_loop(k: int) -> None:
     loader = prepared(Resumable(9))
     seen = [number for group in itertools.islice(iterate_groups(loader, accumulate=2), k) for number in group.batches]
     resumed = prepared(Resumable(9))
@@ -168,7 +167,7 @@ def test_no_batch_lives_longer_than_until_the_next_group_is_asked_for(source: st
                 yield batch
                 del batch
 
-    loader = prepared(Watched(8))
+    loader = prepared(DataLoader(Watched(8), batch_size=None))
     if source == "sized":
         loader._counts, loader._fewest = [8], 8
     for group in iterate_groups(loader, accumulate=accumulate):
@@ -219,7 +218,7 @@ def agreed(counts: list[int], accumulate: int, **more: Any) -> list[list[Group]]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_p15_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
+def test_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
     three, five = agreed([3, 5], accumulate)
     assert [len(group.batches) for group in three] == [len(group.batches) for group in five]
     assert [group.is_last for group in three] == [group.is_last for group in five] == [False] * (len(five) - 1) + [True]
@@ -229,24 +228,24 @@ def test_p15_ranks_without_length_pad_to_the_longest(accumulate: int) -> None:
     assert [w > 0 for w in weights] == [True] * 3 + [False] * 2
 
 
-def test_p15_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:
+def test_the_weights_of_agreed_groups_are_the_mean_over_real_micro_batches() -> None:
     three, five = agreed([3, 5], 2)
     assert [group.weights for group in three] == [None, [2 / 3, 0.0], [0.0]]
     assert [group.weights for group in five] == [None, [2 / 3, 2 / 3], [2.0]]
 
 
-def test_p15_ranks_without_length_stop_with_the_shortest() -> None:
+def test_ranks_without_length_stop_with_the_shortest() -> None:
     for rank in agreed([3, 5], 2, uneven="stop"):
         assert [group.batches for group in rank] == [[0, 1], [2]]
         assert [(group.is_last, group.weights) for group in rank] == [(False, None), (True, None)]
 
 
-def test_p15_ranks_without_length_are_refused_when_told_to() -> None:
+def test_ranks_without_length_are_refused_when_told_to() -> None:
     with pytest.raises(ConfigurationError, match=r"different numbers of batches, \[3, 4\]"):
         agreed([3, 5], 1, uneven="error")
 
 
-def test_p15_a_rank_with_nothing_to_replay_is_an_error_on_every_rank() -> None:
+def test_a_rank_with_nothing_to_replay_is_an_error_on_every_rank() -> None:
     with pytest.raises(ConfigurationError, match=r"\[0, 1\]"):
         agreed([0, 5], 1)
 
@@ -320,10 +319,8 @@ def test_the_whole_epoch_is_in_the_groups() -> None:
 
 
 @given(counts=st.lists(st.integers(1, 7), min_size=2, max_size=3), accumulate=ACCUMULATE, steps=st.integers(0, 5))
-@settings(deadline=None, max_examples=40)
-def test_p05_ranks_of_uneven_streams_go_on_where_each_of_them_stood(
-    counts: list[int], accumulate: int, steps: int
-) -> None:
+@settings(max_examples=40)
+def test_ranks_of_uneven_streams_go_on_where_each_of_them_stood(counts: list[int], accumulate: int, steps: int) -> None:
     def work(rank: int, agree: Any) -> tuple[list[Any], list[Any]]:
         def loader() -> Any:
             settings = {"rank": rank, "world": len(counts), "use_distributed_sampler": False, "agree": agree}

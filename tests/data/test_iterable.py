@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from tests.data.sources import NumberStream, SizedStream, flat, ids, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import ShardedIterable, prepare_loader, shard_info
+from trainwright.data import LoaderOptions, ShardedIterable, prepare_loader, shard_info
 from trainwright.data.iterable import WorkerPlace, set_place
 
 
@@ -45,7 +45,7 @@ def sharded(n: int) -> ShardedIterable:
 @pytest.mark.parametrize("make", [sharded, OpensItsPart, DividesItself])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_p17_each_sample_goes_to_exactly_one_rank_and_worker(make: Any, world: int, workers: int) -> None:
+def test_each_sample_goes_to_exactly_one_rank_and_worker(make: Any, world: int, workers: int) -> None:
     seen: list[int] = []
     for rank in range(world):
         source = DataLoader(make(23), batch_size=4, num_workers=workers)
@@ -68,14 +68,14 @@ def test_a_sharded_iterable_keeps_the_order_of_one_process(world: int, workers: 
 
 @pytest.mark.parametrize(("world", "workers"), [(2, 0), (1, 2), (2, 2)])
 @pytest.mark.parametrize("make", [NumberStream, OtherWayRound])
-def test_p17_an_undeclared_iterable_is_refused_naming_the_three_ways(make: Any, world: int, workers: int) -> None:
+def test_an_undeclared_iterable_is_refused_naming_the_three_ways(make: Any, world: int, workers: int) -> None:
     with pytest.raises(ConfigurationError, match=r"ShardedIterable\(\w+.*shard\(index, count\).*is_sharded = True"):
-        prepare_loader(DataLoader(make(9), num_workers=workers), stage="train", world=world)
+        prepare_loader(DataLoader(make(9), num_workers=workers), LoaderOptions(world=world))
 
 
-def test_p17_an_undeclared_iterable_of_batches_is_refused_on_several_ranks() -> None:
+def test_an_undeclared_iterable_of_batches_is_refused_on_several_ranks() -> None:
     with pytest.raises(ConfigurationError, match="every sample would be seen 2 times"):
-        prepare_loader(iter([1, 2]), stage="train", world=2)
+        prepare_loader(iter([1, 2]), LoaderOptions(world=2))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -112,7 +112,7 @@ def test_the_users_own_worker_init_runs_too(tmp_path: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("make", [sharded, DividesItself])
-def test_p17_workers_that_inherit_nothing_are_told_their_rank(make: Any) -> None:
+def test_workers_that_inherit_nothing_are_told_their_rank(make: Any) -> None:
     source = DataLoader(make(6), num_workers=1, multiprocessing_context="spawn")
     assert flat(prepared(source, stage="validate", rank=1, world=2).iterate()) == [1, 3, 5]
 
@@ -140,7 +140,7 @@ class Shifting(IterableDataset[int]):
 
 def test_workers_that_live_on_hear_of_a_new_epoch() -> None:
     source = DataLoader(ShardedIterable(Shifting()), 2, num_workers=2, persistent_workers=True)
-    loader = prepare_loader(source, stage="train")
+    loader = prepare_loader(source, LoaderOptions())
     for epoch in (1, 2):
         loader.set_epoch(epoch)
         assert flat(loader.iterate()) == [100 * epoch + i for i in range(4)]
@@ -148,7 +148,7 @@ def test_workers_that_live_on_hear_of_a_new_epoch() -> None:
 
 def test_a_bare_data_set_whose_workers_would_not_hear_of_an_epoch_gives_a_warning() -> None:
     with pytest.warns(TrainwrightWarning, match=r"do not hear of Shifting\.set_epoch"):
-        prepare_loader(DataLoader(Shifting(), num_workers=1, persistent_workers=True), stage="train")
+        prepare_loader(DataLoader(Shifting(), num_workers=1, persistent_workers=True), LoaderOptions())
 
 
 def test_a_block_of_zero_is_refused() -> None:

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from tests.data.sources import Numbers, NumberStream, SizedStream, flat, ids, on_ranks, prepared
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.data import ShuffledOrder, prepare_loader
+from trainwright.data import LoaderOptions, ShuffledOrder, prepare_loader
 
 
 def test_shuffle_true_is_replaced_by_the_keyed_order_in_one_process_too() -> None:
@@ -149,9 +149,9 @@ def test_a_list_of_batches_is_dealt_by_index() -> None:
 
 def test_an_empty_loader_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="val_dataloader is empty"):
-        prepare_loader(DataLoader(Numbers(3), batch_size=4, drop_last=True), stage="validate")
+        prepare_loader(DataLoader(Numbers(3), batch_size=4, drop_last=True), LoaderOptions(stage="validate"))
     with pytest.raises(ConfigurationError, match="my_loader is empty"):
-        prepare_loader([], stage="train", name="my_loader")
+        prepare_loader([], LoaderOptions(name="my_loader"))
 
 
 def test_an_empty_stream_is_found_when_it_is_begun() -> None:
@@ -161,11 +161,11 @@ def test_an_empty_stream_is_found_when_it_is_begun() -> None:
 
 def test_what_is_no_loader_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="int is no loader"):
-        prepare_loader(3, stage="train")
+        prepare_loader(3, LoaderOptions())
     with pytest.raises(ConfigurationError, match="dict is no loader"):
-        prepare_loader({"a": [1]}, stage="train")
+        prepare_loader({"a": [1]}, LoaderOptions())
     with pytest.raises(ConfigurationError, match="uneven='wait'"):
-        prepare_loader([1], stage="train", uneven="wait")  # type: ignore[arg-type]
+        prepare_loader([1], LoaderOptions(uneven="wait"))  # type: ignore[arg-type]
 
 
 # Rounds, sizes and places
@@ -191,7 +191,7 @@ def test_a_stream_with_length_is_counted_on_one_rank() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4, 7])
-def test_p06_nothing_that_was_consumed_is_fetched_again(size: int) -> None:
+def test_nothing_that_was_consumed_is_fetched_again(size: int) -> None:
     data = Numbers(50)
     whole = flat(prepared(DataLoader(data, size, shuffle=True)).iterate())
     data.fetched.clear()
@@ -203,7 +203,7 @@ def test_p06_nothing_that_was_consumed_is_fetched_again(size: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_p05_resuming_after_any_batch_gives_the_uninterrupted_list(workers: int, world: int, shuffle: bool) -> None:
+def test_resuming_after_any_batch_gives_the_uninterrupted_list(workers: int, world: int, shuffle: bool) -> None:
     def loader(rank: int) -> Any:
         source = DataLoader(Numbers(17), batch_size=3, shuffle=shuffle, num_workers=workers)
         return prepared(source, epoch=1, rank=rank, world=world, lockstep=False)
@@ -214,17 +214,17 @@ def test_p05_resuming_after_any_batch_gives_the_uninterrupted_list(workers: int,
             assert whole[:k] + ids(loader(rank).iterate(k)) == whole
 
 
-def test_p06_a_stream_that_cannot_seek_refuses_to_begin_in_the_middle() -> None:
+def test_a_stream_that_cannot_seek_refuses_to_begin_in_the_middle() -> None:
     with pytest.raises(ConfigurationError, match="cannot begin at batch 2: DataLoader can neither seek"):
         prepared(DataLoader(NumberStream(10))).iterate(2)
     with pytest.raises(ConfigurationError, match="cannot begin at batch 1"):
         prepared(iter([1, 2])).iterate(1)
 
 
-def test_p07_other_numbers_of_ranks_go_on_where_the_first_stopped() -> None:
+def test_other_numbers_of_ranks_go_on_where_the_first_stopped() -> None:
     def run(world: int, place: dict[str, int] | None, rounds: int | None) -> tuple[list[int], dict[str, int]]:
         loaders = [
-            prepare_loader(DataLoader(Numbers(100), 3, True), stage="train", rank=r, world=world) for r in range(world)
+            prepare_loader(DataLoader(Numbers(100), 3, True), LoaderOptions(rank=r, world=world)) for r in range(world)
         ]
         first = place["batch"] if place else 0
         seen: list[int] = []
@@ -293,32 +293,32 @@ def own_loaders(counts: list[int], **settings: Any) -> list[tuple[int | None, li
     return on_ranks(len(counts), work)
 
 
-def test_p15_padding_replays_the_last_batch_until_all_are_done() -> None:
+def test_padding_replays_the_last_batch_until_all_are_done() -> None:
     three, five = own_loaders([3, 5])
     assert three == (5, [[0], [1], [2], [2], [2]], [True, True, True, False, False])
     assert five == (5, [[0], [1], [2], [3], [4]], [True] * 5)
 
 
-def test_p15_stop_ends_all_ranks_with_the_first() -> None:
+def test_stop_ends_all_ranks_with_the_first() -> None:
     assert [own[:2] for own in own_loaders([3, 5], uneven="stop")] == [(3, [[0], [1], [2]])] * 2
 
 
-def test_p15_error_refuses_before_the_start_and_names_the_numbers() -> None:
+def test_error_refuses_before_the_start_and_names_the_numbers() -> None:
     with pytest.raises(ConfigurationError, match=r"different numbers of batches, \[3, 5\]"):
         own_loaders([3, 5], uneven="error")
 
 
-def test_p15_error_is_known_by_arithmetic_for_a_dealt_loader() -> None:
+def test_error_is_known_by_arithmetic_for_a_dealt_loader() -> None:
     with pytest.raises(ConfigurationError, match=r"\[2, 1\], which uneven='error' does not allow"):
-        prepare_loader(DataLoader(Numbers(3)), stage="train", world=2, uneven="error")
+        prepare_loader(DataLoader(Numbers(3)), LoaderOptions(world=2, uneven="error"))
 
 
-def test_p15_a_rank_without_any_batch_pads_with_the_epochs_first() -> None:
+def test_a_rank_without_any_batch_pads_with_the_epochs_first() -> None:
     loader = prepared(DataLoader(Numbers(4), batch_size=4), rank=2, world=3)
     assert (ids(loader.iterate()), loader.has_batch(0)) == ([[0, 1, 2, 3]], False)
 
 
-def test_p15_a_rank_that_resumes_after_its_last_batch_pads() -> None:
+def test_a_rank_that_resumes_after_its_last_batch_pads() -> None:
     loader = prepared(DataLoader(Numbers(6), batch_size=2), rank=1, world=2)
     assert (len(ids(loader.iterate(1))), loader.has_batch(1)) == (1, False)
 
@@ -377,7 +377,7 @@ def test_augmentation_differs_between_batches() -> None:
 
 def test_augmentation_is_the_same_when_other_ranks_take_over() -> None:
     whole = augmented().reshape(6, 4, 4)
-    loader = prepare_loader(DataLoader(Augmented(), 4, shuffle=True, num_workers=1), stage="train", rank=1, world=2)
+    loader = prepare_loader(DataLoader(Augmented(), 4, shuffle=True, num_workers=1), LoaderOptions(rank=1, world=2))
     loader.set_epoch(1, {"batch": 5, "samples": 8})
     assert torch.equal(torch.stack(list(loader.iterate(5))), whole[[3, 5]])
 
@@ -415,7 +415,7 @@ def test_beginning_an_epoch_draws_nothing_from_the_global_generator() -> None:
 
 def test_persistent_workers_serve_every_epoch_in_its_own_order() -> None:
     source = DataLoader(Numbers(12), 3, shuffle=True, num_workers=1, persistent_workers=True)
-    loader = prepare_loader(source, stage="train")
+    loader = prepare_loader(source, LoaderOptions())
     for epoch in range(3):
         loader.set_epoch(epoch)
         assert flat(loader.iterate(epoch)) == ShuffledOrder(12, 0, epoch).slice(3 * epoch, 12).tolist()
@@ -431,7 +431,7 @@ def test_a_loader_that_was_iterated_before_keeps_its_workers_to_itself() -> None
 
 def test_a_resume_of_loaders_of_ones_own_ignores_what_other_ranks_consumed() -> None:
     source = DataLoader(Numbers(6), batch_size=2)
-    loader = prepare_loader(source, stage="train", world=2, use_distributed_sampler=False)
+    loader = prepare_loader(source, LoaderOptions(world=2, use_distributed_sampler=False))
     loader.set_epoch(0, {"batch": 1, "samples": 4})
     assert (ids(loader.iterate(1)), loader.num_batches) == ([[2, 3], [4, 5]], 3)
 

@@ -5,7 +5,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOrder, derive_key, epoch_key, mix64
@@ -39,13 +39,11 @@ def reference(n: int, key: int, place: int) -> int:
 
 
 @given(n=st.integers(0, 5000), key=KEYS)
-@settings(deadline=None)
 def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
     assert sorted(KeyedPermutation(n, key).slice(0, n).tolist()) == list(range(n))
 
 
 @given(n=st.integers(1, 2**50), key=KEYS, data=st.data())
-@settings(deadline=None)
 def test_it_is_the_documented_cipher(n: int, key: int, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, n - 1))
     assert KeyedPermutation(n, key)[place] == reference(n, key, place)
@@ -59,7 +57,6 @@ def test_its_values_never_change() -> None:
 
 
 @given(n=st.integers(1, 3000), key=KEYS, data=st.data())
-@settings(deadline=None)
 def test_a_slice_is_the_same_however_it_is_cut(n: int, key: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, n))
     permutation = KeyedPermutation(n, key)
@@ -100,6 +97,7 @@ def test_five_million_indices_a_second() -> None:
     assert 500_000 / fastest_s > 5e6  # 10e6 measured
 
 
+@pytest.mark.slow
 def test_every_sample_is_equally_often_first() -> None:
     first = np.array([ShuffledOrder(7, 0, epoch)[0] for epoch in range(2100)])
     expected = 2100 / 7

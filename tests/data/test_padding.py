@@ -10,7 +10,7 @@ from trainwright.data import interleave, pad_to, trim
 
 @pytest.mark.parametrize("n", range(1, 34))
 @pytest.mark.parametrize("world", range(1, 5))
-def test_p16_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world: int) -> None:
+def test_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world: int) -> None:
     size = 4
     results, counts = [], []
     for rank in range(world):
@@ -26,7 +26,7 @@ def test_p16_shard_gather_and_trim_equal_a_single_process_in_order(n: int, world
 
 @pytest.mark.parametrize("n", range(1, 34))
 @pytest.mark.parametrize("world", range(1, 5))
-def test_p16_evaluation_in_lock_step_marks_what_is_padding(n: int, world: int) -> None:
+def test_evaluation_in_lock_step_marks_what_is_padding(n: int, world: int) -> None:
     seen: list[int] = []
     rounds = set()
     for rank in range(world):

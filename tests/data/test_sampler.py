@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -43,7 +43,6 @@ def by_round(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 
 @given(**SIZES)
-@settings(deadline=None)
 def test_the_global_order_does_not_depend_on_the_world_size(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -53,7 +52,6 @@ def test_the_global_order_does_not_depend_on_the_world_size(
 
 
 @given(**SIZES)
-@settings(deadline=None)
 def test_every_sample_is_visited_exactly_once(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -62,7 +60,6 @@ def test_every_sample_is_visited_exactly_once(
 
 
 @given(**SIZES)
-@settings(deadline=None)
 def test_the_arithmetic_of_rounds_is_what_iterating_gives(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int
 ) -> None:
@@ -78,7 +75,6 @@ def test_the_arithmetic_of_rounds_is_what_iterating_gives(
 
 
 @given(start=st.integers(0, 60), **SIZES)
-@settings(deadline=None)
 def test_starting_at_any_batch_gives_the_rest_of_the_list(
     n: int, size: int, world: int, shuffle: bool, drop_last: bool, epoch: int, start: int
 ) -> None:
@@ -95,8 +91,7 @@ def test_starting_at_any_batch_gives_the_rest_of_the_list(
     rounds=st.lists(st.integers(0, 6), min_size=4, max_size=4),
     shuffle=st.booleans(),
 )
-@settings(deadline=None)
-def test_p07_ranks_that_change_in_number_visit_each_sample_once_in_the_same_order(
+def test_ranks_that_change_in_number_visit_each_sample_once_in_the_same_order(
     n: int, size: int, worlds: list[int], rounds: list[int], shuffle: bool
 ) -> None:
     whole = list(samplers(n, size, 1, shuffle, False, 2)[0])
@@ -116,7 +111,7 @@ def test_p07_ranks_that_change_in_number_visit_each_sample_once_in_the_same_orde
     assert seen + by_round([list(sampler) for sampler in remaining]) == whole
 
 
-def test_p06_starting_at_batch_a_million_is_immediate() -> None:
+def test_starting_at_batch_a_million_is_immediate() -> None:
     sampler = ShardedBatchSampler(10**9, 512, shuffle=True, seed=0)
     sampler.start(10**6)
     first: list[int] = []
@@ -182,7 +177,6 @@ def test_a_users_batch_sampler_hears_of_the_epoch() -> None:
 
 
 @given(n=st.integers(1, 60), size=st.integers(1, 7), world=st.integers(1, 4), drop_last=st.booleans())
-@settings(deadline=None)
 def test_samples_are_counted_for_torchs_own_batch_sampler(n: int, size: int, world: int, drop_last: bool) -> None:
     def shard(rank: int) -> BatchShard:
         return BatchShard(BatchSampler(SequentialSampler(range(n)), size, drop_last), rank=rank, world=world)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,6 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,8 @@ class _RankPlan:
     world_size: int
     init: bool
     timeout_s: float
+    deadline_s: float
+    """By the monotonic clock."""
 
 
 def run_distributed(
@@ -89,7 +93,7 @@ def run_distributed(
         fn: a function of a test module, a lambda or a closure.
         world_size: the number of ranks.
         args: handed to `fn`; they must pickle.
-        timeout: seconds for the whole call, the start included.
+        timeout: seconds for the whole call, the ranks' start included.
         init: whether a gloo process group (over a file) is made before `fn` and destroyed after it.
         env: environment variables that override the ones above, the same for every rank.
 
@@ -100,14 +104,13 @@ def run_distributed(
         folder = Path(name)
         call = cloudpickle.dumps((fn, args))
         port = _free_port()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context = _fork_server()
         processes: list[BaseProcess] = []
         deadline = time.monotonic() + timeout
         try:
             for rank in range(world_size):
                 environment = {**os.environ, **_torchrun_environment(rank, world_size, port), **(env or {})}
-                plan = _RankPlan(rank, folder, environment, os.getcwd(), call, world_size, init, timeout)
+                plan = _RankPlan(rank, folder, environment, os.getcwd(), call, world_size, init, timeout, deadline)
                 process = context.Process(target=_rank_main, args=(plan,), name=f"rank-{rank}")
                 process.start()
                 processes.append(process)
@@ -117,6 +120,17 @@ def run_distributed(
         for rank in range(world_size):
             print(_output(folder, rank), end="")
         return _collect(processes, folder, late, timeout)
+
+
+@functools.cache
+def _fork_server() -> ForkServerContext:
+    """Return the context whose server has imported all it should: a loaded machine's first call does not pay for it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    first = context.Process(target=int)
+    first.start()
+    first.join()
+    return context
 
 
 def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -155,7 +169,8 @@ def _rank_main(plan: _RankPlan) -> None:
     os.dup2(log.fileno(), 2)
     sys.stdout = sys.stderr = log
     faulthandler.enable(log)
-    faulthandler.dump_traceback_later(plan.timeout_s, file=log)  # says where a late rank was
+    # Says where a late rank was, before that rank is ended.
+    faulthandler.dump_traceback_later(max(0.1, plan.deadline_s - time.monotonic() - 0.5), file=log)
     # The fork server keeps the environment and the folder of the moment when it was started.
     os.environ.clear()
     os.environ.update(plan.environment)
@@ -184,6 +199,7 @@ def _call(plan: _RankPlan) -> Any:
             world_size=plan.world_size,
             timeout=datetime.timedelta(seconds=plan.timeout_s),
         )
+        dist.barrier()  # a rank that leaves before another has connected to it would fail that one
     fn, args = pickle.loads(plan.call)
     result = fn(*args)
     if dist.is_initialized():

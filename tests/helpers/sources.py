@@ -15,6 +15,8 @@ PARTS = {
     "core": "src/trainwright/core",
     "data": "src/trainwright/data",
     "checkpoint": "src/trainwright/checkpoint",
+    "processes": "src/trainwright/processes",
+    "bigmodels": "src/trainwright/bigmodels",
     "cli": "src/trainwright/cli",
     "utilities": "src/trainwright/utilities",
     "callbacks": "callbacks",
@@ -62,9 +64,10 @@ class Breach:
 class Source:
     """One module of the package, for example `trainwright.core.task`."""
 
-    def __init__(self, module: str, text: str) -> None:
+    def __init__(self, module: str, text: str, *, is_folder: bool = False) -> None:
         self.module = module
         self.text = text
+        self.is_folder = is_folder  # an `__init__.py`, which is its folder's own face
 
     @property
     def part(self) -> str:
@@ -76,6 +79,11 @@ class Source:
     def short(self) -> str:
         """The module's name without the package's, for example `core.task`."""
         return self.module.removeprefix("trainwright.")
+
+    @property
+    def folder(self) -> str:
+        """The package that the module lies in, for example `trainwright.core`; of a package's face, the package."""
+        return self.module if self.is_folder else self.module.rpartition(".")[0]
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -104,15 +112,26 @@ class Source:
 
 def package_sources() -> list[Source]:
     """Read every module of the package, also from a checkout without links."""
-    found = [Source("trainwright", _read("src/trainwright/__init__.py"))]
+    found = [Source("trainwright", _read("src/trainwright/__init__.py"), is_folder=True)]
     found.append(Source("trainwright.__main__", _read("src/trainwright/__main__.py")))
     for part, folder in PARTS.items():
         base = ROOT / folder
         paths = base.glob("*.py") if part == "templates" else base.rglob("*.py")
         for path in sorted(paths):
             pieces = [piece for piece in path.relative_to(base).with_suffix("").parts if piece != "__init__"]
-            found.append(Source(".".join(["trainwright", part, *pieces]), path.read_text(encoding="utf-8")))
+            module, text = ".".join(["trainwright", part, *pieces]), path.read_text(encoding="utf-8")
+            found.append(Source(module, text, is_folder=path.stem == "__init__"))
     return found
+
+
+def stub_sources() -> list[Source]:
+    """Read the stubs that hold the packages' public names."""
+    found = []
+    for part, folder in PARTS.items():
+        for path in sorted((ROOT / folder).rglob("__init__.pyi")):
+            pieces = path.relative_to(ROOT / folder).parts[:-1]
+            found.append(Source(".".join(["trainwright", part, *pieces]), path.read_text(encoding="utf-8")))
+    return [Source("trainwright", _read("src/trainwright/__init__.pyi")), *found]
 
 
 def outside_sources() -> list[Source]:

@@ -344,6 +344,7 @@ def test_a_test_run_in_the_folder_of_a_training_leaves_its_curves_alone(folder_c
     assert folder_case.points(second, "test_loss") == [(0, 1.0)]
 
 
+@pytest.mark.slow
 def test_a_test_run_may_be_repeated_in_the_folder_of_a_training(folder_case: Case, run: RunInfo) -> None:
     write(folder_case, run, range(1, 6), version=0).finish("success")
     write(folder_case, run, range(1), version=0, metric="test_loss").finish("success")

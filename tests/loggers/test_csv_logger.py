@@ -38,7 +38,7 @@ def test_a_column_that_comes_late_loses_no_row(tmp_path: Path) -> None:
 NAMES = st.sampled_from(["a", "b", "c,d", 'e"f', "g/h"])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.dictionaries(NAMES, st.floats(allow_nan=False), min_size=1), st.booleans()), max_size=12))
 def test_every_value_is_read_back_whatever_the_columns_and_flushes(
     tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[dict[str, float], bool]]

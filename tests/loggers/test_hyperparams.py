@@ -70,6 +70,7 @@ TREES = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(TREES)
 def test_any_tree_is_strict_json_and_flattens_to_scalars(tree: dict[str, Any]) -> None:
     assert json.loads(json.dumps(json_safe(plain(tree)), allow_nan=False)) is not None

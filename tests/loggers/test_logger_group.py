@@ -46,6 +46,15 @@ class Recorder(Logger):
     def log_graph(self, task: Any, example_input: Any = None) -> None:
         self._note("log_graph")
 
+    def log_image(self, key: str, image: Any, step: int) -> None:
+        self._note("log_image")
+
+    def log_figure(self, key: str, figure: Any, step: int) -> None:
+        self._note("log_figure")
+
+    def log_text(self, key: str, text: str, step: int) -> None:
+        self._note("log_text")
+
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         self._note(f"log_checkpoint {path} {aliases}")
 
@@ -76,7 +85,7 @@ def test_every_logger_gets_every_call(run: RunInfo) -> None:
     assert first.calls == second.calls == ["start", "log_hyperparams", "log_metrics", "flush", "finish"]
 
 
-@pytest.mark.parametrize("method", ["start", "log_hyperparams", "log_metrics", "flush", "finish"])
+@pytest.mark.parametrize("method", ["start", "log_metrics", "flush", "finish"])
 def test_a_logger_that_raises_is_reported_once_and_left_out_and_the_others_go_on(run: RunInfo, method: str) -> None:
     broken, sound = Recorder(method), Recorder()
     group = LoggerGroup([broken, sound])
@@ -95,6 +104,19 @@ def test_a_logger_that_raises_is_reported_once_and_left_out_and_the_others_go_on
     assert broken.calls[-1] == method
     assert broken.calls.count(method) == 1
     assert sound.calls == ["start", "log_hyperparams", *["log_metrics", "flush"] * 2, "finish"]
+
+
+@pytest.mark.parametrize("method", ["log_hyperparams", "log_image", "log_figure", "log_text", "log_graph"])
+def test_what_a_logger_cannot_take_costs_it_none_of_its_metrics(run: RunInfo, method: str) -> None:
+    logger = Recorder(method)
+    logger.wants_graph = True
+    group = LoggerGroup([logger])
+    group.start(run)
+    arguments = {"log_hyperparams": ({},), "log_graph": (object(),)}.get(method, ("key", object(), 1))
+    with pytest.warns(TrainwrightWarning, match=rf"Recorder\.{method} failed with OSError.* Only that is missing"):
+        getattr(group, method)(*arguments)
+    group.log_metrics({"a": 1.0}, 1)
+    assert logger.calls[-1] == "log_metrics"
 
 
 def test_a_failed_logger_is_tried_again_by_the_next_run(run: RunInfo) -> None:

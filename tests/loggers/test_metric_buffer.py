@@ -192,7 +192,7 @@ def as_logged(value: float, form: str) -> Any:
     return torch.tensor(value).to(dtype)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(VALUES)
 def test_a_mean_is_weighted_by_batch_size_whatever_the_forms_of_its_values(
     values: list[tuple[float, int, str]],
@@ -205,7 +205,7 @@ def test_a_mean_is_weighted_by_batch_size_whatever_the_forms_of_its_values(
     assert buffer.flush_epoch().logged["m"] == pytest.approx(expected, rel=1e-9, abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(VALUES, st.sampled_from(["sum", "min", "max"]))
 def test_sum_min_and_max_equal_pythons_own(values: list[tuple[float, int, str]], kind: str) -> None:
     buffer = evaluating()

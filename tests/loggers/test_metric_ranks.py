@@ -89,7 +89,7 @@ def test_an_epochs_aggregate_stays_each_ranks_own_with_sync_dist_false() -> None
     assert epochs(2, lambda buffer, rank: buffer.log("m", rank + 1.0, sync_dist=False)) == [{"m": 1.0}, {"m": 2.0}]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.tuples(st.floats(-1e3, 1e3), st.integers(1, 9)), max_size=80), min_size=2, max_size=4))
 def test_a_mean_over_ranks_is_the_mean_over_all_samples(values: list[list[tuple[float, int]]]) -> None:
     def log(buffer: MetricBuffer, rank: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -56,21 +55,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(tmp_path: Path) -> None:
 def test_what_is_no_logger_is_refused(spec: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="logger="):
         resolve_loggers(spec, tmp_path)
-
-
-def test_public_names_are_the_same_to_readers_and_to_type_checkers() -> None:
-    assert loggers.__file__ is not None
-    tree = ast.parse(Path(loggers.__file__).read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {
-        alias.name: node.module.rpartition(".")[2]
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
-    assert typed == loggers._HOMES
-    assert set(loggers.__all__) == set(typed)
-    assert all(getattr(loggers, name).__name__ for name in loggers.__all__ if name != "LOGGERS")
 
 
 def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:

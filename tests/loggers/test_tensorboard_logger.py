@@ -12,6 +12,9 @@ import torch
 import yaml
 from torch import nn
 
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright import TaskModule
 from trainwright.core.errors import ConfigurationError
 from trainwright.loggers import RunInfo, TensorBoardLogger
 
@@ -71,7 +74,7 @@ def test_a_text_is_read_back(tmp_path: Path) -> None:
     assert event.tensor_proto.string_val[0] == b"hello"
 
 
-class Task(nn.Module):
+class Task(TaskModule):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
@@ -95,6 +98,24 @@ def test_the_graph_is_read_back_and_the_task_is_left_as_it_was(tmp_path: Path) -
     assert all(torch.equal(value, state[name]) for name, value in task.state_dict().items())
     assert torch.equal(torch.get_rng_state(), rng)
     assert any("Linear" in node.name for node in events_of(logger).Graph().node)
+
+
+def test_a_run_logs_its_graph_and_its_metrics(tmp_path: Path) -> None:
+    class Drawn(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = regression_loader(4, 4).dataset[0][0].unsqueeze(0)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger).fit(Drawn(), regression_loader(8, 4))
+    events = events_of(logger)
+    assert [event.step for event in events.Scalars("loss")] == [0, 1]
+    assert any("Linear" in node.name for node in events.Graph().node)
 
 
 def test_a_graph_without_an_input_is_refused(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.process import Topology
+from trainwright.processes.process_group import ProcessGroup
 from trainwright.strategies import OffloadStrategy
 from trainwright.strategies.offload.copy_stream import CopyStream
-from trainwright.strategies.processes.process_group import ProcessGroup
 
 _ON_CUDA = pytest.mark.requires("cuda", reason="a path that the CPU does not take")
 DEVICES = pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=_ON_CUDA)])
@@ -65,7 +65,7 @@ def test_a_scaled_step_is_that_of_a_loop_by_hand(kind: str, start: float) -> Non
 
     class Starts(Callback):
         def on_train_start(self, trainer: Any, task: Any) -> None:
-            trainer.strategy._scaler._init_scale = start  # the second: some steps are left out
+            trainer.strategy.scaler._init_scale = start  # the second: some steps are left out
 
     trained, by_hand = RegressionTask(momentum=0.9), RegressionTask(momentum=0.9).to(device)
     quiet_trainer(accelerator=kind, precision="16-mixed", max_epochs=1, callbacks=[Starts()]).fit(trained, loader)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers.stand_in_device import STAND_IN, is_there, stand_in_device
-from trainwright.strategies.fsdp.scaler import ShardScaler
+from trainwright.strategies.fsdp.sharded_gradients import ShardScaler
 
 
 def test_ranks_agree_on_an_overflow_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:

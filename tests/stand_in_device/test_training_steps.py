@@ -19,7 +19,7 @@ from trainwright.callbacks import (
     StochasticWeightAveraging,
 )
 from trainwright.core.task import TaskModule
-from trainwright.trainer.checkpointing import capture
+from trainwright.trainer.checkpoints.checkpointing import capture
 from trainwright.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")
@@ -172,6 +172,7 @@ def test_callbacks_beside_the_step_read_nothing(callback: Any) -> None:
     assert by_step.values == [0] * NUM_BATCHES
 
 
+@pytest.mark.slow
 def test_a_validation_is_read_once() -> None:
     by_step, _ = rehearse(Classifier(), validate=True, val_check_interval=6)
     assert by_step.values == [0] * 6 + [1] * 6
@@ -188,7 +189,7 @@ def test_collecting_a_checkpoint_copies_no_weight_and_reads_only_what_the_epoch_
     class Collects(Callback):
         def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
             if trainer.global_step == 3:
-                self.found = capture(trainer)
+                self.found = capture(trainer.run)
 
     callback = Collects()
     by_step, _ = rehearse(Classifier(), callback)

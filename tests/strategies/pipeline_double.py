@@ -6,7 +6,7 @@ are. Everything else is the Trainer's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,18 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.optim import Optimizer
 
-from trainwright.checkpoint.optimizer import load_named_optimizer_state
+from trainwright.checkpoint.format.optimizer import load_named_optimizer_state
+from trainwright.core.process import Topology
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
+from trainwright.processes.process_group import Processes
 from trainwright.strategies import Capabilities
 from trainwright.strategies.data_parallel import DataParallel
-from trainwright.strategies.gradients import GradientClip
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.step import AutomaticStep, StepParts
+from trainwright.strategies.strategy import MakeOptimizers
 
 _LAST = 1
 
@@ -65,58 +71,58 @@ class TwoStages(DataParallel):
         super().__init__()
         self.make_schedule = schedule
         self.num_schedule_steps = 0
-        self._schedules: dict[int, Any] = {}
-        self._weights: list[Any] = []
 
-    # One data-parallel rank, made of two processes
-
-    @property
-    def dp_rank(self) -> int:
-        return 0
-
-    @property
-    def data_ranks(self) -> Sequence[int]:
-        """Rank 0 sees all data."""
-        return (0,)
-
-    @property
-    def dp_size(self) -> int:
-        return 1
-
-    def _sum_over_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(value)
-        return value / 2  # both say the same of the data, and either may have found what is not finite
-
-    # Model
-
-    @property
-    def _mine(self) -> int:
-        return self.processes.rank
-
-    def _owner(self, name: str) -> int:
-        return 1 if name.startswith("stages.1.") else 0
+    def setup(self, topology: Topology) -> None:
+        super().setup(topology)
+        # One data-parallel rank, made of two processes: rank 0 sees all data.
+        self.data_ranks = DataRanks.of(self.processes, per_batch=2)
 
     def _place(self, task: TaskModule) -> None:
         super()._place(task)
         for tensor in [*task.parameters(), *task.buffers()]:
             dist.broadcast(tensor.detach(), src=0)
-        task.stages[1 - self._mine].to("meta")  # its names and shapes stay
+        task.stages[1 - self.processes.rank].to("meta")  # its names and shapes stay
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in self.task.named_parameters()}
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+        optimizers = super().prepare(task, make_optimizers)
+        self.state = StagedState(task, optimizers, self.processes)
+        return optimizers
 
-    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Give every rank what another has. Collective."""
-        everyone = self.processes.gather_object({k: v for k, v in tensors.items() if self._owner(k) == self._mine})
-        return {name: everyone[self._owner(name)][name] for name in tensors}
+    def make_step(self, parts: StepParts) -> PipelineStep:
+        return PipelineStep(parts, self)
 
-    # The step
+    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        square = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square)
+        for grad in grads:
+            grad.mul_((clip.value / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        return square.sqrt()
+
+    def make_whole(self) -> None:
+        states, values = self.state.optimizer_states(), self.state.full_parameters()
+        for name, parameter in list(self.task.named_parameters()):
+            if parameter.is_meta:
+                torch.utils.swap_tensors(parameter, nn.Parameter(values[name], requires_grad=parameter.requires_grad))
+        names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.task.named_parameters()}
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            load_named_optimizer_state(optimizer, state, names)
+
+
+class PipelineStep(AutomaticStep):
+    """Hands all micro-batches of a group to a schedule."""
+
+    def __init__(self, parts: StepParts, strategy: TwoStages) -> None:
+        super().__init__(parts)
+        self._strategy, self._mine = strategy, parts.rank
+        self._schedules: dict[int, Any] = {}
+        self._weights: list[Any] = []
 
     def forward_backward(self, group: Group) -> torch.Tensor:
         """Run one step of the schedule over all micro-batches of the group."""
-        batches = [batch if self._transfer is None else self._transfer(batch) for batch in group.batches]
+        batches = [self.to_device(batch) for batch in group.batches]
         for i, batch in enumerate(batches):
-            self.sink.batch = batch
+            group.index, self.sink.batch = i, batch
             for hook in self.hooks.on_train_batch_start:
                 hook(self.run, self.task, batch, group.first_idx + i)
         weights = group.weights if self._items is None else self._weigh_items(group)
@@ -128,7 +134,7 @@ class TwoStages(DataParallel):
             schedule.step(target=targets, losses=losses)
         else:
             schedule.step(inputs)
-        self.num_schedule_steps += 1
+        self._strategy.num_schedule_steps += 1
         total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
         dist.broadcast(total, src=_LAST)
         if self.hooks.on_train_batch_end:
@@ -139,8 +145,8 @@ class TwoStages(DataParallel):
 
     def _schedule(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._schedules:
-            stage = PipelineStage(self.task.stages[self._mine], self._mine, 2, self.device)
-            self._schedules[num_micro_batches] = self.make_schedule(
+            stage = PipelineStage(self.task.stages[self._mine], self._mine, 2, self.parts.device)
+            self._schedules[num_micro_batches] = self._strategy.make_schedule(
                 stage, num_micro_batches, loss_fn=self._weighted_loss, scale_grads=False
             )
         return self._schedules[num_micro_batches]
@@ -150,19 +156,11 @@ class TwoStages(DataParallel):
         loss: torch.Tensor = self.task.loss(outputs, targets) * self._weights[place]
         return loss
 
-    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        square = nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(square)
-        for grad in grads:
-            grad.mul_((clip.value / (square.sqrt() + 1e-6)).clamp(max=1.0))
-        return square.sqrt()
-
     # Evaluation: every stage's outputs go to both ranks
 
-    def eval_step(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         with self._stages_across():
-            return super().eval_step(name, batch, idx, dataloader_idx)
+            return super().evaluate(name, batch, idx, dataloader_idx)
 
     @contextmanager
     def _stages_across(self) -> Iterator[None]:
@@ -178,38 +176,48 @@ class TwoStages(DataParallel):
     def _across(self, owner: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(inputs: torch.Tensor) -> torch.Tensor:
             outputs = forward(inputs) if self._mine == owner else None
-            found: torch.Tensor = self.processes.broadcast_object(outputs, src=owner)
+            found: torch.Tensor = self._strategy.processes.broadcast_object(outputs, src=owner)
             return found
 
         return run
 
-    # State
 
-    def whole_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        return self._whole(self._tensors())
+class StagedState(FullState):
+    """Of each stage, its rank has the values; every rank is given all of them."""
 
-    def whole_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        return self._whole({name: parameter.grad for name, parameter in self.task.named_parameters()})
+    def __init__(self, task: TaskModule, optimizers: list[Optimizer], processes: Processes) -> None:
+        super().__init__(task, optimizers, torch.device("cpu"), is_main=processes.rank == 0)
+        self._processes = processes
+
+    def _is_mine(self, name: str) -> bool:
+        return _owner(name) == self._processes.rank
+
+    def _everyones(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Give every rank what another has. Collective."""
+        everyone = self._processes.gather_object({k: v for k, v in tensors.items() if self._is_mine(k)})
+        return {name: everyone[_owner(name)][name] for name in tensors}
+
+    def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        return self._everyones({name: parameter.detach() for name, parameter in self._task.named_parameters()})
+
+    def full_gradients(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
+        return self._everyones({name: parameter.grad for name, parameter in self._task.named_parameters()})
 
     def model_state(self) -> dict[str, Any]:
-        return self._whole(super().model_state())
+        return self._everyones(super().model_state())
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
-        mine = {name: value for name, value in state.items() if self._owner(name) == self._mine}
+        mine = {name: value for name, value in state.items() if self._is_mine(name)}
         missing, unexpected = super().load_model_state(mine, strict=False)
         return [name for name in missing if name not in state], unexpected
 
     def optimizer_states(self) -> list[dict[str, Any]]:
-        return [{**state, "state": self._whole(state["state"])} for state in super().optimizer_states()]
+        return [{**state, "state": self._everyones(state["state"])} for state in super().optimizer_states()]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        mine = {name: found if self._owner(name) == self._mine else {} for name, found in state["state"].items()}
+        mine = {name: found if self._is_mine(name) else {} for name, found in state["state"].items()}
         super().load_optimizer_state(optimizer, {**state, "state": mine})
 
-    def make_whole(self) -> None:
-        states, values = self.optimizer_states(), self._whole(self._tensors())
-        for name, parameter in list(self.task.named_parameters()):
-            if parameter.is_meta:
-                torch.utils.swap_tensors(parameter, nn.Parameter(values[name], requires_grad=parameter.requires_grad))
-        for optimizer, state in zip(self.optimizers, states, strict=True):
-            load_named_optimizer_state(optimizer, state, self._parameter_names())
+
+def _owner(name: str) -> int:
+    return 1 if name.startswith("stages.1.") else 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TaskError
-from trainwright.strategies.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
+from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, loss_of, parameters_of, stack_counts
 
 
 @pytest.mark.parametrize(

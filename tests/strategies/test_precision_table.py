@@ -102,7 +102,7 @@ class Dtypes(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
         if trainer.strategy.capabilities.gradients == "hidden":
-            self.seen["gradient"] = only({g.dtype for g in trainer.strategy.whole_gradients().values()})
+            self.seen["gradient"] = only({g.dtype for g in trainer.strategy.state.full_gradients().values()})
         else:
             self.seen["gradient"] = only({local_piece(p.grad).dtype for p in task.parameters()})
 

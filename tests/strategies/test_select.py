@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.processes.devices import device_indices, device_type, kernel_choice
 from trainwright.strategies import DDPStrategy, SingleDeviceStrategy
-from trainwright.strategies.devices import device_indices, device_type, kernel_choice
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, compile_options, select
 
@@ -111,11 +111,11 @@ def test_the_settings_reach_the_strategy() -> None:
         ({"devices": "two"}, "devices='two'"),
         ({"devices": True}, "devices=True"),
         ({"devices": [0, 0]}, "must be different"),
-        ({"devices": []}, "must be different"),
+        ({"devices": []}, "names none"),
         ({"devices": -2}, "devices=-2"),
         ({"num_nodes": 0}, "num_nodes=0"),
         ({"num_nodes": 2, "devices": 2}, "torchrun --nnodes 2 --nproc-per-node 2"),
-        ({"sync_batchnorm": True}, "sync_batchnorm=True means nothing with SingleDeviceStrategy"),
+        ({"sync_batchnorm": True, "strategy": "fsdp"}, "sync_batchnorm=True means nothing with FSDPStrategy"),
         ({"sync_batchnorm": True, "devices": 2}, "does not run on the CPU"),
         ({"compile": "fast"}, "compile='fast' is not a mode"),
         ({"compile": 3}, "compile=3"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.torture.runs import Ranks
+from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import newest_valid, read_checkpoint, verify
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.trainer.trainer import Trainer
 
 STEPS = 8
 _CHECKPOINT_KIB = 260  # weights and both moments of Adam are 240 KiB
@@ -44,12 +46,20 @@ class BroadTask(TaskModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def train(folder: Path, *, until: int = STEPS, resume: bool = False, async_save: bool = True, **policy: Any) -> Any:
+def train(
+    folder: Path,
+    *,
+    until: int = STEPS,
+    resume: bool = False,
+    async_save: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **policy: Any,
+) -> Any:
     """Train to step `until` with a checkpoint at every step, all of them kept unless told; returns the weights."""
     torch.manual_seed(78 if resume else 77)
     task = BroadTask()
     saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, **{"save_top_k": -1, **policy})
-    trainer = quiet_trainer(devices="auto", max_steps=until, callbacks=[saver], async_save=async_save)
+    trainer = quiet_trainer(devices="auto", max_steps=until, callbacks=[saver, *callbacks], async_save=async_save)
     loader = DataLoader(torch.arange(16.0 * 80).reshape(16, 80).sin(), batch_size=2, shuffle=True)  # type: ignore[arg-type]
     trainer.fit(task, loader, ckpt_path="last" if resume else None)
     return weights_of(task)
@@ -85,7 +95,7 @@ def check_whole(folder: Path, steps: set[int]) -> None:
 
 
 @pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
-def test_p09_a_full_disk_is_named_and_leaves_the_earlier_checkpoints(disk: Path, async_save: bool) -> None:
+def test_a_full_disk_is_named_and_leaves_the_earlier_checkpoints(disk: Path, async_save: bool) -> None:
     folder = disk / "checkpoints"
     with pytest.raises((CheckpointError, OSError), match="No space left on device") as caught:
         train(folder, async_save=async_save)
@@ -97,7 +107,7 @@ def test_p09_a_full_disk_is_named_and_leaves_the_earlier_checkpoints(disk: Path,
 
 
 @pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
-def test_p09_a_checkpoint_whose_replacement_does_not_fit_stays(disk: Path, async_save: bool) -> None:
+def test_a_checkpoint_whose_replacement_does_not_fit_stays(disk: Path, async_save: bool) -> None:
     folder = disk / "checkpoints"
     (disk / "filler").write_bytes(bytes(_CHECKPOINT_KIB * 1024))
     with pytest.raises((CheckpointError, OSError), match="No space left on device"):
@@ -105,22 +115,59 @@ def test_p09_a_checkpoint_whose_replacement_does_not_fit_stays(disk: Path, async
     check_whole(folder, {1})
 
 
-@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
-def test_p09_a_read_only_disk_is_named_and_leaves_the_earlier_checkpoints(disk: Path, async_save: bool) -> None:
+def test_a_read_only_disk_is_named_before_the_first_step(disk: Path) -> None:
     folder = disk / "checkpoints"
     train(folder, until=1)
     mount(disk, "remount,ro")
-    with pytest.raises((CheckpointError, OSError), match="Read-only file system") as caught:
-        train(folder, resume=True, async_save=async_save)
-    assert "step=2" in str(caught.value)
+    with pytest.raises(ConfigurationError, match="Read-only file system") as caught:
+        train(folder, resume=True)
+    assert str(folder) in str(caught.value)
     check_whole(folder, {1})
     mount(disk, "remount,rw,size=16m")
     assert_equal_weights(train(folder, resume=True), train(disk / "again"))
 
 
+class ReadOnlyAfter(Callback):
+    """Makes the disk read-only once the first checkpoint is whole."""
+
+    def __init__(self, disk: Path) -> None:
+        self.disk = disk
+
+    def on_train_batch_start(self, trainer: Trainer, task: TaskModule, batch: Any, batch_idx: int) -> None:
+        """Remount after the first step."""
+        if batch_idx == 1:
+            newest = newest_whole(self.disk / "checkpoints", time.monotonic() + 30.0)
+            assert newest is not None
+            mount(self.disk, "remount,ro")
+
+
+def newest_whole(folder: Path, until: float) -> Path | None:
+    """Wait for a whole checkpoint beside which nothing is being written; an empty folder only keeps a name."""
+    while time.monotonic() < until:
+        written = [path for path in folder.iterdir() if path.name.startswith(".") and any(path.iterdir())]
+        if not written and (newest := newest_valid(folder)) is not None:
+            return newest
+        time.sleep(0.05)
+    return None
+
+
+@pytest.mark.parametrize("async_save", [True, False], ids=["async", "sync"])
+def test_a_disk_that_becomes_read_only_is_named_and_keeps_its_checkpoints(disk: Path, async_save: bool) -> None:
+    folder = disk / "checkpoints"
+    with pytest.raises((CheckpointError, OSError), match="Read-only file system") as caught:
+        train(folder, async_save=async_save, callbacks=[ReadOnlyAfter(disk)])
+    assert "step=2" in str(caught.value)
+    newest = newest_valid(folder)
+    assert newest is not None
+    assert read_checkpoint(newest).state["step"] == 1
+    mount(disk, "remount,rw,size=16m")
+    assert_equal_weights(train(folder, resume=True), train(disk / "again"))
+    check_whole(folder, {STEPS})  # the name that could not be given back on that disk is gone
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_p09_both_processes_hear_of_a_full_disk(disk: Path, tmp_path: Path) -> None:
+def test_both_processes_hear_of_a_full_disk(disk: Path, tmp_path: Path) -> None:
     folder = disk / "checkpoints"
     logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
     ranks = Ranks([partial(train, folder), partial(train, folder)], logs)

@@ -21,7 +21,7 @@ from tests.torture.runs import Ranks, append, lines_of, preload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import newest_valid
-from trainwright.checkpoint.manifests import read_manifest
+from trainwright.checkpoint.format.manifests import read_manifest
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
@@ -177,7 +177,7 @@ def _preloaded() -> None:
     preload()
 
 
-def test_p07_four_two_three_and_one_processes_share_an_epoch(tmp_path: Path) -> None:
+def test_four_two_three_and_one_processes_share_an_epoch(tmp_path: Path) -> None:
     alone = run_phases(tmp_path / "alone", [Phase(1)])
     within = [Phase(4, until=2), Phase(2, until=4), Phase(3, until=6), Phase(1)]
     check_equal(run_phases(tmp_path / "within", within), alone)
@@ -189,7 +189,7 @@ def test_p07_four_two_three_and_one_processes_share_an_epoch(tmp_path: Path) -> 
 @pytest.mark.torture
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(6))
-def test_p07_p09_kills_and_changes_of_the_number_of_processes_together(seed: int, tmp_path: Path) -> None:
+def test_kills_and_changes_of_the_number_of_processes_together(seed: int, tmp_path: Path) -> None:
     alone = run_phases(tmp_path / "alone", [Phase(1)])
     source = random.Random(seed)
     shapes = [(world, n) for world in (1, 2, 3, 4) for n in (1, 2, 3) if GLOBAL_BATCH % (world * n) == 0]

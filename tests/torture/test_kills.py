@@ -26,7 +26,7 @@ from tests.torture.runs import (
     run_attempt,
 )
 from trainwright.checkpoint import newest_valid, read_checkpoint
-from trainwright.checkpoint.manifests import read_manifest
+from trainwright.checkpoint.format.manifests import read_manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -191,7 +191,7 @@ _SHORT = [
 
 
 @pytest.mark.parametrize("case", _SHORT, ids=str)
-def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> None:
+def test_a_training_survives_some_kills(case: Case, tmp_path: Path) -> None:
     source = random.Random(f"short {case}")
     whole = whole_run(case, tmp_path / "whole")
     number = 8 // case.world
@@ -216,7 +216,7 @@ def test_p05_p09_a_training_survives_some_kills(case: Case, tmp_path: Path) -> N
     ],
     ids=str,
 )
-def test_p09_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_path: Path) -> None:
+def test_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_path: Path) -> None:
     source = random.Random(f"every point {case}")
     whole = whole_run(case, tmp_path / "whole")
     kills = at_write_points(source, range(whole.write_points))
@@ -228,7 +228,7 @@ def test_p09_a_training_survives_a_kill_at_every_write_point(case: Case, tmp_pat
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_p05_p06_p09_a_training_survives_kills_at_random_moments(world: int, workers: int, tmp_path: Path) -> None:
+def test_a_training_survives_kills_at_random_moments(world: int, workers: int, tmp_path: Path) -> None:
     case = Case(world=world, workers=workers)
     source = random.Random(f"moments {case}")
     whole = whole_run(case, tmp_path / "whole")
@@ -238,7 +238,7 @@ def test_p05_p06_p09_a_training_survives_kills_at_random_moments(world: int, wor
 
 @pytest.mark.torture
 @pytest.mark.timeout(900)
-def test_p09_two_processes_survive_kills_at_write_points(tmp_path: Path) -> None:
+def test_two_processes_survive_kills_at_write_points(tmp_path: Path) -> None:
     case = Case(world=2, keep="replaced")
     source = random.Random("two processes")
     whole = whole_run(case, tmp_path / "whole")

@@ -15,8 +15,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.trainer.accelerator.accelerator import Accelerator
 from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
@@ -265,6 +265,7 @@ def test_a_loop_that_was_left_does_not_weigh_on_the_next() -> None:
     assert accelerator._accumulation.place is None
 
 
+@pytest.mark.slow
 def test_freed_objects_are_forgotten() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     net = _net()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
-from trainwright.checkpoint.manifests import read_manifest, verify
+from trainwright.checkpoint.format.manifests import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.trainer.accelerator.accelerator import Accelerator
 from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
@@ -147,7 +147,7 @@ def test_another_loop_is_refused_before_anything_changes(tmp_path: Path) -> None
     assert torch.equal(torch.cat([p.flatten() for p in other.nets[0].parameters()]), before)
     seeded = Loop()
     seeded.accelerator._seed = 8
-    del seeded.accelerator._ranks  # asked for when the loader was prepared
+    del seeded.accelerator._loader_options  # asked for when the loader was prepared
     with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
         seeded.accelerator.load_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError):

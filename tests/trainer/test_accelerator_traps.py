@@ -68,6 +68,7 @@ def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: A
     return int(optimizer.num_steps)
 
 
+@pytest.mark.slow
 def test_a_notebook_s_cell_may_be_run_twice() -> None:
     net: Any = _net()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer
+from trainwright.bigmodels.dispatch.dispatch import cpu_offload
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
@@ -67,7 +70,10 @@ from trainwright.trainer.trainer import Trainer
         ({"accelerator": "cpu", "strategy": "dpp"}, r"'dpp'.*Did you mean 'ddp'"),
         ({"accelerator": "cpu", "strategy": "single", "devices": 2}, r"devices=2.* runs one process"),
         ({"accelerator": "cpu", "num_nodes": 2}, r"num_nodes=2 needs a launcher on every node"),
-        ({"accelerator": "cpu", "sync_batchnorm": True}, r"sync_batchnorm=True means nothing with"),
+        ({"strategy": "fsdp", "sync_batchnorm": True}, r"sync_batchnorm=True means nothing with FSDPStrategy"),
+        ({"seed": "a"}, r"seed='a': write a whole number"),
+        ({"seed": -1}, r"seed=-1: write a whole number of at least 0"),
+        ({"devices": []}, r"devices=\[\] names none"),
         ({"callbacks": [3]}, r"callbacks holds a int, which is no trainwright.Callback"),
         ({"callbacks": [EarlyStopping]}, r"callbacks holds a "),
         ({"callbacks": [EarlyStopping("a"), EarlyStopping("a")]}, r"two callbacks have the state_key"),
@@ -125,7 +131,7 @@ def _with(name: str, base: type = _Untouched) -> Any:
         (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
         (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*on_train_epoch_end"),
         (lambda: torch.nn.Linear(1, 1), r"fit\(\) was given a Linear; it needs a TaskModule"),
-        (lambda: RegressionTask, r"fit\(\) was given a type; it needs a TaskModule"),
+        (lambda: RegressionTask, r"was given the class RegressionTask. Make a task of it: RegressionTask\(…\)"),
     ],
 )  # fmt: skip
 def test_a_task_that_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
@@ -290,3 +296,108 @@ def test_a_template_does_not_write_into_a_folder_that_is_not_empty(tmp_path: Pat
 def test_saving_before_anything_was_trained_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"save_checkpoint works between two steps of a fit"):
         quiet_trainer().save_checkpoint(tmp_path / "early")
+
+
+@pytest.mark.parametrize("verb", ["fit", "predict"])
+@pytest.mark.parametrize("kind", ["meta", "dispatched"])
+def test_a_task_whose_weights_are_elsewhere_is_refused(kind: str, verb: str, tmp_path: Path) -> None:
+    class Task(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+        def predict_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            return self.loss(batch)
+
+    task = Task()
+    if kind == "meta":
+        task.head.to("meta")
+    else:
+        cpu_offload(task.head)
+    with pytest.raises(ConfigurationError, match=r"Task: 'head\.weight' and 1 others have no values.*the plain model"):
+        getattr(quiet_trainer(max_steps=1, default_root_dir=tmp_path), verb)(task, regression_loader())
+
+
+def test_every_name_that_a_task_lists_can_be_read() -> None:
+    task = RegressionTask()
+    assert all(hasattr(task, name) for name in dir(task))
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "message"),
+    [
+        ("fit", {"train_dataloader": []}, r"fit\(\) has no argument 'train_dataloader'. Use train_dataloaders instead"),
+        ("fit", {"ckpt_pth": "x"}, r"fit\(\) has no argument 'ckpt_pth'. Did you mean 'ckpt_path'"),
+        ("test", {"test_dataloaders": []}, r"test\(\) has no argument 'test_dataloaders'. Use dataloaders instead"),
+        ("predict", {"model": RegressionTask, "batches": 1}, r"predict\(\) has no argument 'batches'. It takes: task"),
+    ],
+)
+def test_an_argument_that_a_verb_does_not_have_is_told(verb: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        getattr(quiet_trainer(), verb)(**arguments)
+
+
+def test_a_task_in_the_place_of_a_loader_is_told() -> None:
+    with pytest.raises(ConfigurationError, match="the task comes first"):
+        quiet_trainer().fit(regression_loader(), RegressionTask())  # type: ignore[arg-type]  # swapped
+
+
+def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
+    data = regression_loader(8, 2).dataset
+    with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set and no loader"):
+        quiet_trainer(max_steps=1).fit(RegressionTask(), data)
+
+
+class _WithoutStep(RegressionTask):
+    validation_step = TaskModule.validation_step
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "message"),
+    [
+        (_WithoutStep, True, "this fit does not validate: _WithoutStep has no validation_step. Define"),
+        (_WithoutStep, False, ""),
+        (
+            RegressionTask,
+            False,
+            "this fit does not validate: there is no data for RegressionTask.validation_step. Pass",
+        ),
+        (RegressionTask, True, ""),
+    ],
+)
+@pytest.mark.parametrize("limit", [None, 0])
+def test_half_of_a_validation_is_told(
+    task: type[TaskModule], data: bool, message: str, limit: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loader = regression_loader() if data else None
+    quiet_trainer(max_steps=1, limit_val_batches=limit).fit(task(), regression_loader(), loader)
+    said = capsys.readouterr().out
+    assert message in said if message and limit is None else "validate" not in said
+
+
+@pytest.mark.parametrize(
+    "hook", ["on_train_start", "on_validation_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "predict_step"]
+)
+def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) -> None:
+    def logs(self: TaskModule, *_: Any) -> None:
+        self.log("lost", 1.0)
+
+    task = type("Task", (RegressionTask,), {hook: logs})()
+    trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
+    run = partial(trainer.predict, task) if hook == "predict_step" else partial(trainer.fit, task, regression_loader())
+    with pytest.raises(TaskError, match=r"log\('lost'\) in .*: nobody would read it there"):
+        run(regression_loader())
+
+
+def test_an_optimizer_of_what_is_not_the_tasks_is_refused() -> None:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD([*self.parameters(), *nn.Linear(3, 2).parameters()], lr=0.1)
+
+    with pytest.raises(ConfigurationError, match=r"SGD with 2 parameter\(s\), the first of shape \(2, 3\)"):
+        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
+
+
+def test_a_fit_that_is_given_no_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet_trainer(max_epochs=1, limit_train_batches=0).fit(RegressionTask(), regression_loader())
+    assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out

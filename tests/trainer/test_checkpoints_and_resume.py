@@ -17,7 +17,8 @@ from tests.checkpoint.snapshots import same
 from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer, weights_of
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint, writer
+from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint
+from trainwright.checkpoint.format import writer
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 
 FOUR_BATCHES = 8  # samples, by 2

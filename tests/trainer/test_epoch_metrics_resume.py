@@ -103,6 +103,7 @@ def _compare(folder: Path) -> list[dict[str, float]]:
     return whole
 
 
+@pytest.mark.slow
 def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
     _compare(tmp_path)
 

@@ -14,8 +14,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
 # Each resumed run writes to a folder of its own, and says that the earlier checkpoints are not there.
@@ -128,6 +131,7 @@ def resume_and_compare(setting: Setting, folder: Path, steps: tuple[int, ...]) -
 ALL_STEPS = (MID_FIRST_EPOCH, BOUNDARY, MID_SECOND_EPOCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
     [Setting(), Setting("two optimizers"), Setting("scaler"), Setting("two optimizers", accumulate=2)],
@@ -173,3 +177,32 @@ def test_the_whole_run_uses_what_a_resume_could_forget(tmp_path: Path) -> None:
     assert other.losses != first.losses
     saved = read_checkpoint(tmp_path / f"step={BOUNDARY}").trainer["strategy"]["scaler"]
     assert saved["scale"] < 2**16  # torch's first scale was too large and has come down
+
+
+def test_a_resume_that_freezes_otherwise_in_the_middle_of_an_epoch_is_told(tmp_path: Path) -> None:
+    class AtEpochs(Callback):
+        def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+            self.set(trainer, task)
+
+        def set(self, trainer: Any, task: Any) -> None:
+            first, *_ = task.parameters()
+            first.requires_grad_(trainer.current_epoch > 0)
+
+    def fit(callback: Callback, max_steps: int, path: Path | None = None) -> Any:
+        task = RegressionTask()
+        next(task.parameters()).requires_grad_(False)
+        trainer = quiet_trainer(max_steps=max_steps, callbacks=[callback], default_root_dir=tmp_path, seed=1)
+        trainer.fit(task, regression_loader(16, 4), ckpt_path=path)
+        return trainer
+
+    class AtTheStartToo(AtEpochs):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            self.set(trainer, task)
+
+    whole = fit(AtEpochs(), 8)
+    path = fit(AtEpochs(), 6).save_checkpoint(tmp_path / "six")
+    with pytest.warns(TrainwrightWarning, match=r"'\S+weight' learned, and .*set requires_grad in on_train_start too"):
+        fit(AtEpochs(), 8, path)
+    assert_equal_weights(weights_of(fit(AtTheStartToo(), 8, path).task), weights_of(whole.task))
+    at_end = fit(AtEpochs(), 4).save_checkpoint(tmp_path / "four")  # the next epoch begins, and its hooks with it
+    assert_equal_weights(weights_of(fit(AtEpochs(), 8, at_end).task), weights_of(whole.task))

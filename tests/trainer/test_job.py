@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.trainer.job import Attempt, left_by_earlier
+from trainwright.trainer.checkpoints.job import Attempt, left_by_earlier
 
 
 def _write(folder: Path, step: int, job: str) -> Path:

@@ -51,6 +51,18 @@ class MemoryLogger(Logger):
         self.calls.append(f"finish {status}")
 
 
+def test_what_is_logged_at_the_end_belongs_to_the_epoch_of_its_step() -> None:
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss)
+            return loss
+
+    logger = MemoryLogger()
+    quiet_trainer(max_epochs=2, log_every_n_steps=3, logger=logger).fit(Task(), regression_loader(16, 4))
+    assert [(step, row["epoch"]) for step, row in logger.rows] == [(2, 0), (5, 1), (7, 1)]
+
+
 class CountingTask(RegressionTask):
     """Logs the number of its training steps so far as `count`."""
 

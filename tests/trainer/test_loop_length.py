@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import datetime
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.runs import assert_equal_weights
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
 from tests.trainer.runs import AfterBatch, Endless, Tally, ask_to_stop, quiet_trainer, weights_of
+from trainwright.callbacks import Timer
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import TrainwrightWarning
+from trainwright.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -185,6 +189,53 @@ def test_max_time_ends_a_fit_in_the_middle_of_an_epoch(max_time: Any, monkeypatc
     trainer = quiet_trainer(max_time=max_time)
     trainer.fit(Task(), regression_loader())
     assert trainer.global_step == 4  # 0.9 s are not enough, 1.2 s are
+
+
+@pytest.mark.parametrize("timer", [False, True], ids=["max_time", "Timer"])
+def test_a_run_whose_time_is_over_goes_on_in_the_middle_of_its_epoch(
+    timer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Task(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            now[0] += 0.3
+            return self.loss(batch)
+
+    def trainer(limit_s: float) -> Trainer:
+        bound = {"callbacks": [Timer({"seconds": limit_s})]} if timer else {"max_time": {"seconds": limit_s}}
+        return quiet_trainer(max_epochs=2, seed=1, default_root_dir=tmp_path, **bound)
+
+    tasks = [Task(), Task()]
+    tasks[1].load_state_dict(tasks[0].state_dict())
+    whole = trainer(100)
+    whole.fit(tasks[0], regression_loader(24, 4))
+    first = trainer(1)
+    first.fit(tasks[1], regression_loader(24, 4))
+    assert 0 < first.state.batch_in_epoch < 6
+    assert (first.current_epoch, first.should_stop) == (0, timer)
+    path = first.save_checkpoint(tmp_path / "left")
+    capsys.readouterr()
+    trainer(1).fit(Task(), regression_loader(24, 4), ckpt_path=path)
+    assert ("nothing is left to train: the bound of 1 seconds is reached" in capsys.readouterr().out) is not timer
+    second = trainer(100)
+    second.fit(tasks[1], regression_loader(24, 4), ckpt_path=path)
+    assert second.state.step == whole.state.step == 12
+    assert_equal_weights(weights_of(tasks[1]), weights_of(tasks[0]))
+
+
+def test_a_wish_closes_the_epoch_that_it_cuts_short_unless_it_says_otherwise() -> None:
+    def epochs(stop: Any) -> tuple[int, int]:
+        at_second = AfterBatch(lambda run, idx: run.current_epoch == 0 and idx == 1, stop)
+        trainer = quiet_trainer(max_epochs=3, callbacks=[at_second])
+        trainer.fit(RegressionTask(), regression_loader(24, 4))
+        return trainer.current_epoch, trainer.state.batch_in_epoch
+
+    assert epochs(ask_to_stop) == (1, 0)
+    assert epochs(lambda run: run.request_stop("enough")) == (1, 0)
+    assert epochs(lambda run: run.request_stop("later", closes_epoch=False)) == (0, 2)
 
 
 def test_max_steps_ends_a_fit_over_data_without_end() -> None:

@@ -18,7 +18,8 @@ from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import hashing, read_checkpoint, read_manifest
+from trainwright.checkpoint import read_checkpoint, read_manifest
+from trainwright.checkpoint.disk import hashing
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -201,16 +202,14 @@ def test_every_rank_hears_of_damage_and_falls_back_alike(run: Path) -> None:
 # Parts
 
 
-def test_p10_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
+def test_a_resume_without_the_optimizer_part_is_an_error_that_names_it(run: Path) -> None:
     remove_part(run / "checkpoints" / "2", "optimizer")
     with pytest.raises(CheckpointError, match=r"the part 'optimizer' is missing.*allow_missing=\['optimizer'\]"):
         resume(run, run / "checkpoints" / "2")
 
 
 @pytest.mark.parametrize("ckpt_path", ["last", "checkpoints/2"])
-def test_p10_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedule(
-    run: Path, ckpt_path: str
-) -> None:
+def test_an_optimizer_that_may_be_missing_starts_anew_at_the_rate_of_the_schedule(run: Path, ckpt_path: str) -> None:
     remove_part(run / "checkpoints" / "2", "optimizer")
     recorder, task = StepRecorder(), DecayingTask()
     trainer = quiet_trainer(max_epochs=4, callbacks=[recorder], default_root_dir=run)
@@ -334,7 +333,7 @@ def _saved(folder: Path, **data: Any) -> Path:
     return trainer.save_checkpoint(folder / "saved")
 
 
-def test_p10_the_state_of_a_data_module_that_is_absent_is_an_error_unless_allowed(tmp_path: Path) -> None:
+def test_the_state_of_a_data_module_that_is_absent_is_an_error_unless_allowed(tmp_path: Path) -> None:
     saved, data = _saved(tmp_path), Data()
     with pytest.raises(CheckpointError, match=r"no state of the data module, and Data has one.*\['datamodule'\]"):
         quiet_trainer(max_epochs=2).fit(DecayingTask(), datamodule=data, ckpt_path=saved)
@@ -359,7 +358,7 @@ def test_the_state_of_a_data_module_comes_back_and_is_not_dropped_silently(tmp_p
     ],
     ids=["no entry", "no schedule"],
 )
-def test_p10_a_schedule_that_is_absent_is_an_error_unless_allowed(
+def test_a_schedule_that_is_absent_is_an_error_unless_allowed(
     run: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
     edit_trainer(run / "checkpoints" / "2", change)
@@ -370,13 +369,13 @@ def test_p10_a_schedule_that_is_absent_is_an_error_unless_allowed(
 
 
 @pytest.mark.parametrize("entry", ["strategy", "callbacks", "loggers", "datamodule", "data", "seed", "run_id"])
-def test_p10_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path, entry: str) -> None:
+def test_an_entry_that_every_checkpoint_has_is_an_error_where_it_is_absent(run: Path, entry: str) -> None:
     edit_trainer(run / "checkpoints" / "2", lambda entries: entries.pop(entry))
     with pytest.raises(CheckpointError, match=f"no entry '{entry}'"):
         resume(run, "last")
 
 
-def test_p10_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_warning(tmp_path: Path) -> None:
+def test_a_loss_scale_that_was_lost_is_an_error_and_one_for_a_new_precision_a_warning(tmp_path: Path) -> None:
     saved = _saved(tmp_path)
 
     def resumed(**arguments: Any) -> None:

@@ -171,7 +171,7 @@ def test_a_compiled_run_trains_like_a_plain_one_and_keeps_the_users_names() -> N
     trainer.fit(compiled, regression_loader(8, 2), regression_loader(4, 2))
     other.fit(plain, regression_loader(8, 2), regression_loader(4, 2))
     assert list(compiled.state_dict()) == list(RegressionTask().state_dict())
-    assert list(trainer.strategy.model_state()) == list(compiled.state_dict())
+    assert list(trainer.strategy.state.model_state()) == list(compiled.state_dict())
     torch.testing.assert_close(weights_of(compiled), weights_of(plain))
     assert trainer.callback_metrics["val_loss"] == pytest.approx(other.callback_metrics["val_loss"])
 

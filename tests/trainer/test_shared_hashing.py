@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from tests.strategies.sharded import Blocks, batches
+from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.checkpoint import hashing, read_manifest
+from trainwright.checkpoint import read_manifest
+from trainwright.checkpoint.disk import hashing
 from trainwright.core.errors import CheckpointError
-from trainwright.trainer.shared_hashing import fair_shares
+from trainwright.trainer.checkpoints.shared_hashing import fair_shares
 
 
 def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:

@@ -25,27 +25,36 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.bigmodels.saving import save_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
-from trainwright.core.memory import release_memory
+from trainwright.core.host.memory import release_memory
+from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import detect
 from trainwright.core.tree import iterate_tensors
+from trainwright.processes.collectives import gather, pad_across_processes, reduce
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launcher_variables import read_launcher_variables
-from trainwright.strategies.offload.saving import save_model
-from trainwright.strategies.processes.collectives import gather, pad_across_processes, reduce
-from trainwright.strategies.processes.partial_state import PartialState
 from trainwright.strategies.select import select_for_loop
+from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.accelerator.accelerated_loader import AcceleratedLoader
+from trainwright.trainer.accelerator.accelerated_model import AcceleratedModel, unwrapped
+from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.trainer.accelerator.accelerator_state import LoopObjects, load_loop, save_loop
 from trainwright.trainer.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
 from trainwright.trainer.accelerator.gathering import gather_objects, gather_real
 from trainwright.trainer.accelerator.item_counts import ItemCounts
-from trainwright.trainer.accelerator.loader import AcceleratedLoader
 from trainwright.trainer.accelerator.loss_scale import LossScale
-from trainwright.trainer.accelerator.model import unwrapped
-from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
 from trainwright.trainer.accelerator.pickling import picklable_state, restore_prepared
 from trainwright.trainer.accelerator.prepare import PreparesObjects
 from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
-from trainwright.trainer.accelerator.settings import accumulation_of, checked_folder, read_settings, refuse_attribute
-from trainwright.trainer.accelerator.state import LoopObjects, load_loop, save_loop
+from trainwright.trainer.accelerator.settings import (
+    accumulation_of,
+    checked_folder,
+    read_settings,
+    refuse_attribute,
+    refuse_option,
+    refuse_unknown,
+)
 
 T = TypeVar("T")
 
@@ -69,7 +78,8 @@ class Accelerator(PreparesObjects):
         kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that serves loops of others.
         seed: of the order of the data; torch's initial seed on the first process unless told.
-        unknown: arguments of Accelerate that are served elsewhere; None is accepted.
+
+    Arguments of Accelerate that are served elsewhere are accepted as None.
 
     Where the arguments say nothing, the variables of `accelerate launch` count (`ACCELERATE_MIXED_PRECISION`,
     `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, `ACCELERATE_USE_CPU`); others that ask for something are warned of.
@@ -80,6 +90,7 @@ class Accelerator(PreparesObjects):
         ConfigurationError: an argument that is unknown or not served, naming what is.
     """
 
+    @known_arguments(refuse_unknown)
     def __init__(
         self,
         device_placement: bool = True,
@@ -91,15 +102,14 @@ class Accelerator(PreparesObjects):
         step_scheduler_with_optimizer: bool = True,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
-        strategy: Any = "auto",
+        strategy: str | Strategy = "auto",
         seed: int | None = None,
-        **unknown: Any,
     ) -> None:
         mixed_precision, gradient_accumulation_steps, cpu = read_launcher_variables(
             mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, cpu, warns=detect().rank == 0
         )
         accumulates = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
-        settings = read_settings(split_batches, mixed_precision, cpu, kwargs_handlers, strategy, unknown)
+        settings = read_settings(split_batches, mixed_precision, cpu, kwargs_handlers, strategy)
         self.state = PartialState(cpu=cpu)
         self.strategy = settings.strategy
         self._strategy_argument, self._handlers = strategy, tuple(kwargs_handlers or ())
@@ -137,7 +147,8 @@ class Accelerator(PreparesObjects):
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"` or `"bf16"`."""
-        return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(self._precision.autocast_dtype, "no")  # type: ignore[arg-type]
+        names: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+        return names.get(self._precision.autocast_dtype, "no")
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -183,7 +194,7 @@ class Accelerator(PreparesObjects):
     # The step
 
     def backward(
-        self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
+        self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: object
     ) -> None:
         """Run backward of the loss's share in its optimizer step. Collective in the last micro-batch of a group.
 
@@ -207,6 +218,8 @@ class Accelerator(PreparesObjects):
                 "backward() was given a loss without a graph (requires_grad is False): nothing could be learned from "
                 "it. Compute it from the model's outputs, without detach(), .item() or torch.no_grad()."
             )
+        if loss.numel() != 1 and not kwargs:
+            raise TaskError(f"backward() was given a loss of shape {tuple(loss.shape)}. Take its mean() or sum().")
         if num_items is not None:
             loss = self._items.weigh(loss, num_items, self._accumulated_parameters)
         else:
@@ -252,7 +265,8 @@ class Accelerator(PreparesObjects):
         Args:
             model: what was prepared, or what it was prepared from.
         """
-        return self.strategy.hold_back(getattr(self._prepared.get(id(model), model), "engine", model))
+        prepared = self._prepared.get(id(model), model)
+        return self.strategy.no_sync(prepared.engine if isinstance(prepared, AcceleratedModel) else model)
 
     def autocast(self) -> Any:
         """Return a context for computation outside of a model in the mixed precision."""
@@ -302,7 +316,7 @@ class Accelerator(PreparesObjects):
 
     # Between the processes
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Return every rank's tensors, one after the other along the first dimension. Collective; see `gather`.
 
         While a prepared loader is read, ranks may have different numbers of rows (of the last batch): the rows of all
@@ -317,7 +331,7 @@ class Accelerator(PreparesObjects):
             return gather(tensor)
         return gather_real(tensor, False, self.state.joined(), "gather")
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Return every rank's results for the present micro-batch of the loader that is being read. Collective.
 
         Padding is left out, and ranks may have different numbers of rows: the rows of all passes together are the data
@@ -334,11 +348,11 @@ class Accelerator(PreparesObjects):
             return gather_objects([] if padding else list(values), self.state.joined())
         return gather_real(input_data, padding, self.state.joined())
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Return the sum or mean of every rank's tensors, times `scale`. Collective; see `reduce`."""
         return reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Return tensors as long in one dimension as the longest of all ranks. Collective."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -375,7 +389,7 @@ class Accelerator(PreparesObjects):
                 self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization
             )
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
+    def register_for_checkpointing(self, *objects: object) -> None:
         """Have `save_state` and `load_state` take further objects along, the same on every rank.
 
         Raises:
@@ -386,9 +400,8 @@ class Accelerator(PreparesObjects):
                 raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
         self._others.extend(objects)
 
-    def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **unknown: Any
-    ) -> str:
+    @known_arguments(partial(refuse_option, "save_state"))
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Write everything that was prepared as a checkpoint, in the place of one that is there. Collective; blocks.
 
         Weights, optimizers, schedules, the loss scale, the place in the data, all ranks' generators and registered
@@ -397,7 +410,6 @@ class Accelerator(PreparesObjects):
         Args:
             output_dir: The folder; it has to be given.
             safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
-            unknown: Options of engines that are not served; they are refused by name.
 
         Returns:
             The folder.
@@ -407,7 +419,7 @@ class Accelerator(PreparesObjects):
             ConfigurationError: no folder was given, or an option that is unknown; or the loop stands within a group of
                 micro-batches.
         """
-        output_dir = checked_folder("save_state", "output_dir", output_dir, unknown)
+        output_dir = checked_folder("save_state", "output_dir", output_dir)
         if not safe_serialization:
             warnings.warn(
                 "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "
@@ -415,14 +427,12 @@ class Accelerator(PreparesObjects):
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        save_loop(Path(output_dir), self._objects(), self._ranks.seed, self.state.joined())
+        save_loop(Path(output_dir), self._objects(), self._loader_options.seed, self.state.joined())
         return os.fspath(output_dir)
 
+    @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
-        self,
-        input_dir: str | os.PathLike[str] | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        **unknown: Any,
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Put back what `save_state` wrote into the same objects, prepared anew. Every rank reads the folder.
 
@@ -432,16 +442,16 @@ class Accelerator(PreparesObjects):
         Args:
             input_dir: The folder; it has to be given.
             load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
-            unknown: Options of engines that are not served; they are refused by name.
 
         Raises:
             FileNotFoundError: nothing is there.
             CheckpointError: it is damaged, of another loop, or of data in another order.
             ConfigurationError: no folder was given, or an option that is unknown.
         """
-        given = unknown | ({"load_kwargs": load_kwargs} if load_kwargs else {})
-        input_dir = checked_folder("load_state", "input_dir", input_dir, given)
-        load_loop(Path(input_dir), self._objects(), self._ranks.seed, self.state.joined())
+        if load_kwargs:
+            refuse_option("load_state", "load_kwargs")
+        input_dir = checked_folder("load_state", "input_dir", input_dir)
+        load_loop(Path(input_dir), self._objects(), self._loader_options.seed, self.state.joined())
 
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
@@ -449,7 +459,7 @@ class Accelerator(PreparesObjects):
             models, self._optimizers, self._schedulers, self._dataloaders, self._scale, self._others, self.device
         )
 
-    def free_memory(self, *objects: Any) -> list[Any]:
+    def free_memory(self, *objects: object) -> list[Any]:
         """Forget everything that was prepared, and give memory back; returns a None for each of `objects`.
 
         The loop's own references must go too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
@@ -471,6 +481,6 @@ class Accelerator(PreparesObjects):
         """Leave the other processes, at the end of a script; does not wait for them."""
         self.state.destroy_process_group()
 
-    def clear(self, *objects: Any) -> list[Any]:
+    def clear(self, *objects: object) -> list[Any]:
         """Do what `free_memory` does."""
         return self.free_memory(*objects)

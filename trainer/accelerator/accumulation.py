@@ -53,7 +53,7 @@ class GradientAccumulationPlugin:
             )
 
 
-def check_steps(name: str, value: Any) -> int:
+def check_steps(name: str, value: object) -> int:
     """Return a number of micro-batches.
 
     Raises:
@@ -153,7 +153,7 @@ class Accumulation:
             return place.starts_group
         return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
 
-    def begin_pass(self, loader: Any) -> Place:
+    def begin_pass(self, loader: object) -> Place:
         """Note that a loader is being read, until `end_pass`."""
         place = Place()
         self._rest()

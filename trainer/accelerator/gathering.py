@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import pad_to, trim
-from trainwright.strategies.processes.collectives import recursively_apply
-from trainwright.strategies.processes.process_group import Processes
-from trainwright.strategies.processes.same_calls import compare_calls, different_calls, same_on_all_ranks
+from trainwright.processes.collectives import recursively_apply
+from trainwright.processes.process_group import Processes
+from trainwright.processes.same_calls import compare_calls, different_calls, same_on_all_ranks
 
 _MAX_DIMS = 8
 _HINT = "Gather the same on every rank."
@@ -30,7 +30,7 @@ def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
     return [value for of_rank in processes.gather_object(values) for value in of_rank]
 
 
-def gather_real(tree: Any, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
+def gather_real(tree: object, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
     """Return `tree` with each tensor's rows of all ranks, one rank after the other, without the rows of padding.
 
     Collective: one number from each rank on the host, sizes too where they differ, and values for each tensor.
@@ -71,12 +71,12 @@ def gather_real(tree: Any, is_padding: bool, processes: Processes, operation: st
     return recursively_apply(one, tree)
 
 
-def _collect(tree: Any, leaves: list[torch.Tensor], operation: str) -> Exception | None:
+def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Exception | None:
     """Append the tensors of a structure, depth first; returns what is wrong with it, None if nothing is."""
     wrong: list[Exception] = []
     for_metrics = operation == "gather_for_metrics"
 
-    def note(leaf: Any) -> None:
+    def note(leaf: object) -> None:
         if isinstance(leaf, torch.Tensor) and leaf.dim() <= _MAX_DIMS:
             leaves.append(leaf)
         elif isinstance(leaf, torch.Tensor):

@@ -11,13 +11,13 @@ import torch
 
 from trainwright.core.errors import TaskError
 from trainwright.core.tree import WAITED_FOR
-from trainwright.strategies.gradients import scale_gradients, stack_counts
+from trainwright.strategies.steps.gradients import scale_gradients, stack_counts
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.accelerator.accumulation import Accumulation
 
 
 @dataclass(slots=True)
-class _Step:
+class _StepItems:
     """What one optimizer step has consumed so far on this rank.
 
     Attributes:
@@ -45,11 +45,11 @@ class ItemCounts:
     def __init__(self, accumulation: Accumulation, strategy: Strategy, *, scaled: bool) -> None:
         self._accumulation = accumulation
         self._strategy = strategy
-        self._steps: dict[tuple[int, ...], _Step] = {}
+        self._steps: dict[tuple[int, ...], _StepItems] = {}
         self._unit: float | None = None if scaled else 1.0
 
     def weigh(
-        self, loss: torch.Tensor, num_items: Any, parameters: Callable[[], Iterable[torch.Tensor]]
+        self, loss: torch.Tensor, num_items: object, parameters: Callable[[], Iterable[torch.Tensor]]
     ) -> torch.Tensor:
         """Return what the loss adds to its step's gradient. Collective in the last micro-batch of a group.
 
@@ -79,7 +79,7 @@ class ItemCounts:
         if self._unit is None:
             self._unit = self._agreed_unit(count)
         if not accumulation.sync_gradients:
-            self._steps[key] = _Step(total, accumulation.num_micro_batches)
+            self._steps[key] = _StepItems(total, accumulation.num_micro_batches)
             summed: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
             return summed
         self._steps.pop(key, None)
@@ -106,32 +106,32 @@ class ItemCounts:
                 "all items is not known then. Pass num_items= for every micro-batch of the step, or for none."
             )
 
-    def _shares(self, count: Any, total: Any, loss: torch.Tensor) -> tuple[Any, Any]:
+    def _shares(self, count: float | torch.Tensor, total: float | torch.Tensor, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
         strategy, unit = self._strategy, self._unit or 1.0
-        alone = strategy.dp_size == 1
+        alone = strategy.data_ranks.size == 1
         if alone and not isinstance(total, torch.Tensor):
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
         own, of_group = stack_counts([count, total], strategy.device).unbind()
-        everyone = (of_group if alone else strategy.sum_over_data_ranks(of_group.clone())).clamp(min=1)
+        everyone = (of_group if alone else strategy.data_ranks.sum(of_group.clone())).clamp(min=1)
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
-        world = strategy.dp_size  # ranks average their gradients
+        world = strategy.data_ranks.size  # ranks average their gradients
         return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
 
-    def _as_factor(self, count: Any, unit: float, loss: torch.Tensor) -> Any:
+    def _as_factor(self, count: float | torch.Tensor, unit: float, loss: torch.Tensor) -> Any:
         if not isinstance(count, torch.Tensor):
             return count / unit
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
         beside = loss.device.type not in WAITED_FOR
         return count.to(device=loss.device, dtype=dtype, non_blocking=beside).reshape(()) / unit
 
-    def _agreed_unit(self, count: Any) -> float:
+    def _agreed_unit(self, count: float | torch.Tensor) -> float:
         """Return a power of two near the first count, the same on every rank: dividing by it changes no bit."""
-        counts = self._strategy.gather_integers_by_data_rank([int(count)])
+        counts = self._strategy.data_ranks.gather_integers([int(count)])
         return 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
 
 
-def _checked(num_items: Any) -> Any:
+def _checked(num_items: object) -> Any:
     if isinstance(num_items, torch.Tensor) and num_items.numel() == 1 and num_items.dtype is not torch.bool:
         return num_items.detach()
     if isinstance(num_items, (int, float)) and not isinstance(num_items, bool) and 0 <= num_items < math.inf:

@@ -67,7 +67,7 @@ class LossScale:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Step an optimizer if all its gradients are finite; returns whether it did. Waits for the device."""
-        done = _Step(optimizer, closure)
+        done = _GuardedStep(optimizer, closure)
         before = vars(optimizer).get("step")
         optimizer.step = done  # type: ignore[method-assign, assignment]  # the scaler calls it, or does not
         try:
@@ -81,7 +81,7 @@ class LossScale:
         return done.was_taken
 
 
-class _Step:
+class _GuardedStep:
     """Stands in for an optimizer's `step` while the scaler decides."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:

@@ -14,16 +14,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.data import CombinedLoader
-from trainwright.strategies.processes.partial_state import PartialState
+from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.trainer.accelerator.accelerated_model import AcceleratedModel
+from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.trainer.accelerator.accumulation import Accumulation
-from trainwright.trainer.accelerator.loader import AcceleratedLoader, SkippedStart
 from trainwright.trainer.accelerator.loss_scale import LossScale
-from trainwright.trainer.accelerator.model import AcceleratedModel
-from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
 from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
-from trainwright.trainer.loaders import Ranks
 
 T = TypeVar("T")
 
@@ -46,16 +45,19 @@ class PreparesObjects:
     _prepared: WeakValueDictionary[int, Any]
 
     @functools.cached_property
-    def _ranks(self) -> Ranks:
+    def _loader_options(self) -> LoaderOptions:
         """How data is divided. Collective at its first use, by which a script has seeded torch."""
-        strategy = self.strategy
+        ranks = self.strategy.data_ranks
         own = torch.initial_seed() if self._seed is None else self._seed
-        return Ranks(
-            strategy.dp_rank, strategy.dp_size, self.state.joined().broadcast_object(own), uneven="pad",
-            use_distributed_sampler=True, agree=strategy.gather_integers_by_data_rank,
-        )  # fmt: skip
+        return LoaderOptions(
+            rank=ranks.rank,
+            world=ranks.size,
+            seed=self.state.joined().broadcast_object(own),
+            agree=ranks.gather_integers if ranks.size > 1 else None,
+            name="the loader",
+        )
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
+    def prepare(self, *args: object, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
         """Return each argument made ready: models, optimizers, DataLoaders and schedulers; others as they are.
 
         Collective under several processes: every rank prepares the same objects, in the same order. What was prepared
@@ -78,7 +80,7 @@ class PreparesObjects:
                 found[i] = prepares(value, placements[i])
         return found[0] if len(found) == 1 else tuple(found)
 
-    def _prepare_own(self, value: Any, placement: bool | None) -> Any:
+    def _prepare_own(self, value: object, placement: bool | None) -> Any:
         if isinstance(value, nn.Module):
             return self.prepare_model(value, placement)
         if isinstance(value, SkippedStart) and self._own(value) is value.loader:
@@ -87,7 +89,7 @@ class PreparesObjects:
             return self.prepare_data_loader(value, placement)
         return self.prepare_optimizer(value) if isinstance(value, Optimizer) else value
 
-    def _prepare_follower(self, value: Any, placement: bool | None) -> Any:
+    def _prepare_follower(self, value: object, placement: bool | None) -> Any:
         follows = isinstance(value, AcceleratedScheduler) or is_scheduler(value)
         return self.prepare_scheduler(value) if follows else value
 
@@ -133,7 +135,9 @@ class PreparesObjects:
 
     def _around(self, model: nn.Module, engine: nn.Module) -> nn.Module:
         plain = engine is model and self._make_context is None
-        return model if plain else AcceleratedModel(model, engine, self._make_context)
+        if plain:
+            return model
+        return AcceleratedModel(model, engine, self._make_context, self.strategy.clearer)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Return the optimizer such that it steps once per group of micro-batches. Not collective."""
@@ -147,7 +151,7 @@ class PreparesObjects:
 
         return self._once(own, make)
 
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
         """Return the schedule such that it advances with the optimizer it was made for. Not collective."""
         own = self._own(scheduler)
         if isinstance(own, AcceleratedScheduler):
@@ -164,7 +168,7 @@ class PreparesObjects:
 
         return self._once(own, make)
 
-    def prepare_data_loader(self, data_loader: Any, device_placement: bool | None = None) -> AcceleratedLoader:
+    def prepare_data_loader(self, data_loader: object, device_placement: bool | None = None) -> AcceleratedLoader:
         """Return a loader of this process's share of the data; see `prepare_loader` for what becomes of it.
 
         Args:
@@ -178,19 +182,19 @@ class PreparesObjects:
 
         def make() -> AcceleratedLoader:
             mover = self.strategy.batch_mover() if placed else None
-            found = AcceleratedLoader(self._ranks.prepare(own, "train"), self._accumulation, mover)
+            found = AcceleratedLoader(prepare_loader(own, self._loader_options), self._accumulation, mover)
             self._dataloaders.append(found)
             return found
 
         return self._once(own, make)
 
-    def _once(self, value: Any, make: Callable[[], T]) -> T:
+    def _once(self, value: object, make: Callable[[], T]) -> T:
         """Return what was made of an object before; else make it."""
         if id(value) not in self._prepared:  # what is there holds its object: no other can have the address
             self._prepared[id(value)] = make()
         return cast(T, self._prepared[id(value)])
 
-    def _own(self, value: Any) -> Any:
+    def _own(self, value: object) -> Any:
         """Return what a prepared object was prepared from, unless it is one of ours; any other as it is.
 
         What another Accelerator has prepared, or this one before `free_memory`, knows nothing of this one's groups.
@@ -205,7 +209,7 @@ class PreparesObjects:
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
 
-def prepared_from(value: Any) -> Any:
+def prepared_from(value: object) -> Any:
     """Return the user's own object that was prepared; None for what was not."""
     if isinstance(value, AcceleratedModel):
         return value.module

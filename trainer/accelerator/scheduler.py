@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.trainer.accelerator.accumulation import Accumulation
-from trainwright.trainer.accelerator.optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:
@@ -64,12 +64,12 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
 
-def holds_optimizer(scheduler: Any, optimizer: AcceleratedOptimizer) -> bool:
+def holds_optimizer(scheduler: object, optimizer: AcceleratedOptimizer) -> bool:
     """Tell whether a scheduler was made for an optimizer, or for what was prepared of it."""
     return getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
 
 
-def is_scheduler(value: Any) -> bool:
+def is_scheduler(value: object) -> bool:
     """Tell whether `value` is a learning-rate schedule, of torch or of the same manner."""
     if isinstance(value, LRScheduler):
         return True

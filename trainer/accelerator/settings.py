@@ -16,11 +16,15 @@ from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlu
 
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
-_ELSEWHERE = {
+ELSEWHERE = {
     "dataloader_config": "the DataLoader's own arguments: what is prepared keeps its workers, collation and pinning",
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
     },
+    "even_batches": "nothing: ranks that run out of data are padded, and gather_for_metrics leaves the padding out",
+    "dispatch_batches": "nothing: each process reads its own share of the data",
+    "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
+    "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
     "rng_types": "seed=: the order of the data depends on it alone",
     "log_with": "your tracker's own interface, on accelerator.is_main_process",
     "project_dir": "a folder of your own",
@@ -28,7 +32,7 @@ _ELSEWHERE = {
     "dynamo_backend": "torch.compile(model) before prepare()",
     "dynamo_plugin": "torch.compile(model) before prepare()",
 }
-_METHODS = {
+METHODS = {
     "init_trackers": "your tracker's own interface, on is_main_process",
     "log": "your tracker's own interface, on is_main_process",
     "get_tracker": "your tracker's own interface, on is_main_process",
@@ -60,15 +64,13 @@ def read_settings(
     mixed_precision: str | None,
     cpu: bool,
     kwargs_handlers: Sequence[Any] | None,
-    strategy: Any,
-    unknown: dict[str, Any],
+    strategy: str | Strategy,
 ) -> LoopSettings:
     """Read and check the arguments of an Accelerator; see there.
 
     Raises:
         ConfigurationError: the first thing that is wrong.
     """
-    _refuse(unknown)
     precision = _precision(mixed_precision)
     topology = detect()
     if split_batches and topology.world_size > 1:
@@ -79,7 +81,7 @@ def read_settings(
     return LoopSettings(select_for_loop(strategy, kwargs_handlers or (), cpu=cpu, precision=precision), precision)
 
 
-def accumulation_of(steps: Any, plugin: Any) -> GradientAccumulationPlugin:
+def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
     """Return how gradients are accumulated, from the two arguments that may say it.
 
     Raises:
@@ -101,17 +103,12 @@ def accumulation_of(steps: Any, plugin: Any) -> GradientAccumulationPlugin:
     return plugin
 
 
-def checked_folder(method: str, name: str, folder: Any, unknown: dict[str, Any]) -> str | os.PathLike[str]:
+def checked_folder(method: str, name: str, folder: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     """Return the folder that a method was given.
 
     Raises:
-        ConfigurationError: There is none, or further options come with it.
+        ConfigurationError: There is none.
     """
-    if unknown:
-        raise ConfigurationError(
-            f"{method} does not take {', '.join(f'{key}=' for key in unknown)}: options of engines' and torch's own "
-            "savers do nothing here, where a state is a folder of safetensors and JSON. Leave them out."
-        )
     if folder is None:
         raise ConfigurationError(
             f"{method}() needs a folder: there is no automatic naming of checkpoints. Pass {name}='…', for example "
@@ -121,13 +118,28 @@ def checked_folder(method: str, name: str, folder: Any, unknown: dict[str, Any])
     return found
 
 
-def _refuse(unknown: dict[str, Any]) -> None:
-    for name, value in unknown.items():
-        if name not in _ELSEWHERE:
-            known = ("mixed_precision", "gradient_accumulation_steps", "split_batches", "cpu", *_ELSEWHERE)
-            raise ConfigurationError(f"Accelerator has no argument {name!r}.{nearest(name, known)}")
-        if value is not None:
-            raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {_ELSEWHERE[name]}.")
+def refuse_option(method: str, name: str, *_: object) -> None:
+    """Refuse an option of `save_state` or `load_state` that other libraries have.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    raise ConfigurationError(
+        f"{method} does not take {name}=: options of engines' and torch's own savers do nothing here, where a state is "
+        "a folder of safetensors and JSON. Leave it out."
+    )
+
+
+def refuse_unknown(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse an argument that the Accelerator does not have, naming the nearest that it has, or what serves instead.
+
+    Raises:
+        ConfigurationError: unless it is None, and one of Accelerate's.
+    """
+    if name not in ELSEWHERE:
+        raise ConfigurationError(f"Accelerator has no argument {name!r}.{nearest(name, (*known, *ELSEWHERE))}")
+    if value is not None:
+        raise ConfigurationError(f"Accelerator does not take {name}= . Instead: {ELSEWHERE[name]}.")
 
 
 def _precision(name: str | None) -> Precision:
@@ -142,6 +154,6 @@ def _precision(name: str | None) -> Precision:
 
 def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     """Return the error for an attribute that an Accelerator does not have, naming what serves instead."""
-    if name in _METHODS:
-        return AttributeError(f"Accelerator has no {name!r} yet. Instead: {_METHODS[name]}.")
+    if name in METHODS:
+        return AttributeError(f"Accelerator has no {name!r} yet. Instead: {METHODS[name]}")
     return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")

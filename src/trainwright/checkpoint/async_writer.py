@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from trainwright.checkpoint.host_buffers import HostBuffers
-from trainwright.checkpoint.host_copies import LaterCopy
-from trainwright.checkpoint.model import MAX_SHARD_BYTES
-from trainwright.checkpoint.planned_file import QUIET_FROM_BYTES
-from trainwright.checkpoint.quiet_thread import Preparation, QuietThread
-from trainwright.checkpoint.writer import (
+from trainwright.checkpoint.disk.host_buffers import HostBuffers
+from trainwright.checkpoint.disk.host_copies import LaterCopy
+from trainwright.checkpoint.disk.planned_file import QUIET_FROM_BYTES
+from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread
+from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
+from trainwright.checkpoint.format.writer import (
     Contents,
     Snapshot,
     check_target,

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainwright.checkpoint.layout import FileEntry, check_relative
-from trainwright.checkpoint.planned_file import write_files
-from trainwright.checkpoint.quiet_thread import QuietThread
-from trainwright.checkpoint.writer import Contents, Draft
+from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.planned_file import write_files
+from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.disk.untrusted import check_relative
+from trainwright.checkpoint.format.writer import Contents, Draft
 from trainwright.core.errors import CheckpointError
-from trainwright.core.hidden_names import split_hidden
+from trainwright.core.names.hidden_names import split_hidden
 
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.002, 0.1
 

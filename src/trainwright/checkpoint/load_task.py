@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from trainwright.checkpoint.model import load_plain_state
-from trainwright.checkpoint.reader import read_checkpoint
+from trainwright.checkpoint.format.model import load_plain_state
+from trainwright.checkpoint.format.reader import read_checkpoint
 from trainwright.checkpoint.remote import download_checkpoint
 from trainwright.core.errors import CheckpointError
+from trainwright.core.host.folders import is_url
 from trainwright.core.hyperparameters import (
     HYPER_PARAMETERS,
     HYPER_PARAMETERS_ENUMS,
@@ -22,7 +23,6 @@ from trainwright.core.hyperparameters import (
     Hyperparameters,
     with_enums,
 )
-from trainwright.core.urls import is_url
 
 TaskT = TypeVar("TaskT", bound=torch.nn.Module)
 DataT = TypeVar("DataT")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from trainwright.checkpoint.hashing import HashFiles, hash_files
-from trainwright.checkpoint.layout import Kind
-from trainwright.checkpoint.manifests import FoundCheckpoint, scan
-from trainwright.checkpoint.reader import check_checkpoint, flaw_of
-from trainwright.checkpoint.upgrade import NewerFormatError
+from trainwright.checkpoint.disk.hashing import HashFiles, hash_files
+from trainwright.checkpoint.format.layout import Kind
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, scan
+from trainwright.checkpoint.format.reader import check_checkpoint, flaw_of
+from trainwright.checkpoint.format.upgrade import NewerFormatError
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 # What becomes of the wish for a checkpoint that turns out to be damaged: an error, or the newest one that is whole.

@@ -19,33 +19,23 @@ from typing import Any
 
 import xxhash
 
-from trainwright.checkpoint.durable import (
+from trainwright.checkpoint.disk.durable import (
     CHUNK_BYTES,
+    FileEntry,
     HashingFile,
-    held,
     hidden,
     make_folder,
     rename,
     sync_folder,
     write_file,
 )
-from trainwright.checkpoint.layout import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    PARTS,
-    FileEntry,
-    Kind,
-    Manifest,
-    check_relative,
-    dump_json,
-    inside,
-    load_json,
-)
-from trainwright.checkpoint.manifests import read_manifest, verify
-from trainwright.checkpoint.staging import remove_folder
-from trainwright.checkpoint.upgrade import PLAIN_VERSION, check_format_version, upgraded
+from trainwright.checkpoint.disk.untrusted import check_relative, dump_json, inside, load_json
+from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, PARTS, Kind, Manifest
+from trainwright.checkpoint.format.manifests import read_manifest, verify
+from trainwright.checkpoint.format.staging import remove_folder
+from trainwright.checkpoint.format.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
-from trainwright.core.urls import is_url, last_part, local_folder
+from trainwright.core.host.folders import held, is_url, last_part, local_folder
 
 # How services word that they do not let somebody in; they have no exception in common.
 _REFUSED = re.compile(

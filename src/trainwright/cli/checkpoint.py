@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.core.urls import is_url
+from trainwright.core.host.folders import is_url
 
 if TYPE_CHECKING:
-    from trainwright.checkpoint.diff import CheckpointDifference
-    from trainwright.checkpoint.export import Exported
+    from trainwright.checkpoint.interop.diff import CheckpointDifference
+    from trainwright.checkpoint.interop.export import Exported
 
 _FOUND = 1  # verify: damage; diff: differences
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -102,10 +102,8 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-pickle", action="store_true", help="unpickle: runs ANY code in the file; only if you trust its maker"
     )
-    parser.add_argument(
-        "--param-names", type=Path, action="append", default=[], metavar="FILE",
-        help="names of an optimizer's parameters in its order, one a line; once per optimizer",
-    )  # fmt: skip
+    help_names = "names of an optimizer's parameters in its order, one a line; once per optimizer"
+    parser.add_argument("--param-names", type=Path, action="append", default=[], metavar="FILE", help=help_names)
     parser.add_argument(
         "--optimizer-class", action="append", default=[], metavar="NAME", help="such as AdamW; once per optimizer"
     )
@@ -181,7 +179,7 @@ def _verify(wanted: argparse.Namespace) -> int:
 
 
 def _diff(wanted: argparse.Namespace) -> int:
-    from trainwright.checkpoint.diff import diff_checkpoints
+    from trainwright.checkpoint.interop.diff import diff_checkpoints
 
     found = diff_checkpoints(wanted.left, wanted.right)
     if wanted.json:
@@ -195,7 +193,7 @@ def _diff(wanted: argparse.Namespace) -> int:
 
 def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> None:
     if not found:
-        print("the same in everything")
+        print("the same in everything, by the hashes in their manifests; verify compares the files with these")
         return
     for side, only in ((left, found.only_left), (right, found.only_right)):
         _print_some(f"only in {side}:", only)
@@ -204,10 +202,11 @@ def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> N
         first, largest = found.tensors[0], found.largest()
         most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
         print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
-        _print_some("tensors that differ, by max |left - right|:", [
+        differing = [
             f"{item.path}: {item.left} -> {item.right}" if item.max_abs is None else f"{item.path}: {item.max_abs:.6g}"
             for item in found.tensors
-        ])  # fmt: skip
+        ]
+        _print_some("tensors that differ, by max |left - right|:", differing)
 
 
 def _print_some(title: str, lines: Sequence[str]) -> None:
@@ -224,14 +223,14 @@ def _print_some(title: str, lines: Sequence[str]) -> None:
 
 
 def _merge(wanted: argparse.Namespace) -> int:
-    from trainwright.checkpoint.export import export_weights
+    from trainwright.checkpoint.interop.export import export_weights
 
     _tell(export_weights(wanted.source, wanted.target))
     return 0
 
 
 def _export(wanted: argparse.Namespace) -> int:
-    from trainwright.checkpoint.export import export_weights
+    from trainwright.checkpoint.interop.export import export_weights
 
     _tell(
         export_weights(
@@ -257,7 +256,7 @@ def _tell(exported: Exported) -> None:
 
 
 def _convert(wanted: argparse.Namespace) -> int:
-    from trainwright.checkpoint.convert import ConvertOptions, convert_checkpoint, read_names
+    from trainwright.checkpoint.interop.convert import ConvertOptions, convert_checkpoint, read_names
 
     for name in ("step", "epoch"):
         value = getattr(wanted, name)
@@ -295,7 +294,7 @@ def _print_tree(value: Any, indent: str) -> None:
             print(f"{indent}{name}: {_text(item)}")
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if value is None or value == {}:
@@ -303,7 +302,7 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return `value` as JSON can say it; numbers that it cannot are text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}

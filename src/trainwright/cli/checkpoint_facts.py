@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint import Manifest, read_manifest, verify
-from trainwright.checkpoint.codec import TAG, decode
-from trainwright.checkpoint.damage import reading
-from trainwright.checkpoint.export import stored_tensors
-from trainwright.checkpoint.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered, read_json
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.untrusted import read_json
+from trainwright.checkpoint.format.codec import TAG, decode
+from trainwright.checkpoint.format.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered
+from trainwright.checkpoint.format.safetensors_io import read_header, read_safetensors
+from trainwright.checkpoint.format.trees import read_tree
+from trainwright.checkpoint.format.writer import PROGRESS
+from trainwright.checkpoint.interop.export import stored_tensors
 from trainwright.checkpoint.remote import find_remote
-from trainwright.checkpoint.safetensors_io import read_header, read_safetensors
-from trainwright.checkpoint.trees import read_tree
-from trainwright.checkpoint.writer import PROGRESS
 from trainwright.core.errors import CheckpointError
-from trainwright.core.urls import last_part
+from trainwright.core.host.folders import last_part
 
 CHECKPOINTS = "checkpoints"  # where a run keeps them below its folder, unless told otherwise
 
@@ -266,11 +267,11 @@ def _aggregated(item: dict[str, Any]) -> str:
     return ", ".join([*map(str, item.get("logged", ())), *map(str, item.get("objects", ()))]) or "nothing"
 
 
-def _nested(value: Any) -> Any:
+def _nested(value: object) -> Any:
     return {str(key): _short(item) for key, item in value.items()} if isinstance(value, dict) else _short(value)
 
 
-def _short(value: Any, limit: int = 100) -> Any:
+def _short(value: object, limit: int = 100) -> Any:
     """Return numbers and text as they are, tensors by dtype and shape, and the rest as Python writes it, shortened."""
     if value is None or isinstance(value, (bool, int, float)):
         return value

@@ -7,13 +7,17 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainwright import __version__
 
+if TYPE_CHECKING:
+    import torch
+
 _PACKAGES = (
-    "torch", "numpy", "safetensors", "jsonargparse", "torchmetrics", "tensorboard", "wandb", "deepspeed", "torch_xla",
-)  # fmt: skip
+    *("torch", "numpy", "safetensors", "jsonargparse", "torchmetrics"),
+    *("tensorboard", "wandb", "deepspeed", "torch_xla"),
+)
 
 
 def env(argv: Sequence[str]) -> int:
@@ -59,7 +63,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _device_names(accelerator: Any) -> list[str]:
+def _device_names(accelerator: torch.device | None) -> list[str]:
     import torch
 
     if accelerator is None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.byte_sizes import format_bytes
 from trainwright.core.errors import ConfigurationError, MissingPackageError, nearest, require_package
+from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.registry import import_object
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from trainwright.strategies.offload.estimates import WeightCount
+    from trainwright.bigmodels.maps.estimates import WeightCount
 
 DTYPES = ("float32", "bfloat16", "float16", "float8", "int8", "int4")
 LIBRARIES = ("transformers", "timm")
@@ -30,7 +30,7 @@ _TIMM = "timm/"  # how the hub begins the names of timm's models
 
 
 @dataclass(frozen=True, slots=True)
-class _Model:
+class _FoundModel:
     """What could be found out about the model: its weights, and the model itself unless it is a folder of weights."""
 
     count: WeightCount
@@ -80,8 +80,8 @@ def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
-def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
-    from trainwright.strategies.offload.estimates import kv_cache_bytes
+def _facts(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
+    from trainwright.bigmodels.maps.estimates import kv_cache_bytes
 
     count = model.count
     rows: dict[str, dict[str, int]] = {}
@@ -108,10 +108,10 @@ def _facts(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def _peaks(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
-    from trainwright.core.byte_sizes import convert_file_size_to_int
-    from trainwright.strategies.offload.rank_peaks import rank_peaks, ranks_that_fit, training_shape
-    from trainwright.strategies.offload.zero_peaks import ZeroBuckets
+def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
+    from trainwright.bigmodels.maps.rank_peaks import rank_peaks, ranks_that_fit, training_shape
+    from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
+    from trainwright.core.host.byte_sizes import convert_file_size_to_int
 
     if wanted.devices is not None and wanted.devices < 1:
         raise ConfigurationError(f"--devices {wanted.devices}: write a number of at least 1.")
@@ -134,10 +134,10 @@ def _peaks(model: _Model, wanted: argparse.Namespace) -> dict[str, Any]:
     return facts
 
 
-def _split_peak(model: _Model, wanted: argparse.Namespace) -> dict[str, int]:
+def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
     """Return the peak of a rank under tensor parallelism, if the model has a ready plan for so many ranks."""
-    from trainwright.strategies.offload.rank_peaks import split_peak, training_shape
-    from trainwright.strategies.offload.split_model import one_ranks_share
+    from trainwright.bigmodels.maps.rank_peaks import split_peak, training_shape
+    from trainwright.bigmodels.maps.split_model import one_ranks_share
 
     assert model.module is not None
     share = one_ranks_share(model.module, wanted.devices)
@@ -152,12 +152,12 @@ def _split_peak(model: _Model, wanted: argparse.Namespace) -> dict[str, int]:
     return {"tp": split_peak(training_shape(share), world_size=wanted.devices, **load)}
 
 
-def _activation_bytes(model: _Model, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
+def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
     """Return what autograd keeps of a forward; with `loss`, of the model's own loss too, where it is one of tokens."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from trainwright.strategies.offload.estimates import FakeGroupedProducts, count_activation_bytes
+    from trainwright.bigmodels.maps.estimates import FakeGroupedProducts, count_activation_bytes
 
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
@@ -209,7 +209,7 @@ def _inputs(module: Any, config: dict[str, Any], batch_size: int, sequence_lengt
     return inputs
 
 
-def _image_size(module: Any, config: dict[str, Any]) -> tuple[int, int]:
+def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
     """Return the height and width of the images that a model takes, in pixels."""
     main = getattr(module, "main_input_name", None)
     size = config.get("image_size")
@@ -257,27 +257,27 @@ def _show(name: str, facts: dict[str, Any]) -> None:
             print(f"  {strategy:18} {'does not fit' if number is None else number}")
 
 
-def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _Model:
+def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundModel:
     """Return what `name` is: weights on disk, a configuration, a class, or a name that a library knows."""
-    from trainwright.strategies.offload.estimates import count_stored_weights, count_weights, read_config
+    from trainwright.bigmodels.maps.estimates import count_stored_weights, count_weights, read_config
 
     path = Path(name)
     if library == "timm" or (library is None and name.startswith(_TIMM) and not path.exists()):
         module = _from_timm(name.removeprefix(_TIMM))
-        return _Model(count_weights(module), module)
+        return _FoundModel(count_weights(module), module)
     if path.name.endswith(".safetensors.index.json"):
         path = path.parent
     file = path if path.suffix == ".json" else path / "config.json"
     if path.suffix == ".json" or (file.is_file() and not _is_of_others(file, path)):
         source = str(file.parent if file.name == "config.json" else file)
         module, config = _from_config(source, read_config(file), trust_remote_code=trust_remote_code)
-        return _Model(count_weights(module), module, config)
+        return _FoundModel(count_weights(module), module, config)
     if path.exists():
-        return _Model(count_stored_weights(path))
+        return _FoundModel(count_stored_weights(path))
     if ":" in name and library is None:
-        return _Model(count_weights(_make_task(name)))
+        return _FoundModel(count_weights(_make_task(name)))
     module, config = _from_config(name, None, trust_remote_code=trust_remote_code)
-    return _Model(count_weights(module), module, config)
+    return _FoundModel(count_weights(module), module, config)
 
 
 def _is_of_others(file: Path, path: Path) -> bool:
@@ -295,7 +295,7 @@ def _from_config(
     source: str, raw: dict[str, Any] | None, *, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Build the model that a configuration describes, without memory for its weights."""
-    from trainwright.strategies.offload.empty import init_empty_weights
+    from trainwright.bigmodels.weights.empty import init_empty_weights
 
     transformers: Any = require_package("transformers", purpose=_PURPOSE)
     try:
@@ -324,7 +324,7 @@ def _from_timm(name: str) -> nn.Module:
     """Build a model of timm, without memory for its weights."""
     import torch
 
-    from trainwright.strategies.offload.empty import init_empty_weights
+    from trainwright.bigmodels.weights.empty import init_empty_weights
 
     try:
         timm: Any = require_package("timm", purpose="trainwright estimate for a model of timm")
@@ -351,8 +351,8 @@ def _make_task(name: str) -> nn.Module:
     """Make a task without memory for its weights, its `configure_model` included."""
     from torch import nn
 
+    from trainwright.bigmodels.weights.empty import init_empty_weights
     from trainwright.core.task import TaskModule
-    from trainwright.strategies.offload.empty import init_empty_weights
 
     if "" not in sys.path:
         sys.path.insert(0, "")  # a class in the present folder, as `python -m` would find it

@@ -12,15 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.cli.building import build
+from trainwright.cli.configs.building import build
+from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
+from trainwright.cli.configs.parsing import parse
+from trainwright.cli.configs.saved_config import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
-from trainwright.cli.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.parsing import parse
-from trainwright.cli.saved_config import resolved_yaml, save_config
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.urls import is_url
+from trainwright.core.host.folders import is_url
 
 if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
     from trainwright.core.run import Stage
 
 PREDICTIONS_NAME = "predictions.safetensors"
@@ -107,7 +109,7 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
     return parser, settings
 
 
-def _predict(built: Any, settings: Any) -> None:
+def _predict(built: Namespace, settings: Namespace) -> None:
     """Predict, and write what came out on the main process; with `--output none` a callback of the user's does."""
     trainer, keep = built.trainer, settings.output != "none"
     found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
@@ -152,7 +154,7 @@ def build_parser(stage: Stage) -> Any:
     return parser
 
 
-def _add_loading(parser: Any) -> None:
+def _add_loading(parser: ArgumentParser) -> None:
     """Add what `Trainer.fit` may be told about `ckpt_path`."""
     parser.add_argument(
         "--on_damaged",

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainwright.core.errors import TaskError
+from trainwright.core.tree import Batch
 
 _KEY = "predictions"
 
@@ -40,7 +41,7 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
     return {name: tensor.shape for name, tensor in joined.items()}
 
 
-def _named(batch: Any) -> dict[str, torch.Tensor]:
+def _named(batch: Batch) -> dict[str, torch.Tensor]:
     found = dict(batch) if isinstance(batch, Mapping) else {_KEY: batch}
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.dim() == 0:

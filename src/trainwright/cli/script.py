@@ -15,12 +15,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from trainwright import DataModule, TaskModule, Trainer, seed_everything
-from trainwright.cli.building import build
-from trainwright.cli.cli_parser import ReduceLROnPlateau, class_of
-from trainwright.cli.cli_parser import _parser_class as parser_class
-from trainwright.cli.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.parsing import parse
-from trainwright.cli.save_config_callback import SaveConfigCallback
+from trainwright.cli.configs.building import build
+from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
+from trainwright.cli.configs.cli_parser import _parser_class as parser_class
+from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
+from trainwright.cli.configs.parsing import parse
+from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
 
@@ -142,7 +142,7 @@ class CLI:
         self._use_configured_optimizer()
         self.trainer = self.instantiate_trainer()
 
-    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+    def instantiate_trainer(self, **kwargs: object) -> Trainer:
         """Build the Trainer from the settings; `kwargs` win over them. May be overridden."""
         arguments = {**self._default_objects(), **_as_dict(self._built.get("trainer")), **kwargs}
         for name, value in self._default_objects().items():
@@ -255,7 +255,7 @@ class CLI:
             raise ConfigurationError("no model is configured. Name it: --model=module.Class, or model: in --config.")
         return settings
 
-    def _below_stage(self, settings: Any) -> Any:
+    def _below_stage(self, settings: object) -> Any:
         from jsonargparse import Namespace
 
         if self.subcommand is None:
@@ -279,7 +279,7 @@ class CLI:
         """Give the task the `configure_optimizers` that the configuration describes, if it does."""
         if not self.auto_configure_optimizers:
             return
-        optimizer, schedule = (_Recipe.of(group, self._built) for group in self.parser.automatic())
+        optimizer, schedule = (_ClassRecipe.of(group, self._built) for group in self.parser.automatic())
         if optimizer is None:
             return
         if overrides(self.model, "configure_optimizers", TaskModule):
@@ -311,7 +311,7 @@ class CLI:
             after()
 
 
-class _Recipe:
+class _ClassRecipe:
     """How to make an optimizer or a schedule: a class path and its arguments."""
 
     def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
@@ -319,7 +319,7 @@ class _Recipe:
         self.arguments = dict(arguments)
 
     @classmethod
-    def of(cls, group: tuple[str, Any] | None, built: Any) -> _Recipe | None:
+    def of(cls, group: tuple[str, Any] | None, built: Any) -> _ClassRecipe | None:
         """Return what a group of arguments describes; None where it names nothing."""
         if group is None:
             return None
@@ -331,7 +331,7 @@ class _Recipe:
             return cls(f"{base.__module__}.{base.__qualname__}", _as_dict(settings))
         return cls(settings["class_path"], _as_dict(settings.get("init_args")))
 
-    def make(self, first: Any) -> Any:
+    def make(self, first: object) -> Any:
         """Make it from what it works on: parameters, or an optimizer."""
         from trainwright.core.registry import import_object
 
@@ -342,7 +342,7 @@ class _Recipe:
 class _ConfiguredOptimizers:
     """A task's `configure_optimizers`: makes the optimizer when it is asked for, from the parameters of that moment."""
 
-    def __init__(self, finish: Callable[..., Any], optimizer: _Recipe, schedule: _Recipe | None) -> None:
+    def __init__(self, finish: Callable[..., Any], optimizer: _ClassRecipe, schedule: _ClassRecipe | None) -> None:
         self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
 
     def __call__(self, task: TaskModule) -> Any:
@@ -350,14 +350,14 @@ class _ConfiguredOptimizers:
         return self.finish(task, optimizer, None if self.schedule is None else self.schedule.make(optimizer))
 
 
-def _as_dict(settings: Any) -> dict[str, Any]:
+def _as_dict(settings: object) -> dict[str, Any]:
     """Return a namespace's own values by name; objects in it stay."""
     if settings is None:
         return {}
     return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return nested namespaces and mappings as dicts."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
@@ -366,13 +366,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple)):

@@ -14,17 +14,18 @@ if TYPE_CHECKING:
 
 Unit = Literal["steps", "batches", "epochs", "samples", "tokens", "seconds"]
 
-_UNITS: dict[str, tuple[Unit, float]] = {
-    "step": ("steps", 1), "steps": ("steps", 1),
-    "batch": ("batches", 1), "batches": ("batches", 1),
-    "ep": ("epochs", 1), "epoch": ("epochs", 1), "epochs": ("epochs", 1),
-    "sample": ("samples", 1), "samples": ("samples", 1),
-    "token": ("tokens", 1), "tokens": ("tokens", 1),
-    "s": ("seconds", 1), "sec": ("seconds", 1), "second": ("seconds", 1), "seconds": ("seconds", 1),
-    "min": ("seconds", 60), "minute": ("seconds", 60), "minutes": ("seconds", 60),
-    "h": ("seconds", 3600), "hour": ("seconds", 3600), "hours": ("seconds", 3600),
-    "d": ("seconds", 86400), "day": ("seconds", 86400), "days": ("seconds", 86400),
-}  # fmt: skip
+_SPELLINGS: tuple[tuple[str, Unit, float], ...] = (
+    ("step steps", "steps", 1),
+    ("batch batches", "batches", 1),
+    ("ep epoch epochs", "epochs", 1),
+    ("sample samples", "samples", 1),
+    ("token tokens", "tokens", 1),
+    ("s sec second seconds", "seconds", 1),
+    ("min minute minutes", "seconds", 60),
+    ("h hour hours", "seconds", 3600),
+    ("d day days", "seconds", 86400),
+)
+_UNITS = {word: (unit, factor) for words, unit, factor in _SPELLINGS for word in words.split()}
 _PREFIXES = {"k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _TEXT = re.compile(
     r"\s*([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([kKMBGT]?)\s+([A-Za-z]+)\s*|\s*([0-9.]+)\s*(s|min|h|d)\s*"
@@ -69,9 +70,13 @@ class Duration:
 
 
 _FIELDS: dict[Unit, str] = {
-    "steps": "step", "batches": "batches", "epochs": "epoch", "samples": "samples", "tokens": "tokens",
+    "steps": "step",
+    "batches": "batches",
+    "epochs": "epoch",
+    "samples": "samples",
+    "tokens": "tokens",
     "seconds": "seconds",
-}  # fmt: skip
+}
 
 
 def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str | None) -> tuple[float, Unit]:

@@ -18,10 +18,15 @@ Hooks that nobody overrides are never called.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.optim import Optimizer
+
+from trainwright.core.tree import Batch
+
+StepOutput: TypeAlias = Any
+"""What a user's step returned: a loss, a mapping with one, None, or in evaluation whatever a callback shall see."""
 
 
 class TaskHooks:
@@ -84,28 +89,30 @@ class TaskHooks:
         """Run after the last prediction batch."""
 
     # Once per batch
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
         """Run before a training micro-batch, on the device; return -1 to skip the rest of the epoch."""
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
         """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before a validation batch."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Run after a validation batch."""
 
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before a test batch."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run after a test batch."""
 
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_start(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run before a prediction batch."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Run after a prediction batch."""
 
     # Optimization
@@ -162,17 +169,17 @@ class TaskHooks:
     def predict_dataloader(self) -> Any:
         """Return one or several prediction loaders."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Change a batch on the host before it is moved."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
         from trainwright.core.tree import move
 
         return move(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Change a batch on the device, for example with augmentations that run there."""
         return batch
 

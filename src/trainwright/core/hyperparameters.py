@@ -36,7 +36,7 @@ class Hyperparameters(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"no hyper-parameter {name!r}; there are: {', '.join(self) or 'none'}") from None
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         self[name] = value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Hyperparameters:
@@ -51,7 +51,7 @@ class HyperparametersMixin:
 
     _hparams: Hyperparameters
     _hparams_initial: Hyperparameters
-    _hparams_log: bool
+    _hparams_log: bool = True
     _hparams_name: str | None
     _hparams_left_out: dict[str, str]
 
@@ -276,7 +276,7 @@ _PLAIN = (
 )
 
 
-def _in_plain_words(value: Any) -> str:
+def _in_plain_words(value: object) -> str:
     """Say what plain value stands for one whose type a checkpoint would not give back."""
     if isinstance(value, argparse.Namespace):
         return " (vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries)"

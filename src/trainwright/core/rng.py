@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,16 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
     torch.set_rng_state(state["torch"])
     if device is not None and device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
+
+
+def begin_alike() -> Callable[[], None]:
+    """Return what makes another process's generators those of this one as they are now, on all its devices."""
+    return partial(_begin_with, torch.initial_seed(), rng_state())
+
+
+def _begin_with(seed: int, state: dict[str, Any]) -> None:
+    torch.manual_seed(seed)
+    set_rng_state(state)
 
 
 @contextlib.contextmanager

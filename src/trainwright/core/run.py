@@ -214,7 +214,7 @@ class Run(Protocol):
     def progress_bar_metrics(self) -> Mapping[str, float]:
         """The latest value of every metric logged with `prog_bar=True`."""
 
-    def log_metric(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+    def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
         """Take a value that a task or callback logs; see `TaskModule.log` for the options. Never communicates."""
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
@@ -244,7 +244,7 @@ class Run(Protocol):
     def device(self) -> torch.device:
         """The device that this process computes on."""
 
-    def broadcast(self, value: Any, src: int = 0) -> Any:
+    def broadcast(self, value: object, src: int = 0) -> Any:
         """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
 
     def barrier(self) -> None:
@@ -284,8 +284,14 @@ class Run(Protocol):
         does not hide the exception that ended the run.
         """
 
-    def request_stop(self, reason: str) -> None:
-        """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike."""
+    def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
+        """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike.
+
+        Args:
+            reason: said where the stop has to wait.
+            closes_epoch: an epoch that this cuts short is validated and counts as finished, as at `should_stop`. False:
+                it stays open, as at a bound, and a resume goes on in its middle.
+        """
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
         """Go back, at the end of the present step, to this run's newest checkpoint of `before_step` steps or fewer.
@@ -299,7 +305,7 @@ class Run(Protocol):
             RollbackError: at that point, when the run has gone back `max_rollbacks` times already.
         """
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: object) -> None:
         """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
 
     def pass_training_data(self) -> None:
@@ -313,8 +319,8 @@ class Run(Protocol):
         """Try steps out: whatever they change is as before afterwards, and nothing is logged, saved or heard of.
 
         Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept in host
-        memory meanwhile (see `trainwright.trainer.rewind` for how far that goes); callbacks hear of nothing, loggers
-        are mute, and requests for checkpoints are dropped. The task's own hooks run. Collective.
+        memory meanwhile (see `trainwright.trainer.search.rewind` for how far that goes); callbacks hear of nothing,
+        loggers are mute, and requests for checkpoints are dropped. The task's own hooks run. Collective.
 
         Args:
             alone: each rank runs its steps without the others, so that one that fails leaves none of them waiting.
@@ -345,8 +351,8 @@ class Run(Protocol):
         Otherwise collective: a copy on the host, whose values the main process alone gets.
         """
 
-    def cut_like(self, value: Any, like: torch.Tensor) -> Any:
+    def cut_like(self, value: object, like: torch.Tensor) -> Any:
         """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks along a new first dimension. Collective."""

@@ -7,6 +7,7 @@ and only with several loaders, or where it is required. A hook may leave it out,
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -80,6 +81,8 @@ def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
         all(not required or each in by_keyword for each, required in taken.keyword_only)
         and num_required <= len(given)
         and (taken.takes_more or len(taken.positional) >= num_needed)
+        # One with a default that gets nothing cannot stand before one that gets something.
+        and all(parameter not in optional for parameter, _ in taken.positional[len(_places(taken, names, optional)) :])
     )
 
 
@@ -104,7 +107,7 @@ def bind(
     if not keywords and several == list(range(len(names))) and alone == several[: len(names) - (LOADER in names)]:
         return called
 
-    def adapted(*given: Any) -> Any:
+    def adapted(*given: object) -> Any:
         picks = several if len(given) == len(names) else alone
         given = (*given, 0)  # where a single loader's index is required
         return called(*[given[i] for i in picks], **{each: given[i] for each, i in keywords.items()})
@@ -120,17 +123,26 @@ def _by_keyword(taken: Taken, names: Sequence[str]) -> list[str]:
 
 def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
     """Return the places in `names` of a function's positional arguments; `num_given` of them are there."""
-    by_keyword = _by_keyword(taken, names)
-    left = [i for i, each in enumerate(names) if each not in by_keyword]
+    places = _places(taken, names, optional)
     found: list[int] = []
-    for at, (parameter, required) in enumerate(taken.positional):
-        if at >= len(left):
-            return found
-        place = names.index(parameter) if parameter in optional else left[at]
-        if place >= num_given and not required:
+    for at, (place, (_, required)) in enumerate(zip(places, taken.positional, strict=False)):
+        if place >= num_given and not required and at == len(places) - 1:
             return found
         found.append(place)
-    return found + [place for place in left[len(found) :] if place < num_given] if taken.takes_more else found
+    if not taken.takes_more:
+        return found
+    by_keyword = _by_keyword(taken, names)
+    left = [place for place, each in enumerate(names) if each not in by_keyword]
+    return found + [place for place in left[len(found) :] if place < num_given]
+
+
+def _places(taken: Taken, names: Sequence[str], optional: Collection[str]) -> list[int]:
+    """Return the places in `names` of the positional parameters that get one: those in `optional` go by their names."""
+    by_keyword = _by_keyword(taken, names)
+    named = [names.index(parameter) for parameter, _ in taken.positional if parameter in optional]
+    free = iter([i for i, each in enumerate(names) if each not in by_keyword and i not in named])
+    places = (names.index(p) if p in optional else next(free, None) for p, _ in taken.positional)
+    return [place for place in itertools.takewhile(lambda place: place is not None, places) if place is not None]
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
@@ -167,11 +179,25 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
                 f"{owner}.{name} is a {type(hook).__name__}, but {name} is a hook, which is called with "
                 f"({', '.join(names)}). Rename your attribute."
             )
+        kind = _runs_later(hook, name)
+        if kind:
+            raise ConfigurationError(
+                f"{owner}.{name} is {kind}, which would never run: a call of it only makes an object. Write it as a "
+                "plain function."
+            )
         if not fits(hook, name, names):
             raise ConfigurationError(
                 f"{owner}.{name} declares {_declared(hook)}, but the hook is called with ({', '.join(names)}). "
                 f"Write: def {name}({', '.join(('self', *_line(names)))}), or rename the method if it is your own."
             )
+
+
+def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
+    """Say what a hook is whose call runs nothing of it; loaders may be generators."""
+    function = inspect.unwrap(hook)
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        return "an async function"
+    return "a generator (it has a yield)" if inspect.isgeneratorfunction(function) and "loader" not in name else None
 
 
 def _line(names: Sequence[str]) -> list[str]:

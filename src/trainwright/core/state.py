@@ -41,6 +41,11 @@ class TrainState:
     epoch_done: bool = False
     validation_owed: bool = False
 
+    @property
+    def epoch_of_last_batch(self) -> int:
+        """The 0-based epoch that the last micro-batch was of; 0 before the first."""
+        return self.epoch if self.batch_in_epoch else max(self.epoch - 1, 0)
+
     def begin_next_epoch(self) -> None:
         """Close the present epoch and stand at the start of the next one."""
         self.epoch += 1

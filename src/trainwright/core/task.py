@@ -18,6 +18,7 @@ from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.onnx import export_onnx
 from trainwright.core.registry import import_object
 from trainwright.core.run import Run
+from trainwright.core.tree import Batch
 
 # The format's reader lies a layer above; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_TASK = "trainwright.checkpoint.load_task:load_task_from_checkpoint"
@@ -47,20 +48,20 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     # What the user writes
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the loss of one micro-batch: a scalar tensor, or a dict with the key `"loss"`; None skips the batch.
 
         The loss is the mean over the micro-batch's items; the strategy weighs micro-batches (see `num_items`).
         """
         raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+    def validation_step(self, batch: Batch, batch_idx: int) -> Any:
         """Evaluate one validation batch and `log` what matters."""
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
+    def test_step(self, batch: Batch, batch_idx: int) -> Any:
         """Evaluate one test batch and `log` what matters."""
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+    def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the prediction for one batch; by default `self(batch)`, or `self(batch[0])` for a tuple or list."""
         return self(batch[0]) if isinstance(batch, (tuple, list)) else self(batch)
 
@@ -91,7 +92,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         return None
 
-    def tensor_parallel_plan(self, mesh: Any) -> Mapping[str, Any] | None:
+    def tensor_parallel_plan(self, mesh: torch.distributed.device_mesh.DeviceMesh) -> Mapping[str, Any] | None:
         """Return how layers are split over the ranks of a tensor-parallel group; asked once the model is built.
 
         Args:
@@ -104,7 +105,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         return None
 
-    def num_items(self, batch: Any) -> int | torch.Tensor | None:
+    def num_items(self, batch: Batch) -> int | torch.Tensor | None:
         """Return over how many items `training_step`'s loss of this micro-batch is the mean.
 
         Override it when micro-batches differ, for example `(batch["labels"] != -100).sum()`: then each step's
@@ -113,7 +114,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         return None
 
-    def num_tokens(self, batch: Any) -> int:
+    def num_tokens(self, batch: Batch) -> int:
         """Return the number of tokens of a micro-batch, a host integer; by default the elements of its `input_ids`."""
         if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), torch.Tensor):
             return int(batch["input_ids"].numel())
@@ -230,7 +231,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     def log(
         self,
         name: str,
-        value: Any,
+        value: object,
         prog_bar: bool = False,
         logger: bool | None = True,
         on_step: bool | None = None,
@@ -238,7 +239,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         reduce_fx: str | Callable[[torch.Tensor], torch.Tensor] = "mean",
         enable_graph: bool = False,
         sync_dist: bool | None = None,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         metric_attribute: str | None = None,
@@ -308,7 +309,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         reduce_fx: str | Callable[[torch.Tensor], torch.Tensor] = "mean",
         enable_graph: bool = False,
         sync_dist: bool | None = None,
-        sync_dist_group: Any = None,
+        sync_dist_group: object = None,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
@@ -322,7 +323,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """Print on the main process only; `options` are those of Python's print."""
         self.trainer.print(*values, **options)
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: object, group: object = None, sync_grads: bool = False) -> Any:
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
         return self.trainer.all_gather(data, sync_grads)
 
@@ -389,14 +390,16 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     @property
     def fabric(self) -> NoReturn:
         """Not there: a loop of your own uses `Accelerator`."""
-        raise TaskError(
-            "a task has no fabric: there is no Fabric here. A loop of your own uses trainwright.Accelerator."
-        )
+        raise TaskError("a task has no fabric: there is no Fabric here. Your own loop uses trainwright.Accelerator.")
 
     @property
     def device_mesh(self) -> NoReturn:
         """Not there: `tensor_parallel_plan(mesh)` is given the mesh."""
         raise TaskError("a task has no device_mesh: define tensor_parallel_plan(self, mesh), which is given it.")
+
+    def __dir__(self) -> list[str]:
+        """Leave out what cannot be read, for whoever reads every name, as torch does when it traces."""
+        return sorted({*super().__dir__()} - {"fabric", "device_mesh", "trainer" if self._run is None else ""})  # type: ignore[no-untyped-call]  # torch has no types here
 
     @property
     def logger(self) -> Any:
@@ -423,7 +426,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     # Exporting
 
-    def to_onnx(self, file_path: str | Path | None = None, input_sample: Any = None, **options: Any) -> Any:
+    def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
         """Write `forward` as an ONNX file, in evaluation mode; `options` are further ones of `torch.onnx.export`.
 
         Args:
@@ -438,14 +441,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         sample = self.example_input_array if input_sample is None else input_sample
         return export_onnx(self, file_path, sample, **options)
 
-    def to_torchscript(self, *args: Any, **options: Any) -> NoReturn:
+    def to_torchscript(self, *args: object, **options: object) -> NoReturn:
         """Not there: torch has deprecated TorchScript."""
         raise TaskError(
             "to_torchscript does not exist here: torch has deprecated TorchScript. torch.export.export(task, (input,)) "
             "exports forward, and to_onnx writes it as ONNX."
         )
 
-    def to_tensorrt(self, *args: Any, **options: Any) -> NoReturn:
+    def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
         """Not there: torch_tensorrt compiles a task as any module."""
         raise TaskError(
             "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
@@ -478,8 +481,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             FileNotFoundError: no such checkpoint.
             CheckpointError: it is damaged, or its weights do not fit.
         """
-        load = import_object(_LOAD_TASK)
-        return load(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_TASK
+        return import_object(_LOAD_TASK)(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_TASK
             cls,
             checkpoint_path,
             map_location=map_location,

@@ -7,16 +7,19 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+
+Batch: TypeAlias = Any
+"""What a user's loader yields and a user's step takes: any tree, of which the project asks only what stands here."""
 
 # Devices to which `non_blocking=True` is unsafe (torch 2.13): host memory can be read before the copy has finished, and
 # a copy to MPS reads host memory that may have been freed or overwritten by then.
 WAITED_FOR = ("cpu", "mps")
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
     """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay.
 
     Known containers: list, tuple (named ones too), dict and other mutable mappings, dataclasses. An object that has a
@@ -39,7 +42,7 @@ def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], 
     return rebuild(tree, lambda part: _map(fn, part, movable))
 
 
-def is_container(tree: Any) -> bool:
+def is_container(tree: object) -> bool:
     """Tell whether `rebuild` looks into it: lists, tuples, mappings and instances of dataclasses."""
     return isinstance(tree, (list, tuple, Mapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
 
@@ -72,7 +75,7 @@ def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any
     return tree
 
 
-def iterate_tensors(tree: Any) -> Iterator[torch.Tensor]:
+def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
     """Yield every tensor of `tree`, depth first."""
     if isinstance(tree, torch.Tensor):
         yield tree
@@ -87,7 +90,7 @@ def iterate_tensors(tree: Any) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(getattr(tree, field.name))
 
 
-def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
+def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with its tensors on `device`, without waiting for the copy when the source is pinned.
 
     Copies to the host and to MPS are waited for: their values may be read, and their sources written, at once.
@@ -108,7 +111,7 @@ def move(tree: Any, device: torch.device, *, float_dtype: torch.dtype | None = N
     return _map(one, tree, lambda movable: movable.to(device))
 
 
-def is_cut(value: Any) -> bool:
+def is_cut(value: object) -> bool:
     """Tell whether a value is a tensor that lies in pieces on several ranks (a DTensor).
 
     Without importing what it would be, which takes a second and sympy: who has one has imported it.
@@ -117,7 +120,7 @@ def is_cut(value: Any) -> bool:
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
-def whole_numel(parameter: Any) -> int:
+def whole_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a parameter when it is whole.
 
     An engine that holds it elsewhere leaves an empty tensor in its place, and says there what it was (`ds_shape`).
@@ -126,7 +129,7 @@ def whole_numel(parameter: Any) -> int:
     return math.prod(shape)
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Batch) -> int:
     """Return the number of samples in `batch`: the leading length of the first tensor with a dimension, else 1.
 
     A list of strings counts its entries. It reads shapes only, never values.

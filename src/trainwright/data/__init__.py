@@ -1,10 +1,14 @@
 """Data: the order of samples, their division over ranks and workers, resuming at any place, and data modules."""
 
+from typing import NoReturn
+
+from trainwright.core.names.foreign_names import missing
 from trainwright.data.combined import CombinedLoader
 from trainwright.data.datamodule import DataModule
 from trainwright.data.groups import iterate_groups, resolve_limit
 from trainwright.data.iterable import ShardedIterable, shard_info
 from trainwright.data.loader import prepare_loader
+from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.order import KeyedPermutation, SequentialOrder, ShuffledOrder, epoch_key
 from trainwright.data.padding import interleave, pad_to, trim
 from trainwright.data.prepared import PreparedLoader
@@ -15,6 +19,7 @@ __all__ = [
     "CombinedLoader",
     "DataModule",
     "KeyedPermutation",
+    "LoaderOptions",
     "PreparedLoader",
     "SequentialOrder",
     "ShardedBatchSampler",
@@ -29,3 +34,7 @@ __all__ = [
     "shard_info",
     "trim",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing(__name__, name, __all__)

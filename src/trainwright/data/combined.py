@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.data.prepared import LoaderSettings, PreparedLoader
+from trainwright.data.loader_options import LoaderOptions
+from trainwright.data.prepared import PreparedLoader
 
 Mode = Literal["min_size", "max_size", "max_size_cycle", "sequential"]
 
@@ -35,7 +36,7 @@ class CombinedLoader:
         ConfigurationError: the mode is unknown, there is no member, or a member cannot be iterated over.
     """
 
-    def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
+    def __init__(self, iterables: object, mode: Mode = "min_size") -> None:
         if mode not in get_args(Mode):
             raise ConfigurationError(
                 f"mode={mode!r} is not one of {', '.join(get_args(Mode))}.{nearest(mode, get_args(Mode))}"
@@ -89,9 +90,9 @@ class PreparedCombined(PreparedLoader):
 
     raw: CombinedLoader
 
-    def __init__(self, raw: CombinedLoader, members: Any, settings: LoaderSettings) -> None:
+    def __init__(self, raw: CombinedLoader, members: object, options: LoaderOptions) -> None:
         """Store; `members` is the tree of prepared loaders, none of them in lock step."""
-        super().__init__(raw, settings)
+        super().__init__(raw, options)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
         self._rounds: _Rounds | None = None
@@ -158,6 +159,11 @@ class PreparedCombined(PreparedLoader):
             member.count_batches()
         super().count_batches()
 
+    def end_pass(self) -> None:
+        """End the members' passes."""
+        for member in self._members:
+            member.end_pass()
+
     def close(self) -> None:
         """End the workers of all members."""
         for member in self._members:
@@ -171,7 +177,7 @@ class PreparedCombined(PreparedLoader):
         return [combined_count(self.raw.mode, list(of_rank)) for of_rank in zip(*known, strict=True)]
 
     def _open(self, start_batch: int) -> Iterator[Any]:
-        mode, rank = self.raw.mode, self.settings.rank
+        mode, rank = self.raw.mode, self.options.rank
         if mode == "sequential":
             return self._sequence(start_batch)
         resumed, self._resumed_at = self._resumed_at, None
@@ -206,7 +212,7 @@ class PreparedCombined(PreparedLoader):
     def _sequence(self, start_batch: int) -> Iterator[Any]:
         starts = []
         for member in self._members:
-            count = member.counts[self.settings.rank] if member.counts is not None else 0
+            count = member.counts[self.options.rank] if member.counts is not None else 0
             here = start_batch if member.counts is None else min(start_batch, count)
             start_batch -= here
             if member.counts is None or here < count:
@@ -226,7 +232,7 @@ class _Rounds:
 
     def __init__(
         self,
-        tree: Any,
+        tree: object,
         mode: Mode,
         batches: list[Iterator[Any]],
         reopen: Callable[[int, int], Iterator[Any]] | None,
@@ -290,7 +296,7 @@ def combined_count(mode: Mode, counts: list[int]) -> int:
     return sum(counts) if mode == "sequential" else max(counts)
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
     """Return the lists, tuples and dicts of `tree` with `fn` applied to everything else in them."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(fn, value) for key, value in tree.items()}
@@ -301,7 +307,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return fn(tree)
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree: object) -> list[Any]:
     """Return what `map_leaves` would visit, in its order."""
     found: list[Any] = []
     map_leaves(found.append, tree)

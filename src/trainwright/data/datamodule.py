@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
-from trainwright.core.tree import move
+from trainwright.core.tree import Batch, move
 from trainwright.data.combined import leaves_of, map_leaves
 
 # The format's reader is a part of its own; it is looked up when a checkpoint is loaded, not imported here.
@@ -70,15 +70,15 @@ class DataModule(HyperparametersMixin):
     def on_exception(self, exception: BaseException) -> None:
         """Called on a rank whose run ends by `exception`; must not communicate."""
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Return `batch`, still on the host, as it is to be moved to the device."""
         return batch
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
         """Return `batch` on `device`; does not wait for copies from pinned memory."""
         return move(batch, device)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
         """Return `batch`, now on the device, as the step is to see it."""
         return batch
 
@@ -91,7 +91,7 @@ class DataModule(HyperparametersMixin):
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
-        map_location: Any = None,
+        map_location: object = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
         **overrides: Any,
@@ -116,10 +116,10 @@ class DataModule(HyperparametersMixin):
     @classmethod
     def from_datasets(
         cls,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        test_dataset: Any = None,
-        predict_dataset: Any = None,
+        train_dataset: object = None,
+        val_dataset: object = None,
+        test_dataset: object = None,
+        predict_dataset: object = None,
         batch_size: int = 1,
         num_workers: int = 0,
         **datamodule_kwargs: Any,
@@ -160,12 +160,12 @@ def _has_pinned_memory() -> bool:
     return accelerator is not None and accelerator.type != "mps"
 
 
-def _holds_data_sets(tree: Any) -> bool:
+def _holds_data_sets(tree: object) -> bool:
     """Whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
     return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
 
 
-def _call(make: Callable[[Any], DataLoader[Any]], dataset: Any) -> DataLoader[Any]:
+def _call(make: Callable[[Any], DataLoader[Any]], dataset: object) -> DataLoader[Any]:
     return make(dataset)
 
 

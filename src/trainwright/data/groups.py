@@ -15,7 +15,8 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.state import Group
-from trainwright.data.prepared import Agree, PreparedLoader, Uneven, uneven_error
+from trainwright.data.loader_options import Agree, Uneven
+from trainwright.data.prepared import PreparedLoader, uneven_error
 
 _END: Any = object()
 
@@ -56,7 +57,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
             f"{name}={limit!r} is a fraction of an epoch, but the loader has no length. Pass an int, or 1.0 for all."
         )
     if not (found := int(limit * num_batches)) and num_batches:
-        digits = 10 ** len(str(num_batches))
+        digits = 100 * 10 ** len(str(num_batches))
         least = math.ceil(digits / num_batches) / digits
         raise ConfigurationError(
             f"{name}={limit!r} of {num_batches} batches is less than one. Use at least {least:g}, or a number of "
@@ -97,20 +98,20 @@ def iterate_groups(
     """
     if accumulate < 1:
         raise ConfigurationError(f"accumulate={accumulate} is not at least 1.")
-    settings = loader.settings
+    options = loader.options
     rounds = loader.num_batches
     if rounds is not None:
         return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch)
-    world = settings.world if world is None else world
+    world = options.world if world is None else world
     if world == 1:
         return _looking_ahead(loader, accumulate, limit, start_batch)
-    agree = agree or settings.agree
+    agree = agree or options.agree
     if agree is None:
         raise ConfigurationError(
-            f"{settings.name} has no length, so {world} ranks must agree where it ends: pass agree=."
+            f"{options.title} has no length, so {world} ranks must agree where it ends: pass agree=."
         )
-    rank = settings.rank if rank is None else rank
-    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(rank, world, uneven or settings.uneven, agree))
+    rank = options.rank if rank is None else rank
+    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(rank, world, uneven or options.uneven, agree))
 
 
 def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
@@ -177,7 +178,7 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
     if stop > loader.num_full_rounds:
         real = [loader.has_batch(i) for i in range(first, stop)]
         total = sum(loader.real_ranks(i) for i in range(first, stop))
-        group.weights = _weights(real, total, loader.settings.world)
+        group.weights = _weights(real, total, loader.options.world)
     return group
 
 
@@ -189,9 +190,9 @@ def _weights(real: list[bool], total_real: int, world: int) -> list[float] | Non
 
 
 def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
-    settings = loader.settings
-    message = f"{settings.name} ended after {batch} of the {rounds} batches that its length promises."
-    if settings.world > 1:
+    options = loader.options
+    message = f"{options.title} ended after {batch} of the {rounds} batches that its length promises."
+    if options.world > 1:
         raise ConfigurationError(f"{message} The other ranks wait for the rest. Give it its true length, or none.")
     warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
@@ -253,7 +254,7 @@ def _agreeing(
     """Groups of a loader without length, on several ranks."""
     if limit is not None and start_batch >= limit:
         return
-    name = loader.settings.name
+    name = loader.options.title
     batches = loader.iterate(start_batch)
     loader.hold_state()
     begun_at = loader.held_state

@@ -10,12 +10,37 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainwright.core.errors import ConfigurationError
+
+
+class SetsEpoch(Protocol):
+    """A data set, sampler or loader that wants to be told the epoch before it is iterated over."""
+
+    def set_epoch(self, epoch: int, /) -> None:
+        """Turn to this epoch."""
+
+
+class StatefulIterable(Protocol):
+    """An iterable that knows where it is and can be put back there."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Go back there."""
+
+
+def sets_epoch(source: object) -> TypeGuard[SetsEpoch]:
+    """Return whether an object has a method `set_epoch`."""
+    return callable(getattr(source, "set_epoch", None))
+
 
 # (rank, world) of this process, or of the process that started this worker; set by the loader, never guessed.
 _place: tuple[int, int] = (0, 1)
@@ -96,8 +121,8 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(int(self._epoch))  # type: ignore[attr-defined]
+        if sets_epoch(self.dataset):
+            self.dataset.set_epoch(int(self._epoch))
         return self._mine(iter(self.dataset), 0)
 
     def _mine(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
@@ -124,6 +149,8 @@ def _shared_number() -> torch.Tensor:
 class _KeptShard(ShardedIterable):
     """A `ShardedIterable` whose data set has a state: its own holds how far it has read, too."""
 
+    dataset: StatefulIterable
+
     def __init__(self, dataset: Iterable[Any], *, block: int | None = None) -> None:
         super().__init__(dataset, block=block)
         self._num_read = 0
@@ -131,17 +158,17 @@ class _KeptShard(ShardedIterable):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many samples have been read, those of other processes included, and the data set's state."""
-        return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}  # type: ignore[attr-defined]
+        return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration go on behind them."""
-        self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+        self.dataset.load_state_dict(state["dataset"])
         self._num_read = self._go_on_at = int(state["num_read"])
 
     def __iter__(self) -> Iterator[Any]:
         self._num_read, self._go_on_at = self._go_on_at, 0
-        if callable(getattr(self.dataset, "set_epoch", None)):
-            self.dataset.set_epoch(int(self._epoch))  # type: ignore[attr-defined]
+        if sets_epoch(self.dataset):
+            self.dataset.set_epoch(int(self._epoch))
         return self._mine(self._counted(iter(self.dataset)), self._num_read)
 
     def _counted(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -178,7 +205,7 @@ class ByShardMethod(IterableDataset[Any]):
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if callable(getattr(self.dataset, "set_epoch", None)):
+        if sets_epoch(self.dataset):
             self.dataset.set_epoch(int(self._epoch))
         index, count = _shard_of(self.rank, self.world)
         return iter(self.dataset.shard(index=index, count=count))
@@ -214,7 +241,7 @@ class KeptStream(IterableDataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
             vars(self)[name] = value
         else:
@@ -268,7 +295,7 @@ def has_shard_method(dataset: object) -> bool:
     return True
 
 
-def place_iterable(dataset: Any, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
+def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
     """Return what a loader of one rank is to iterate over instead of `dataset`, so that no sample is seen twice.
 
     Args:
@@ -295,5 +322,5 @@ def place_iterable(dataset: Any, *, rank: int, world: int, num_workers: int, blo
         f"{max(1, num_workers)} loader workers, so every sample would be seen {world * max(1, num_workers)} times. Say "
         f"how it is divided: wrap it, ShardedIterable({kind}(...)); or give it a method shard(index, count) that "
         "returns an iterable over its part; or divide it in __iter__ with shard_info() and set is_sharded = True on "
-        "it. Or pass use_distributed_sampler=False if each process has data of its own."
+        "it. Or, if each process has data of its own, pass Trainer(use_distributed_sampler=False)."
     )

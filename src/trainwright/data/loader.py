@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
@@ -22,37 +22,16 @@ from trainwright.data.iterable import (
     keeps_state,
     place_iterable,
     set_place,
+    sets_epoch,
 )
+from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.order import epoch_key
-from trainwright.data.prepared import Agree, LoaderSettings, PreparedLoader, Stage, Uneven
+from trainwright.data.prepared import PreparedLoader
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
 from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, batch_key, fetch_seeded, sample_key
-from trainwright.data.workers import Workers
-
-_STAGE_NAMES = {
-    "train": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
 
 
-def prepare_loader(
-    loader: Any,
-    *,
-    stage: Stage,
-    rank: int = 0,
-    world: int = 1,
-    seed: int = 0,
-    use_distributed_sampler: bool = True,
-    uneven: Uneven = "pad",
-    lockstep: bool | None = None,
-    agree: Agree | None = None,
-    shuffle: bool | None = None,
-    per_sample_rng: bool = False,
-    workers: Workers | None = None,
-    name: str | None = None,
-) -> PreparedLoader:
+def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
     """Return `loader` made ready for one data-parallel rank; the user's own object is not changed.
 
     What becomes of it:
@@ -68,22 +47,7 @@ def prepare_loader(
 
     Args:
         loader: the user's loader.
-        stage: evaluation is never shuffled, unless the user's own loader shuffles and there is one rank.
-        rank: this rank on the data axis.
-        world: number of data-parallel ranks.
-        seed: of the order; the same on every rank. A `generator` of the user's DataLoader keeps seeding its workers
-            but does not change the order.
-        use_distributed_sampler: False: each rank's loader is its own affair and nothing is dealt.
-        uneven: what to do when ranks hold different numbers of batches; see `trainwright.data.prepared`.
-        lockstep: all ranks do the same number of rounds; None: in training only.
-        agree: gathers a short list of integers from every rank, in rank order, over the host. None with several ranks:
-            the caller vouches that loaders which are not dealt have the same number of batches everywhere.
-        shuffle: overrides whether a default sampler shuffles; None: as the loader says.
-        per_sample_rng: what `random`, numpy's global generator and torch's CPU generator give while a sample is fetched
-            depends on (seed, epoch, the sample's index) alone, and while a batch is collated on its first sample; this
-            process's generators are left alone. Costs some 20 µs a sample. For data with indices only.
-        workers: takes the loader's workers, which outlive the signals of a run's end; the caller ends them by `close`.
-        name: of the loader, for messages; by default that of the stage's hook.
+        options: of which stage and rank it is, and how data is dealt.
 
     Every rank must call it: like `set_epoch` it may communicate through `agree`.
 
@@ -91,46 +55,40 @@ def prepare_loader(
         ConfigurationError: the loader is empty, or an iterable does not say how it is divided, or ranks are uneven and
             the policy is "error"; or `per_sample_rng` is asked of an iterable.
     """
-    settings = LoaderSettings(
-        stage=stage,
-        rank=rank,
-        world=world,
-        seed=seed,
-        use_distributed_sampler=use_distributed_sampler,
-        uneven=uneven,
-        lockstep=stage == "train" if lockstep is None else lockstep,
-        agree=agree,
-        shuffle=shuffle,
-        per_sample_rng=per_sample_rng,
-        workers=workers,
-        name=name or _STAGE_NAMES.get(stage, "loader"),
-    )
-    prepared = _prepare(loader, settings)
+    prepared = _prepare(loader, options)
     prepared.count_batches()
     return prepared
 
 
-def _prepare(loader: Any, settings: LoaderSettings) -> PreparedLoader:
+def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
-        raise ConfigurationError(f"{settings.name} is prepared already; hand over the loader itself, `.raw`.")
+        raise ConfigurationError(f"{options.title} is prepared already; hand over the loader itself, `.raw`.")
     if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
-        loader = CombinedLoader(loader, "max_size_cycle" if settings.stage == "train" else "sequential")
+        loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
         # Each member yields this rank's own batches; the combination is padded as a whole.
-        of_member = replace(settings, lockstep=False)
-        return PreparedCombined(loader, map_leaves(lambda m: _prepare(m, of_member), loader.iterables), settings)
+        of_member = replace(options, lockstep=False)
+        return PreparedCombined(loader, map_leaves(lambda m: _prepare(m, of_member), loader.iterables), options)
     if isinstance(loader, DataLoader):
         if isinstance(loader.dataset, IterableDataset):
-            return PreparedIterable(loader, settings)
-        return PreparedDataLoader(loader, settings)
+            return PreparedIterable(loader, options)
+        return PreparedDataLoader(loader, options)
+    if isinstance(loader, Dataset):
+        warnings.warn(
+            f"{options.title}: a {type(loader).__name__} is a data set and no loader: each of its samples is taken as "
+            "a batch, in their order. Write DataLoader(data, batch_size=…, shuffle=…), or batch_size=None if it holds "
+            "batches.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
     if isinstance(loader, Sized) and hasattr(loader, "__getitem__") and not isinstance(loader, (Mapping, str)):
-        return PreparedSequence(loader, settings)
+        return PreparedSequence(loader, options)
     if not hasattr(loader, "__iter__") or isinstance(loader, (Mapping, str)):
         raise ConfigurationError(
-            f"{settings.name}: {type(loader).__name__} is no loader. Expected a DataLoader, a list of batches, another "
+            f"{options.title}: {type(loader).__name__} is no loader. Expected a DataLoader, a list of batches, another "
             "iterable of batches, or a CombinedLoader."
         )
-    return PreparedIterable(loader, settings)
+    return PreparedIterable(loader, options)
 
 
 class PreparedDataLoader(PreparedLoader):
@@ -138,27 +96,26 @@ class PreparedDataLoader(PreparedLoader):
 
     _dealer: Dealer
 
-    def __init__(self, loader: DataLoader[Any], settings: LoaderSettings) -> None:
-        dealer, self._is_dealt = _dealer_for(loader, settings)
-        super().__init__(loader, settings, dealer=dealer)
+    def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
+        dealer, self._is_dealt = _dealer_for(loader, options)
+        super().__init__(loader, options, dealer=dealer)
         slot = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._seeds = _WorkerSeeds(loader)
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
-                f"{settings.name} was given a state by load_state_dict before it was handed over. The place in "
+                f"{options.title} was given a state by load_state_dict before it was handed over. The place in "
                 "map-style data is counted in samples and kept in checkpoints: hand over a fresh loader, and pass "
                 "ckpt_path."
             )
-        more: dict[str, Any] = {slot: dealer, "worker_init_fn": settings.worker_start(loader.worker_init_fn)}
-        if settings.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
+        more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
+        if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(loader.dataset)
         self._loader = _with(loader, generator=self._seeds.generator, **more)
 
     @property
     def batch_size(self) -> int | None:
         """Samples in one micro-batch; None for batches that the data set or a user's batch sampler makes."""
-        size: int | None = getattr(self._dealer, "batch_size", None)
-        return size if self._loader.batch_sampler is not None else None
+        return self._dealer.batch_size if self._loader.batch_sampler is not None else None
 
     def samples_in_round(self, batch: int) -> int | None:
         """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
@@ -189,7 +146,7 @@ class PreparedDataLoader(PreparedLoader):
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
-        if callable(getattr(self._loader, "set_epoch", None)):
+        if sets_epoch(self._loader):
             self._loader.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
@@ -199,8 +156,8 @@ class PreparedDataLoader(PreparedLoader):
     def _open(self, start_batch: int) -> Iterator[Any]:
         self._begin(start_batch)
         self._dealer.start(start_batch)
-        self._seeds.turn_to(self.settings, self.epoch)
-        set_place(self.settings.rank, self.settings.world)
+        self._seeds.turn_to(self.options, self.epoch)
+        set_place(self.options.rank, self.options.world)
         batches = self._workers.keep(iter(self._loader))
         return IsolatedFetches(batches) if self._dealer.seeding == "sample here" else batches
 
@@ -218,11 +175,11 @@ class PreparedSequence(PreparedLoader):
 
     _dealer: Dealer
 
-    def __init__(self, batches: Any, settings: LoaderSettings) -> None:
-        self._is_dealt = settings.world == 1 or settings.use_distributed_sampler
-        rank, world = (settings.rank, settings.world) if self._is_dealt else (0, 1)
-        dealer = BatchShard(range(len(batches)), rank=rank, world=world, seed=settings.seed)
-        super().__init__(batches, settings, dealer=dealer)
+    def __init__(self, batches: Any, options: LoaderOptions) -> None:
+        self._is_dealt = options.world == 1 or options.use_distributed_sampler
+        rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
+        dealer = BatchShard(range(len(batches)), rank=rank, world=world, seed=options.seed)
+        super().__init__(batches, options, dealer=dealer)
 
     @property
     def can_seek(self) -> bool:
@@ -239,7 +196,7 @@ class PreparedSequence(PreparedLoader):
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
-        if callable(getattr(self.raw, "set_epoch", None)):
+        if sets_epoch(self.raw):
             self.raw.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
@@ -249,8 +206,8 @@ class PreparedSequence(PreparedLoader):
     def _open(self, start_batch: int) -> Iterator[Any]:
         self._begin(start_batch)
         self._dealer.start(start_batch)
-        if self.settings.per_sample_rng:
-            key = sample_key(self.settings.seed, self.epoch, 0 if self._is_dealt else self.settings.rank)
+        if self.options.per_sample_rng:
+            key = sample_key(self.options.seed, self.epoch, 0 if self._is_dealt else self.options.rank)
             return fetch_seeded(self.raw.__getitem__, self._dealer, key)
         if start_batch == 0 and self._dealer.world == 1:
             return iter(self.raw)
@@ -264,33 +221,33 @@ class PreparedSequence(PreparedLoader):
 class PreparedIterable(PreparedLoader):
     """A DataLoader over an iterable data set, or any iterable of batches: divided as it says, without random access."""
 
-    def __init__(self, loader: Any, settings: LoaderSettings) -> None:
-        if settings.per_sample_rng:
+    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+        if options.per_sample_rng:
             raise ConfigurationError(
-                f"per_sample_rng=True, but {settings.name} reads an iterable, whose samples have no index to derive "
+                f"per_sample_rng=True, but {options.title} reads an iterable, whose samples have no index to derive "
                 "their randomness from. Use a map-style data set, or leave per_sample_rng out."
             )
         batched = isinstance(loader, DataLoader)
         dataset = loader.dataset if batched else loader
         self._num_workers: int = loader.num_workers if batched else 0
         self._batch_size: int | None = loader.batch_size if batched else None
-        if settings.use_distributed_sampler:
+        if options.use_distributed_sampler:
             dataset = place_iterable(
                 dataset,
-                rank=settings.rank,
-                world=settings.world,
+                rank=options.rank,
+                world=options.world,
                 num_workers=self._num_workers,
                 block=self._batch_size or 1,
-                name=settings.name,
+                name=options.title,
             )
-        super().__init__(loader, settings, dealer=self._arithmetic(dataset, loader, settings))
+        super().__init__(loader, options, dealer=self._arithmetic(dataset, loader, options))
         self._dataset = dataset
         self._seeds: _WorkerSeeds | None = None
         self._turns: SeededTurns | None = None
         self._loader = dataset
         if batched:
             self._seeds = _WorkerSeeds(loader)
-            init = WorkerPlace(settings.rank, settings.world, settings.worker_start(loader.worker_init_fn))
+            init = WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn))
             more: dict[str, Any] = {}
             if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts workers anew: what they draw must not hang on what they had drawn.
@@ -302,7 +259,7 @@ class PreparedIterable(PreparedLoader):
         self._state_source = self._find_state(dataset)
         if batched and loader.persistent_workers and dataset is loader.dataset and hasattr(dataset, "set_epoch"):
             warnings.warn(
-                f"{settings.name}: workers that outlive an epoch (persistent_workers=True) do not hear of "
+                f"{options.title}: workers that outlive an epoch (persistent_workers=True) do not hear of "
                 f"{type(dataset).__name__}.set_epoch. Wrap it in ShardedIterable, or give up persistent workers.",
                 TrainwrightWarning,
                 stacklevel=2,
@@ -320,7 +277,7 @@ class PreparedIterable(PreparedLoader):
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         for part in {id(part): part for part in (self._loader, self._dataset)}.values():
-            if callable(getattr(part, "set_epoch", None)):
+            if sets_epoch(part):
                 part.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
@@ -328,7 +285,7 @@ class PreparedIterable(PreparedLoader):
             return self._dealer.counts()
         if self._num_workers > 1 or isinstance(self._dataset, (ShardedIterable, ByShardMethod)):
             return None
-        if isinstance(self._dataset, IterableDataset) and self.settings.world > 1:
+        if isinstance(self._dataset, IterableDataset) and self.options.world > 1:
             return None  # whether its length is that of the whole or of the part, only its author knows
         try:
             length = len(self._loader)
@@ -344,12 +301,12 @@ class PreparedIterable(PreparedLoader):
         return self._begin_pass()
 
     def _begin_pass(self) -> Iterator[Any]:
-        settings = self.settings
+        options = self.options
         if self._seeds is not None:
-            self._seeds.turn_to(settings, self.epoch)
+            self._seeds.turn_to(options, self.epoch)
         if self._turns is not None:
-            self._turns.turn_to(batch_key(settings.seed, self.epoch, settings.rank))
-        set_place(settings.rank, settings.world)
+            self._turns.turn_to(batch_key(options.seed, self.epoch, options.rank))
+        set_place(options.rank, options.world)
         return self._workers.keep(iter(self._loader))
 
     def _own_state(self) -> dict[str, Any]:
@@ -360,7 +317,7 @@ class PreparedIterable(PreparedLoader):
             return  # the state was in workers that have ended with their epoch
         if state["num_workers"] != self._num_workers:
             raise ConfigurationError(
-                f"{self.settings.name}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
+                f"{self.options.title}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
                 f"num_workers={self._num_workers} cannot take over. Use as many workers as before, or resume from a "
                 "checkpoint at an epoch's end."
             )
@@ -368,17 +325,17 @@ class PreparedIterable(PreparedLoader):
         if at_epoch_start:
             self._begin_pass()  # the pass that has ended; the next one begins from where it leaves off
 
-    def _arithmetic(self, dataset: Any, loader: Any, settings: LoaderSettings) -> ShardedBatchSampler | None:
+    def _arithmetic(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
         """The numbers of a `ShardedIterable` with a length; its blocks are dealt as a sampler deals micro-batches."""
         size = self._batch_size or 1
         if not isinstance(dataset, ShardedIterable) or dataset.block != size or not isinstance(dataset.dataset, Sized):
             return None
         drop_last = bool(getattr(loader, "drop_last", False))
         return ShardedBatchSampler(
-            len(dataset), size, shuffle=False, seed=0, drop_last=drop_last, rank=settings.rank, world=settings.world
+            len(dataset), size, shuffle=False, seed=0, drop_last=drop_last, rank=options.rank, world=options.world
         )
 
-    def _find_state(self, dataset: Any) -> Any:
+    def _find_state(self, dataset: object) -> Any:
         """The object whose state is the place in the data: the loader's copy, or a data set read in this process."""
         if keeps_state(self._loader):
             return self._loader
@@ -395,27 +352,27 @@ class _WorkerSeeds:
         self._is_ours = loader.generator is None
         self.generator = torch.Generator() if self._is_ours else loader.generator
 
-    def turn_to(self, settings: LoaderSettings, epoch: int) -> None:
+    def turn_to(self, options: LoaderOptions, epoch: int) -> None:
         if self._is_ours:
-            key = mix_seeds(epoch_key(settings.seed, epoch), settings.rank)
+            key = mix_seeds(epoch_key(options.seed, epoch), options.rank)
             self.generator.manual_seed(key & 0x7FFFFFFFFFFFFFFF)
 
 
-def _dealer_for(loader: DataLoader[Any], settings: LoaderSettings) -> tuple[Dealer, bool]:
+def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
     """Return what replaces the loader's sampler, and whether it deals the data to all ranks."""
     batched = loader.batch_sampler is not None
     seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
-    if settings.per_sample_rng:
+    if options.per_sample_rng:
         seeding = "sample in worker" if loader.num_workers > 0 else "sample here"
-    is_dealt = settings.world == 1 or (settings.use_distributed_sampler and not _is_distributed(loader))
-    rank, world = (settings.rank, settings.world) if is_dealt else (0, 1)
+    is_dealt = options.world == 1 or (options.use_distributed_sampler and not _is_distributed(loader))
+    rank, world = (options.rank, options.world) if is_dealt else (0, 1)
     dealer: Dealer
     if _has_default_sampler(loader):
         dealer = ShardedBatchSampler(
             len(cast(SequentialSampler, loader.sampler).data_source),
             (loader.batch_size or 1) if batched else 1,
-            shuffle=_shuffles(loader, settings),
-            seed=settings.seed,
+            shuffle=_shuffles(loader, options),
+            seed=options.seed,
             drop_last=batched and loader.drop_last,
             rank=rank,
             world=world,
@@ -424,9 +381,9 @@ def _dealer_for(loader: DataLoader[Any], settings: LoaderSettings) -> tuple[Deal
         )
     else:
         own: Any = loader.batch_sampler if batched else loader.sampler
-        dealer = BatchShard(own, rank=rank, world=world, seed=settings.seed, seeding=seeding)
+        dealer = BatchShard(own, rank=rank, world=world, seed=options.seed, seeding=seeding)
     if not is_dealt:
-        dealer.stream = settings.rank
+        dealer.stream = options.rank
     return dealer, is_dealt
 
 
@@ -448,16 +405,16 @@ def _is_plain(sampler: object, kind: type) -> bool:
     return own is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
 
-def _shuffles(loader: DataLoader[Any], settings: LoaderSettings) -> bool:
-    if settings.shuffle is not None:
-        return settings.shuffle
+def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
+    if options.shuffle is not None:
+        return options.shuffle
     wished = _is_plain(loader.sampler, RandomSampler)
-    if not wished or settings.stage == "train":
+    if not wished or options.stage == "train":
         return wished
-    kept = settings.world == 1
+    kept = options.world == 1
     warnings.warn(
-        f"{settings.name} has shuffle=True. Evaluation does not need it; "
-        + ("it is kept." if kept else f"with {settings.world} ranks the data is visited in its own order."),
+        f"{options.title} has shuffle=True. Evaluation does not need it; "
+        + ("it is kept." if kept else f"with {options.world} ranks the data is visited in its own order."),
         TrainwrightWarning,
         stacklevel=2,
     )
@@ -467,10 +424,10 @@ def _shuffles(loader: DataLoader[Any], settings: LoaderSettings) -> bool:
 def _is_distributed(loader: DataLoader[Any]) -> bool:
     """Whether the user's sampler divides the data over ranks by itself, as torch's DistributedSampler does."""
     parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    return any(hasattr(part, "num_replicas") and callable(getattr(part, "set_epoch", None)) for part in parts)
+    return any(hasattr(part, "num_replicas") and sets_epoch(part) for part in parts)
 
 
-def _with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+def _with(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
     """Return a shallow copy with other attributes; the constructor is not called, so any sub-class will do."""
     twin = copy.copy(loader)
     # DataLoader forbids setting some of these once it is built, because an iterator may be using them: not here.
@@ -481,7 +438,7 @@ def _with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
     return twin
 
 
-def holds_loaders(tree: Any) -> bool:
+def holds_loaders(tree: object) -> bool:
     """Tell a list, tuple or dict of loaders from one of batches; its first entry decides.
 
     Only a DataLoader or CombinedLoader counts as a loader: an iterable of another kind may as well be a batch.

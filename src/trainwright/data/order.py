@@ -51,7 +51,7 @@ def epoch_key(seed: int, epoch: int) -> int:
     return derive_key(mix64(seed + _GAMMA), epoch)
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """What a sampler asks of an order."""
 
     n: int

@@ -15,53 +15,19 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch.utils.data import DataLoader
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng, rng_state, set_rng_state
+from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.sampler import Dealer
-from trainwright.data.workers import Workers, WorkerStart
-
-Stage = Literal["train", "validate", "test", "predict"]
-Uneven = Literal["pad", "stop", "error"]
-Agree = Callable[[list[int]], list[list[int]]]
+from trainwright.data.workers import Workers
 
 _END: Any = object()
 _CYCLE_STRIDE = 1 << 32
-
-
-@dataclass(frozen=True, slots=True)
-class LoaderSettings:
-    """What preparing a loader depends on besides the loader; see `prepare_loader` for the fields."""
-
-    stage: Stage
-    rank: int = 0
-    world: int = 1
-    seed: int = 0
-    use_distributed_sampler: bool = True
-    uneven: Uneven = "pad"
-    lockstep: bool = False
-    agree: Agree | None = None
-    shuffle: bool | None = None
-    per_sample_rng: bool = False
-    workers: Workers | None = None
-    name: str = "train_dataloader"
-
-    def __post_init__(self) -> None:
-        if self.stage not in ("train", "validate", "test", "predict"):
-            raise ConfigurationError(f"stage={self.stage!r} is not one of 'train', 'validate', 'test', 'predict'.")
-        if self.uneven not in ("pad", "stop", "error"):
-            raise ConfigurationError(f"uneven={self.uneven!r} is not one of 'pad', 'stop', 'error'.")
-        if not 0 <= self.rank < self.world:
-            raise ConfigurationError(f"rank={self.rank} is not in [0, world={self.world}).")
-
-    def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Return what a worker does first, with the user's own function."""
-        return WorkerStart(own) if self.workers is not None else own
 
 
 class PreparedLoader(ABC):
@@ -69,14 +35,16 @@ class PreparedLoader(ABC):
 
     Attributes:
         raw: the user's loader, unchanged.
-        settings: what it was prepared with.
+        options: what it was prepared with.
         epoch: the epoch that `set_epoch` chose last.
     """
 
-    def __init__(self, raw: Any, settings: LoaderSettings, *, dealer: Dealer | None = None) -> None:
+    _is_dealt: bool = False
+
+    def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
         """Store; `dealer` deals batches to all ranks, or does the arithmetic only (see the sub-classes)."""
         self.raw = raw
-        self.settings = settings
+        self.options = options
         self.epoch = 0
         self._dealer = dealer
         self._counts: list[int] | None = None
@@ -87,7 +55,7 @@ class PreparedLoader(ABC):
         self._held_state: dict[str, Any] | None = None
         self._rng_ahead: dict[str, Any] | None = None
         self._has_run_out = False
-        self._workers = Workers(settings.workers)
+        self._workers = Workers(options.workers)
         self._loader: Any = None
 
     # What the loop asks
@@ -97,7 +65,7 @@ class PreparedLoader(ABC):
         """Rounds in this epoch, the same number on every rank; None when it cannot be known before the end."""
         if self._counts is None:
             return None
-        return self._fewest if self.settings.lockstep and self.settings.uneven == "stop" else max(self._counts)
+        return self._fewest if self.options.in_lockstep and self.options.uneven == "stop" else max(self._counts)
 
     @property
     def num_full_rounds(self) -> int:
@@ -128,12 +96,12 @@ class PreparedLoader(ABC):
         """Return whether this rank's batch of that round is real; False marks padding. True when not known yet."""
         if self._counts is None:
             return self._ended_at is None or batch < self._ended_at
-        return batch < self._counts[self.settings.rank]
+        return batch < self._counts[self.options.rank]
 
     def real_ranks(self, batch: int) -> int:
         """Return how many ranks have a real batch in that round; all of them when unknown."""
         if self._counts is None or batch < self._fewest:
-            return self.settings.world
+            return self.options.world
         return sum(batch < count for count in self._counts)
 
     def samples_in_round(self, batch: int) -> int | None:
@@ -154,11 +122,11 @@ class PreparedLoader(ABC):
         that another number of ranks goes on where these have stopped; otherwise `world`, as many as are needed again.
         The same on every rank.
         """
-        return {"batch": batch, "world": self.settings.world}
+        return {"batch": batch, "world": self.options.world}
 
     def facts(self) -> dict[str, Any]:
         """Return what a place within an epoch depends on besides seed and epoch; empty where arithmetic has no part."""
-        dealt = self._dealer is not None and self.can_seek and getattr(self, "_is_dealt", False)
+        dealt = self._dealer is not None and self.can_seek and self._is_dealt
         return self._dealer.facts() if dealt and self._dealer is not None else {}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
@@ -183,11 +151,11 @@ class PreparedLoader(ABC):
             ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error"; or the place has no
                 meaning for another number of ranks.
         """
-        settings = self.settings
-        if resume and resume.get("world", settings.world) != settings.world:
+        options = self.options
+        if resume and resume.get("world", options.world) != options.world:
             raise ConfigurationError(
-                f"{settings.name} was left in the middle of an epoch by {resume['world']} ranks, whose places in it do "
-                f"not tell {settings.world} ranks what is left. Resume with {resume['world']} ranks, or from a "
+                f"{options.title} was left in the middle of an epoch by {resume['world']} ranks, whose places in it do "
+                f"not tell {options.world} ranks what is left. Resume with {resume['world']} ranks, or from a "
                 "checkpoint at an epoch's end. Map-style data in a DataLoader without a distributed sampler of your "
                 "own goes on with any number of ranks."
             )
@@ -206,15 +174,15 @@ class PreparedLoader(ABC):
         """
         self.release_state()
         self._ended_at = None
-        settings = self.settings
+        options = self.options
         if self._counts is None:
             batches = self._unsized(start_batch)
-            if settings.lockstep and settings.world > 1 and settings.stage != "train":
+            if options.in_lockstep and options.world > 1 and options.stage != "train":
                 return self._agreed(batches, start_batch)
             return batches  # in training, iterate_groups agrees once a group
-        own, rounds = self._counts[settings.rank], self.num_batches
+        own, rounds = self._counts[options.rank], self.num_batches
         assert rounds is not None  # counts are known
-        if not settings.lockstep or own == rounds:
+        if not options.in_lockstep or own == rounds:
             return self._open(start_batch)
         if own > rounds:
             return itertools.islice(self._open(start_batch), max(0, rounds - start_batch))
@@ -255,7 +223,7 @@ class PreparedLoader(ABC):
             return
         why = "its state is not in the checkpoint" if self.stateful else "has no state_dict and load_state_dict"
         raise ConfigurationError(
-            f"{self.settings.name} cannot begin at batch {batch}: {type(self.raw).__name__} can neither seek nor be "
+            f"{self.options.title} cannot begin at batch {batch}: {type(self.raw).__name__} can neither seek nor be "
             f"given its place back ({why}), and replaying would fetch again what was consumed. Resume from a "
             "checkpoint at an epoch's end, or give it map-style data, a list, or state_dict and load_state_dict: on "
             "the iterable itself, or on the data set inside torchdata's StatefulDataLoader."
@@ -307,6 +275,11 @@ class PreparedLoader(ABC):
         """Keep the present state for `state_dict` from now on, because `close` will let go of what gives it."""
         if self.stateful and self._held_state is None:
             self._held_state = self._state_now()
+
+    def end_pass(self) -> None:
+        """End a pass that is over or was broken off, and its workers unless they outlive passes; within seconds."""
+        if not self.stateful:  # such a loader keeps its iterator, which says where it stands
+            self._workers.end_pass()
 
     def close(self) -> None:
         """End the workers of passes that were left in their middle, or that outlive passes; takes seconds at most."""
@@ -365,16 +338,16 @@ class PreparedLoader(ABC):
         self._fewest = min(counts) if counts else 0
         if counts is None:
             return
-        settings = self.settings
+        options = self.options
         if max(counts) == 0:
             raise ConfigurationError(
-                f"{settings.name} is empty: it has no batch. Check the data set, and drop_last with a batch size that "
+                f"{options.title} is empty: it has no batch. Check the data set, and drop_last with a batch size that "
                 "is larger than the data set."
             )
-        if not settings.lockstep or min(counts) == max(counts):
+        if not options.in_lockstep or min(counts) == max(counts):
             return
-        if settings.uneven == "error" or (settings.uneven == "stop" and min(counts) == 0):
-            raise uneven_error(settings.name, counts, settings.uneven)
+        if options.uneven == "error" or (options.uneven == "stop" and min(counts) == 0):
+            raise uneven_error(options.title, counts, options.uneven)
 
     # What sub-classes say
 
@@ -393,7 +366,7 @@ class PreparedLoader(ABC):
     def filler(self) -> Any:
         """Return some batch for a rank that has none of its own to replay."""
         raise ConfigurationError(
-            f"{self.settings.name}: rank {self.settings.rank} has no batch at all, and nothing to pad with. Give every "
+            f"{self.options.title}: rank {self.options.rank} has no batch at all, and nothing to pad with. Give every "
             'rank data, or pass uneven="stop".'
         )
 
@@ -403,23 +376,23 @@ class PreparedLoader(ABC):
         counts = self._count()
         if isinstance(counts, list):
             return counts
-        settings = self.settings
-        if settings.world == 1 or settings.agree is None:
-            return None if counts is None else [counts] * settings.world
+        options = self.options
+        if options.world == 1 or options.agree is None:
+            return None if counts is None else [counts] * options.world
         # Each rank has a loader of its own making. All take part, also one without a length: a collective cannot
         # depend on what one rank knows.
-        told = [row[0] for row in settings.agree([-1 if counts is None else counts])]
+        told = [row[0] for row in options.agree([-1 if counts is None else counts])]
         return None if min(told) < 0 else told
 
     def _unsized(self, start_batch: int) -> Iterator[Any]:
         resumed = self._restored or start_batch > 0
         batches = self._open(start_batch)
-        if resumed or self.settings.world > 1:
+        if resumed or self.options.world > 1:
             return batches  # nothing left may be right; between ranks, `iterate_groups` finds out together
         first = [next(batches, _END)]
         if first[0] is _END:
             raise ConfigurationError(
-                f"{self.settings.name} is empty: it gave no batch in epoch {self.epoch}. A generator gives its items "
+                f"{self.options.title} is empty: it gave no batch in epoch {self.epoch}. A generator gives its items "
                 "once only: pass an object whose __iter__ begins anew each time."
             )
         return itertools.chain(_drain(first), batches)
@@ -440,21 +413,21 @@ class PreparedLoader(ABC):
             yield last
 
     def _agreed(self, batches: Iterator[Any], first_round: int) -> Iterator[Any]:
-        settings = self.settings
-        if settings.agree is None:
+        options = self.options
+        if options.agree is None:
             raise ConfigurationError(
-                f"{settings.name} has no length, and in lock step {settings.world} ranks must agree where it ends: "
+                f"{options.title} has no length, and in lock step {options.world} ranks must agree where it ends: "
                 "prepare it with agree=."
             )
         for index in itertools.count(first_round):
             batch = next(batches, _END) if self._ended_at is None else _END
             if batch is _END and self._ended_at is None:
                 self._ended_at = index
-            have = [row[0] for row in settings.agree([int(batch is not _END)])]
-            if not any(have) or (settings.uneven == "stop" and not all(have)):
+            have = [row[0] for row in options.agree([int(batch is not _END)])]
+            if not any(have) or (options.uneven == "stop" and not all(have)):
                 return
-            if settings.uneven == "error" and not all(have):
-                raise uneven_error(settings.name, [index + has for has in have], "error")
+            if options.uneven == "error" and not all(have):
+                raise uneven_error(options.title, [index + has for has in have], "error")
             if batch is not _END:
                 last = batch
             elif index == first_round:
@@ -469,7 +442,7 @@ class PreparedLoader(ABC):
 
     def _need_state(self) -> None:
         if not self.stateful:
-            raise ConfigurationError(f"{self.settings.name} keeps no state of its own; its place is `position(batch)`.")
+            raise ConfigurationError(f"{self.options.title} keeps no state of its own; its place is `position(batch)`.")
 
 
 def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationError:

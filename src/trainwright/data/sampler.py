@@ -23,7 +23,8 @@ from torch.utils.data import BatchSampler, Sampler
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.rng import isolate_rng
-from trainwright.data.order import Order, SequentialOrder, ShuffledOrder, derive_key, epoch_key
+from trainwright.data.iterable import sets_epoch
+from trainwright.data.order import SampleOrder, SequentialOrder, ShuffledOrder, derive_key, epoch_key
 from trainwright.data.seeding import (
     batch_key,
     held_generators,
@@ -53,6 +54,8 @@ class Dealer(Sampler[Any], ABC):
     Raises:
         ConfigurationError: `rank` is not in [0, world).
     """
+
+    batch_size: int | None = None
 
     def __init__(self, *, rank: int, world: int, seed: int, seeding: Seeding = "none") -> None:
         if not 0 <= rank < world:
@@ -194,6 +197,8 @@ class ShardedBatchSampler(Dealer):
         ConfigurationError: a number is out of range.
     """
 
+    batch_size: int
+
     def __init__(
         self,
         num_samples: int,
@@ -247,7 +252,7 @@ class ShardedBatchSampler(Dealer):
         """Return `batch` itself and `samples`, those all ranks have consumed when `batch` rounds are done."""
         return {"batch": batch, "samples": self._samples_before(batch)}
 
-    def order(self) -> Order:
+    def order(self) -> SampleOrder:
         """Return the present epoch's order."""
         if self.shuffle:
             return ShuffledOrder(self.num_samples, self.seed, self.epoch)
@@ -260,7 +265,7 @@ class ShardedBatchSampler(Dealer):
         drawn: Iterator[Any] = (batch[0] for batch in batches) if self.single else batches
         return self._seeded(drawn, self._anchor_sample // self.batch_size + first)
 
-    def _batches(self, order: Order, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
+    def _batches(self, order: SampleOrder, anchor: int, first: int, stop: int) -> Iterator[list[int]]:
         size = self.batch_size
         rows_at_once = max(1, _CHUNK // size)
         within = np.arange(size, dtype=np.int64)
@@ -310,8 +315,8 @@ class BatchShard(Dealer):
         self._others = [held for part in self._parts for held in held_generators(part)]
         self._anchor_micro_batch = 0
         # torch's own BatchSampler says what its batches hold, unless a subclass changes it.
-        plain = type(batch_sampler) is BatchSampler
-        self.batch_size: int | None = batch_sampler.batch_size if plain else None  # type: ignore[attr-defined]
+        self._plain = batch_sampler if type(batch_sampler) is BatchSampler else None
+        self.batch_size: int | None = None if self._plain is None else self._plain.batch_size
 
     @property
     def micro_batches_left(self) -> int | None:
@@ -327,7 +332,7 @@ class BatchShard(Dealer):
         """Turn to `epoch` and tell the user's sampler if it listens; `resume` is what `position` gave."""
         super().set_epoch(epoch, resume)
         for part in self._parts:
-            if callable(getattr(part, "set_epoch", None)):
+            if sets_epoch(part):
                 part.set_epoch(epoch)
         self._anchor_micro_batch = self._consumed_micro_batches(resume) if resume else 0
 
@@ -366,15 +371,14 @@ class BatchShard(Dealer):
 
     def samples_in_round(self, round_index: int) -> int | None:
         """Return the samples of the round over all ranks; None unless torch's own BatchSampler tells its sizes."""
-        left, size = self.micro_batches_left, self.batch_size
-        if left is None or size is None:
+        left, sampler = self.micro_batches_left, self._plain
+        if left is None or sampler is None:
             return None
         first = min(self._first_micro_batch(round_index), left)
         stop = min(self._first_micro_batch(round_index + 1), left)
-        samples = (stop - first) * size
-        sampler = self.batch_sampler
-        if first < stop == left and not sampler.drop_last:  # type: ignore[attr-defined]
-            samples -= len(sampler) * size - len(sampler.sampler)  # type: ignore[arg-type, attr-defined]
+        samples = (stop - first) * sampler.batch_size
+        if first < stop == left and isinstance(sampler.sampler, Sized) and not sampler.drop_last:
+            samples -= len(sampler) * sampler.batch_size - len(sampler.sampler)
         return samples
 
     def position(self, batch: int) -> dict[str, int]:
@@ -406,7 +410,7 @@ class BatchShard(Dealer):
         return int(resume["batch"]) * self.world
 
 
-def _plain_index(index: Any) -> int | str:
+def _plain_index(index: object) -> int | str:
     """Return an index in a form that JSON can hold."""
     return operator.index(index) if hasattr(index, "__index__") else str(index)
 

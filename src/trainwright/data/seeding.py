@@ -81,7 +81,7 @@ def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
     return derive_key(epoch_key(seed, epoch), _SAMPLE_STREAM + stream)
 
 
-def _arrive(value: Any, seed: int) -> Any:
+def _arrive(value: object, seed: int) -> Any:
     """Take the seed on in a loader worker, which unpickles what it is sent just before it fetches it."""
     if get_worker_info() is not None:
         seed_global_generators(seed)
@@ -130,7 +130,7 @@ class SeededTurn:
         return _arrive, (None, self.seed)
 
 
-def seeded(indices: Any, seed: int) -> Any:
+def seeded(indices: object, seed: int) -> Any:
     """Return the indices of a batch, or a single index, with the seed that a worker takes on.
 
     Indices of another kind than a list of them or an integer are returned as they are, for they cannot carry it.

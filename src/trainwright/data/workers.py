@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,8 +18,13 @@ from weakref import WeakSet
 
 import torch
 
+from trainwright.core.errors import ConfigurationError
+
+_SOCKET_BYTES = 107  # of a socket's path, on Linux
+_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # what Python makes in the temporary folder
 _PATIENCE_S = 2.0  # for workers to finish the sample that they read
 _LOOK_S = 0.5
+_TOGETHER_S = 1.0  # signals that come within it are one
 
 B = TypeVar("B", bound=Iterator[Any])
 
@@ -31,14 +37,18 @@ class WorkerStart:
 
     Args:
         then: the user's own function.
+
+    Raises:
+        ConfigurationError: workers could hand no tensor over: the path of the temporary folder is too long.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
+        _check_temporary_folder()
         self._then = then
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker."""
-        signal.signal(signal.SIGTERM, _once)
+        signal.signal(signal.SIGTERM, _OutlivesFirst())
         if hasattr(signal, "SIGUSR1"):
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, name="trainwright-parent-watch", daemon=True).start()
@@ -46,9 +56,34 @@ class WorkerStart:
             self._then(worker_id)
 
 
-def _once(number: int, frame: FrameType | None) -> None:
-    """Ignore the first one: a worker that does not end when it is told to is sent another."""
-    signal.signal(number, signal.SIG_DFL)
+def _check_temporary_folder() -> None:
+    """A worker that cannot open its socket prints an error, and the process that trains waits for it without end."""
+    folder = tempfile.gettempdir()
+    spare = _SOCKET_BYTES - _NAME_BYTES - len(os.fsencode(folder))
+    way = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no annotation
+    if spare < 0 and way == "file_descriptor":
+        raise ConfigurationError(
+            f"the path of the temporary folder {folder} is {-spare} bytes too long for loader workers, which hand "
+            "tensors over through sockets in it. Set TMPDIR to a shorter one, or num_workers=0."
+        )
+
+
+class _OutlivesFirst:
+    """Ignores a signal, and those that come with it: what a machine tells a group may reach a process twice.
+
+    A worker that does not end when it is told to is sent another.
+    """
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._first_s is None:
+            self._first_s = now_s
+        elif now_s - self._first_s > _TOGETHER_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def _end_with_parent() -> None:
@@ -75,6 +110,7 @@ class Workers:
     def __init__(self, within: Workers | None = None) -> None:
         self._within = within
         self._passes: WeakSet[Any] = WeakSet()
+        self._last: Any = None  # of one loader: held until `end_pass`, for torch ends what nobody holds in its own way
         self._process = os.getpid()
         _all.add(self)
 
@@ -82,15 +118,29 @@ class Workers:
         """Remember a loader's iterator, which is returned."""
         if getattr(batches, "_workers", None):
             self._passes.add(batches)
+            self._last = None if self._within is None else batches
         if self._within is not None:
             self._within.keep(batches)
         return batches
+
+    def end_pass(self) -> None:
+        """End the workers of the loader's last pass, which is over or broken off, unless they outlive passes.
+
+        Within seconds, as `close`. Torch does so when the iterator is deleted, where a Ctrl-C is lost, and waits for
+        each worker that reads a sample.
+        """
+        last, self._last = self._last, None
+        if last is None or last._shutdown or getattr(last, "_persistent_workers", False):
+            return
+        if os.getpid() == self._process:
+            _end([last])
 
     def close(self) -> None:
         """End the workers of all passes, within seconds also when one of them is stuck in a sample."""
         if os.getpid() != self._process:
             return  # a copy in a process that was forked: the workers are not its own
         passes = [batches for batches in self._passes if not batches._shutdown]
+        self._last = None
         self._passes.clear()
         _end(passes)
 

@@ -7,14 +7,15 @@ and `measure_flops` measure a model, `move_data_to_device` moves a batch, `Combi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from trainwright.core.host.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
 from trainwright.core.hyperparameters import Hyperparameters as AttributeDict
 from trainwright.core.measures import grad_norm, measure_flops
-from trainwright.core.rank_zero import rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn
-from trainwright.core.tree import move
+from trainwright.core.names.foreign_names import missing
+from trainwright.core.tree import Batch, move
 from trainwright.data import CombinedLoader
 
 __all__ = [
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 
-def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+def move_data_to_device(batch: Batch, device: torch.device | str | int) -> Any:
     """Return a batch with its tensors on a device, without waiting for copies from pinned memory.
 
     Args:
@@ -39,3 +40,7 @@ def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
         device: a device, its name, or the index of an accelerator.
     """
     return move(batch, torch.device(device))
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise missing(__name__, name, __all__)

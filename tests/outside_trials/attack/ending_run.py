@@ -32,7 +32,7 @@ def serve() -> dict[str, Any]:
         if pid == 0:
             os.setsid()
             os.chdir(options["folder"])
-            os.environ["TMPDIR"] = options["folder"] + "/tmp"
+            os.environ["TMPDIR"] = options["tmp"]
             log = os.open("log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(log, 1)

@@ -1,0 +1,25 @@
+from trainwright.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
+from trainwright.callbacks.callback import Callback as Callback
+from trainwright.callbacks.callback import Order as Order
+from trainwright.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+from trainwright.callbacks.early_stopping import EarlyStopping as EarlyStopping
+from trainwright.callbacks.gradient_accumulation_scheduler import (
+    GradientAccumulationScheduler as GradientAccumulationScheduler,
+)
+from trainwright.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+from trainwright.callbacks.learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
+from trainwright.callbacks.loss_spike_detector import LossSpikeDetector as LossSpikeDetector
+from trainwright.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+from trainwright.callbacks.model_summary import ModelSummary as ModelSummary
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+from trainwright.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
+from trainwright.callbacks.progress_bar import ProgressBar as ProgressBar
+from trainwright.callbacks.registry import CALLBACKS as CALLBACKS
+from trainwright.callbacks.rich_progress_bar import RichProgressBar as RichProgressBar
+from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
+from trainwright.callbacks.throughput import Throughput as Throughput
+from trainwright.callbacks.timer import Timer as Timer
+from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar as TQDMProgressBar
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+from trainwright.callbacks.weight_averaging import WeightAveraging as WeightAveraging

@@ -1,0 +1,13 @@
+from trainwright.loggers.console_logger import ConsoleLogger as ConsoleLogger
+from trainwright.loggers.csv_logger import CSVLogger as CSVLogger
+from trainwright.loggers.jsonl_logger import JSONLinesLogger as JSONLinesLogger
+from trainwright.loggers.logger import Logger as Logger
+from trainwright.loggers.logger import RunInfo as RunInfo
+from trainwright.loggers.logger_group import LoggerGroup as LoggerGroup
+from trainwright.loggers.metric_buffer import MetricBuffer as MetricBuffer
+from trainwright.loggers.metric_ranks import Flushed as Flushed
+from trainwright.loggers.registry import LOGGERS as LOGGERS
+from trainwright.loggers.registry import resolve_loggers as resolve_loggers
+from trainwright.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
+from trainwright.loggers.versioned import VersionedLogger as VersionedLogger
+from trainwright.loggers.wandb_logger import WandbLogger as WandbLogger

@@ -1,0 +1,417 @@
+"""Device maps: module name → where its weights lie, found from a model's sizes and the devices' budgets."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from trainwright.bigmodels.maps.device_memory import get_max_memory, parse_device
+from trainwright.bigmodels.maps.placement import (
+    Device,
+    Outline,
+    Placement,
+    collapse,
+    is_accelerator,
+    largest_whole,
+    outermost,
+    place,
+)
+from trainwright.bigmodels.maps.sizes import DType, class_names, compute_module_total_buffer_size, read_outline
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.host.byte_sizes import format_bytes
+
+if TYPE_CHECKING:
+    from trainwright.bigmodels.maps.explain import DeviceMapReport
+
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> dict[str, Device]:
+    """Fill the devices one after the other with the modules of a model, in the order in which it names them.
+
+    The first accelerator in use computes what lies on the host or on disk, and keeps room for the largest such layer.
+    Modules that share a tensor go to one device. The function moves nothing and allocates nothing on a device.
+
+    Args:
+        model: on any device; on the meta device too.
+        max_memory: see `get_max_memory`. What fits nowhere lies on `"disk"`.
+        no_split_module_classes: names of classes whose modules stay on one device, such as blocks with a residual
+            connection.
+        dtype: that the weights will be loaded in, see `compute_module_sizes`.
+        special_dtypes: name of a tensor → its own dtype.
+        verbose: print what went where, why, and what would fit if, see `explain_device_map`.
+        clean_result: name a module instead of all the modules in it, where these lie on one device.
+        offload_buffers: buffers of modules on the host or on disk lie there too. Without it they stay on the device
+            that computes; a warning says where they do not fit.
+        fallback_allocation: where the next module does not fit a device that is still empty, put the first later one
+            there that does, rather than leave it empty.
+
+    Returns:
+        Module or tensor name → device, in the model's order; `{"": device}` where all lies on one.
+
+    Raises:
+        ConfigurationError: an unknown device, size or dtype; or no device can hold the largest layer.
+    """
+    outline = read_outline(
+        model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
+    )
+    budgets = _with_disk(get_max_memory(max_memory))
+    placement = place(outline, budgets, fallback=fallback_allocation)
+    _warn_of_devices_passed_over(outline, placement, budgets)
+    chosen = outermost(outline, placement.device_of)
+    device_map = {outline.names[part]: device for part, device in chosen.items()}
+    if not offload_buffers and placement.runs_on is not None:
+        _warn_of_buffers(model, outline, device_map, placement, budgets, dtype, special_dtypes)
+    if verbose:
+        from trainwright.bigmodels.maps.explain import explain
+
+        sys.stdout.write(f"{explain(outline, budgets, placement)}\n")
+    if clean_result:
+        device_map = {outline.names[part]: device for part, device in collapse(outline, chosen).items()}
+    return device_map
+
+
+def explain_device_map(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    fallback_allocation: bool = False,
+) -> DeviceMapReport:
+    """Say what `infer_auto_device_map` would put where, why, and with how much more memory it would all be fast.
+
+    Args: see `infer_auto_device_map`.
+
+    Returns:
+        A report to print, or to read field by field.
+
+    Raises:
+        ConfigurationError: as there.
+    """
+    from trainwright.bigmodels.maps.explain import explain
+
+    outline = read_outline(
+        model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
+    )
+    budgets = _with_disk(get_max_memory(max_memory))
+    return explain(outline, budgets, place(outline, budgets, fallback=fallback_allocation))
+
+
+def resolve_device_map(
+    model: nn.Module,
+    device_map: str | Mapping[str, Device | torch.device],
+    *,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    offload_buffers: bool = False,
+) -> dict[str, Device | torch.device]:
+    """Return the map that a word stands for, or a map that was given, checked.
+
+    Args:
+        model: on any device.
+        device_map: `"auto"` or `"balanced"` (as even as possible over the accelerators), `"balanced_low_0"` (the same,
+            with as little as possible on the first), `"sequential"` (each one filled before the next), or a map.
+        max_memory: see `get_max_memory`; for words only, as are the arguments below.
+        no_split_module_classes: see `infer_auto_device_map`.
+        dtype: as there.
+        special_dtypes: as there.
+        offload_buffers: as there.
+
+    Raises:
+        ConfigurationError: another word, or a map that `check_device_map` refuses.
+    """
+    if not isinstance(device_map, str):
+        check_device_map(model, device_map)
+        return dict(device_map)
+    if device_map not in DEVICE_MAPS:
+        raise ConfigurationError(
+            f"device_map={device_map!r} is unknown.{nearest(device_map, DEVICE_MAPS)} Write one of "
+            f"{', '.join(DEVICE_MAPS)}, or a map from module names to devices."
+        )
+    if device_map != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split_module_classes,
+            dtype=dtype,
+            special_dtypes=special_dtypes,
+            low_zero=device_map == "balanced_low_0",
+        )
+    found = infer_auto_device_map(
+        model,
+        max_memory=max_memory,
+        no_split_module_classes=no_split_module_classes,
+        dtype=dtype,
+        special_dtypes=special_dtypes,
+        offload_buffers=offload_buffers,
+    )
+    return dict(found)
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
+    low_zero: bool = False,
+) -> dict[Device, int]:
+    """Lower the accelerators' budgets so that filling them one after the other spreads a model evenly.
+
+    Each gets its share of the model and a quarter more than the largest undivided block (or, if that is more, than
+    the mean module), for modules end where they end; the last one keeps its budget.
+
+    Args:
+        model: on any device.
+        max_memory: see `get_max_memory`. Where it is None and there is one accelerator, a tenth of it is left free.
+        no_split_module_classes: see `infer_auto_device_map`.
+        dtype: as there.
+        special_dtypes: as there.
+        low_zero: leave the first accelerator only what the others have no room for.
+
+    Raises:
+        ConfigurationError: an unknown device, size or dtype.
+    """
+    budgets = get_max_memory(max_memory)
+    used = [device for device, budget in budgets.items() if is_accelerator(device) and budget > 0]
+    if len(used) < 2:
+        if max_memory is None:
+            budgets.update({device: int(budgets[device] * 0.9) for device in used})
+        return budgets
+    outline = read_outline(model, dtype=dtype, special_dtypes=special_dtypes)
+    total = outline.sizes_bytes[0]
+    accelerators = [device for device in budgets if is_accelerator(device)]
+    share = total // (len(used) - 1 if low_zero else len(used)) + _allowance(model, outline, no_split_module_classes)
+    first, *others = accelerators
+    for device in accelerators[low_zero:-1]:
+        budgets[device] = min(budgets[device], share)
+    if low_zero:
+        budgets[first] = min(budgets[first], max(0, total - sum(budgets[device] for device in others)))
+    return budgets
+
+
+def _allowance(model: nn.Module, outline: Outline, no_split_module_classes: Sequence[str] | str | None) -> int:
+    """Return by how much a share may be exceeded, so that a block which straddles two shares goes to the first."""
+    kept_whole = class_names(no_split_module_classes)
+    sizes = dict(zip(outline.names, outline.sizes_bytes, strict=True))
+    layers, blocks = list[int](), list[int]()
+    for name, module in model.named_modules():
+        if not sizes[name]:
+            continue
+        if not any(True for _ in module.children()):
+            layers.append(sizes[name])
+        if type(module).__name__ in kept_whole:
+            blocks.append(sizes[name])
+    mean = sum(layers) // max(1, len(layers))
+    return int(1.25 * max(mean, max(blocks, default=0)))
+
+
+def check_device_map(
+    model: nn.Module, device_map: Mapping[str, Device | torch.device], *, strict: bool = False
+) -> None:
+    """Check that a device map covers every parameter and every buffer that is saved, and names devices.
+
+    Args:
+        model: on any device.
+        device_map: name of a module, parameter or buffer (`""` for all) → device.
+        strict: raise for names that the model does not have. Otherwise a warning names them.
+
+    Raises:
+        ConfigurationError: parameters or buffers are not covered, all of which the message names; a device that is
+            none; with `strict`, a name of nothing.
+    """
+    check_devices(device_map)
+    known: set[str] = {""}
+    missing = list[str]()
+    for name in _saved_names(model):
+        covered = "" in device_map
+        end = name.find(".")
+        while end != -1:
+            known.add(name[:end])
+            covered = covered or name[:end] in device_map
+            end = name.find(".", end + 1)
+        known.add(name)
+        if not covered and name not in device_map:
+            missing.append(name)
+    if missing:
+        raise ConfigurationError(
+            "The device_map provided does not give any device for the following parameters: "
+            f"{', '.join(missing)}. Add them, or a module that they are in, or '' for all the rest."
+        )
+    _report_unknown_names(model, device_map, known, strict)
+
+
+def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
+    """Check that a device map names devices; whether this machine has them is not asked.
+
+    Raises:
+        ConfigurationError: one is none; the message says under which name. Or this is no map from names.
+    """
+    if not isinstance(device_map, Mapping):
+        raise ConfigurationError(
+            f"device_map={device_map!r}, expected a map from names of modules to devices, such as {{'': 'cpu'}}. Words "
+            f"({', '.join(DEVICE_MAPS)}) are taken by load_checkpoint_and_dispatch and dispatch_model, and "
+            "infer_auto_device_map makes a map."
+        )
+    for name, device in device_map.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"device_map has the key {name!r}, expected the name of a module, or '' for all.")
+        try:
+            parse_device(device)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"device_map[{name!r}]: {error}") from error
+
+
+def _saved_names(model: nn.Module) -> list[str]:
+    """Return the names of all parameters and persistent buffers, tied ones under each of their names."""
+    names = list[str]()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dotted = f"{prefix}." if prefix else ""
+        names += [dotted + own for own, tensor in module._parameters.items() if tensor is not None]
+        unsaved = module._non_persistent_buffers_set
+        names += [dotted + own for own, tensor in module._buffers.items() if tensor is not None and own not in unsaved]
+    return names
+
+
+def _report_unknown_names(
+    model: nn.Module, device_map: Mapping[str, Device | torch.device], known: set[str], strict: bool
+) -> None:
+    unknown = [name for name in device_map if name not in known]
+    if not unknown:
+        return
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}  # those without tensors too
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    unknown = [name for name in unknown if name not in modules and name not in buffers]
+    if unknown:
+        message = (
+            f"The following device_map keys do not match any submodules in the model: {unknown}."
+            f"{nearest(unknown[0], modules)}"
+        )
+        if strict:
+            raise ConfigurationError(message)
+        warnings.warn(message, TrainwrightWarning, stacklevel=3)
+
+
+def clean_device_map(
+    device_map: MutableMapping[str, Device | torch.device], module_name: str = ""
+) -> MutableMapping[str, Device | torch.device]:
+    """Name a module instead of all the modules in it, wherever these lie on one device.
+
+    Args:
+        device_map: changed in place, keeping the order of the names; none may lie in another one.
+        module_name: leave all but this module and what is in it as they are.
+
+    Returns:
+        The same map.
+    """
+    prefix = f"{module_name}." if module_name else ""
+    devices: dict[str, set[Device | torch.device]] = {}
+    for name, device in device_map.items():
+        if name == module_name or name.startswith(prefix):
+            for module in _modules_above(name, module_name):
+                devices.setdefault(module, set()).add(device)
+    cleaned: dict[str, Device | torch.device] = {}
+    for name, device in device_map.items():
+        inside = name == module_name or name.startswith(prefix)
+        above = (module for module in _modules_above(name, module_name) if len(devices[module]) == 1) if inside else ()
+        cleaned[next(iter(above), name)] = device
+    device_map.clear()
+    device_map.update(cleaned)
+    return device_map
+
+
+def _modules_above(name: str, outermost_name: str) -> list[str]:
+    """Return `name` and the modules that it is in, from `outermost_name` inward."""
+    found = [outermost_name]
+    start = len(outermost_name) + 1 if outermost_name else 0
+    if name == outermost_name:
+        return found
+    end = name.find(".", start)
+    while end != -1:
+        found.append(name[:end])
+        end = name.find(".", end + 1)
+    return [*found, name]
+
+
+def _with_disk(max_memory: Mapping[Device, int]) -> dict[Device, int | None]:
+    """Return budgets with the disk, which is without limit unless told, as the last one."""
+    budgets: dict[Device, int | None] = dict(max_memory)
+    budgets.setdefault("disk", None)
+    return budgets
+
+
+def _warn_of_devices_passed_over(outline: Outline, placement: Placement, budgets: Mapping[Device, int | None]) -> None:
+    if not placement.passed_over:
+        return
+    needed, name = largest_whole(outline)
+    given = ", ".join(f"{device!r}: {format_bytes(budgets[device] or 0)}" for device in placement.passed_over)
+    warnings.warn(
+        f"nothing is placed on {{{given}}}: the first accelerator in use also computes the layers that lie elsewhere, "
+        f"and {name!r}, the largest one, needs {format_bytes(needed)}.",
+        TrainwrightWarning,
+        stacklevel=3,
+    )
+
+
+def _warn_of_buffers(
+    model: nn.Module,
+    outline: Outline,
+    device_map: Mapping[str, Device],
+    placement: Placement,
+    budgets: Mapping[Device, int | None],
+    dtype: DType | None,
+    special_dtypes: Mapping[str, DType] | None,
+) -> None:
+    """Say when the buffers of offloaded modules, which stay on the device that computes, do not fit there beside the
+    weights of the largest layer that comes and goes.
+    """
+
+    def buffer_bytes(name: str) -> int:
+        module = _module_at(model, name)
+        return 0 if module is None else compute_module_total_buffer_size(module, dtype, special_dtypes)
+
+    needed = sum(buffer_bytes(name) for name, device in device_map.items() if not is_accelerator(device))
+    runs_on = placement.runs_on
+    budget = None if runs_on is None else budgets[runs_on]
+    if not needed or runs_on is None or budget is None:
+        return
+    streamed, buffers = 0, {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for index, device in placement.device_of.items():
+        for part in range(index, outline.ends[index]) if not is_accelerator(device) else ():
+            name = outline.names[part]
+            if outline.whole[part] and name not in buffers:
+                streamed = max(streamed, outline.sizes_bytes[part] - buffer_bytes(name))
+    free = budget - placement.used_bytes[runs_on] - streamed
+    if needed > free:
+        warnings.warn(
+            f"the buffers of modules that are offloaded take {format_bytes(needed)} and stay on device {runs_on!r}, "
+            f"where {format_bytes(max(free, 0))} are free beside the largest layer that comes and goes "
+            f"({format_bytes(streamed)}). If memory runs out, use offload_buffers=True.",
+            TrainwrightWarning,
+            stacklevel=3,
+        )
+
+
+def _module_at(model: nn.Module, name: str) -> nn.Module | None:
+    found: Any = model
+    for piece in name.split(".") if name else ():
+        found = getattr(found, piece)
+    return found if isinstance(found, nn.Module) else None

@@ -1,0 +1,82 @@
+"""Names and budgets of the devices that weights may lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from trainwright.bigmodels.maps.placement import Device
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.host.byte_sizes import convert_file_size_to_int
+from trainwright.core.host.memory import available_host_memory_bytes
+
+_WORDS = ("cpu", "disk", "mps", "meta")
+
+
+def parse_device(device: Device | torch.device) -> Device:
+    """Return a device as a map writes it: an index, `"cpu"`, `"disk"`, `"meta"`, or an accelerator such as `"xpu:1"`.
+
+    An index in text becomes a number. Whether this machine has the device is not looked at.
+
+    Raises:
+        ConfigurationError: torch knows no such device.
+    """
+    if isinstance(device, torch.device):
+        return str(device)
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return device
+    if isinstance(device, str) and device.isdecimal():
+        return int(device)
+    if device in _WORDS:
+        return device
+    try:
+        return str(torch.device(str(device)))
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"device {device!r} is unknown.{nearest(str(device), _WORDS)} Write the index of an accelerator (0, 1, …), "
+            "'cpu', 'disk', 'mps', 'meta', or a device of torch such as 'cuda:1' or 'xpu:0'."
+        ) from error
+
+
+def get_max_memory(
+    max_memory: Mapping[Device, int | str] | None = None,
+) -> dict[Device, int]:
+    """Return bytes per device in the order in which devices are filled: accelerators, then `"cpu"`, then `"disk"`.
+
+    Args:
+        max_memory: device → bytes, or text such as `"10GiB"`. A device that is left out is not used, except that what
+            fits nowhere else goes to disk. None takes what is free now on every accelerator and of the host's memory
+            (which waits for the devices and initialises them).
+
+    Raises:
+        ConfigurationError: an unknown device, a device twice, or an amount that is none.
+    """
+    if max_memory is None:
+        return _free_memory()
+    budgets: dict[Device, int] = {}
+    for name, size in max_memory.items():
+        device = parse_device(name)
+        if device in budgets:
+            raise ConfigurationError(f"max_memory names the device {device!r} twice: {list(max_memory)}.")
+        budgets[device] = convert_file_size_to_int(size)
+    return dict(sorted(budgets.items(), key=lambda item: _filling_order(item[0])))
+
+
+def _filling_order(device: Device) -> tuple[int, str, int]:
+    if isinstance(device, int):
+        return (0, "", device)
+    kind, _, index = device.partition(":")
+    return ({"cpu": 2, "disk": 3, "meta": 4}.get(kind, 1), kind, int(index or 0))
+
+
+def _free_memory() -> dict[Device, int]:
+    host = available_host_memory_bytes()
+    if not torch.accelerator.is_available():
+        return {"cpu": host}
+    kind = torch.accelerator.current_accelerator()
+    module = torch.get_device_module(kind)
+    if kind is not None and hasattr(module, "mem_get_info"):
+        return {**{i: int(module.mem_get_info(i)[0]) for i in range(torch.accelerator.device_count())}, "cpu": host}
+    # Apple's accelerator shares the host's memory, which must not be given away twice.
+    return {"mps": host} if kind is not None and kind.type == "mps" else {"cpu": host}

@@ -1,0 +1,241 @@
+"""How much memory a model will take, counted without taking it: weights, training with Adam, activations, KV cache."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from trainwright.bigmodels.maps.sizes import DType, dtype_byte_size, read_outline
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.format.safetensors_io import read_header
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+ADAM_COPIES = 4  # weights, gradients, and two averages of Adam, all in the dtype of the weights
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
+_INTEGERS = ("I", "U", "B")  # how the names of safetensors' dtypes of counters and masks begin; BF16 is none of them
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCount:
+    """How many elements a model has, from which its bytes in any dtype follow.
+
+    Attributes:
+        elements: floating elements of parameters and buffers, a shared tensor counted once.
+        fixed_bytes: of counters and masks, whose dtype does not change.
+        largest_layer: name of the largest module that is not divided.
+        largest_elements: floating elements of that module.
+        largest_fixed_bytes: of the counters and masks in that module.
+    """
+
+    elements: int
+    fixed_bytes: int
+    largest_layer: str
+    largest_elements: int
+    largest_fixed_bytes: int = 0
+
+    def total_bytes(self, dtype: DType) -> int:
+        """Return the bytes of all weights and buffers in a dtype."""
+        return math.ceil(self.elements * dtype_byte_size(dtype)) + self.fixed_bytes
+
+    def largest_bytes(self, dtype: DType) -> int:
+        """Return the bytes of the largest layer in a dtype."""
+        return math.ceil(self.largest_elements * dtype_byte_size(dtype)) + self.largest_fixed_bytes
+
+    def training_bytes(self, dtype: DType) -> int:
+        """Return the bytes of weights, gradients and both averages of Adam, all in one dtype, without activations."""
+        return ADAM_COPIES * self.total_bytes(dtype)
+
+
+def count_weights(model: nn.Module) -> WeightCount:
+    """Count a model's elements; classes in its `_no_split_modules` (as transformers has them) count as one layer.
+
+    Args:
+        model: on any device, the meta device included.
+    """
+    outline = read_outline(model, no_split_module_classes=getattr(model, "_no_split_modules", None), dtype="int8")
+    layers = [
+        (size - fixed, fixed, name)  # elements of one byte each, beside the others
+        for size, name, is_whole in zip(outline.sizes_bytes, outline.names, outline.whole, strict=True)
+        if is_whole
+        for fixed in (min(size, _fixed_bytes(model, name)),)
+    ]
+    largest_elements, largest_fixed_bytes, largest_layer = max(layers, key=lambda layer: layer[0], default=(0, 0, ""))
+    seen: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    floating = [tensor for tensor in seen.values() if tensor.dtype.is_floating_point or tensor.dtype.is_complex]
+    fixed = [tensor for tensor in seen.values() if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)]
+    return WeightCount(
+        elements=sum(tensor.numel() for tensor in floating),
+        fixed_bytes=sum(tensor.numel() * tensor.element_size() for tensor in fixed),
+        largest_layer=largest_layer,
+        largest_elements=largest_elements,
+        largest_fixed_bytes=largest_fixed_bytes,
+    )
+
+
+def _fixed_bytes(model: nn.Module, name: str) -> int:
+    """Return the bytes of the counters and masks in a module, or of one of them."""
+    part: Any = functools.reduce(getattr, name.split("."), model) if name else model
+    tensors = [part] if isinstance(part, torch.Tensor) else [*part.parameters(), *part.buffers()]
+    seen = {id(tensor): tensor for tensor in tensors}
+    return sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in seen.values()
+        if not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    )
+
+
+def count_stored_weights(path: Path) -> WeightCount:
+    """Count the elements in a safetensors file, a folder of such files or one with an index, reading only headers.
+
+    A layer is a numbered block (`"model.layers.0"`), or what stands before a tensor's own name.
+
+    Raises:
+        CheckpointError: there is no such file, or one is damaged.
+    """
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not files or not all(file.is_file() for file in files):
+        raise CheckpointError(f"{path} holds no safetensors file.")
+    layers: defaultdict[str, int] = defaultdict(int)
+    fixed: defaultdict[str, int] = defaultdict(int)
+    for file in files:
+        header = read_header(file)
+        header.pop("__metadata__", None)
+        with reading(file):
+            for name, entry in header.items():
+                dtype = str(entry["dtype"])
+                block = _BLOCK.match(name)
+                layer = block[0] if block else name.rpartition(".")[0]
+                if dtype.startswith(_INTEGERS) and dtype != "BF16":
+                    fixed[layer] += entry["data_offsets"][1] - entry["data_offsets"][0]
+                else:
+                    layers[layer] += math.prod(entry["shape"])
+    largest = max(layers, key=layers.__getitem__, default="")
+    return WeightCount(sum(layers.values()), sum(fixed.values()), largest, layers[largest], fixed[largest])
+
+
+def count_activation_bytes(forward: Callable[[], Any], model: nn.Module) -> int:
+    """Return the bytes that autograd keeps from a forward for its backward, the model's own tensors left out.
+
+    The forward may be one of fake tensors (`torch._subclasses.FakeTensorMode`), which computes nothing and takes no
+    memory, and which torch gives the kernels of the device that they pretend to be on; a module that keeps activations
+    in its own way (by recomputing them, for example) is counted as it behaves.
+
+    Args:
+        forward: calls the model; gradients are on.
+        model: its parameters and buffers are not counted.
+    """
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = forward()
+    del result
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """The product of experts' weights with rows that are sorted by expert: what it keeps, and its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return a tensor (rows, width) without values, for weights (experts, …, width)."""
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+class FakeGroupedProducts(TorchFunctionMode):
+    """Have products of experts' weights take tensors without memory of any dtype.
+
+    torch has a kernel for other dtypes than bfloat16 on the CPU, and refuses them where nothing is computed (2.13).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call what torch was asked for, or stand in for it."""
+        if func is getattr(torch, "_grouped_mm", None) and len(args) == 2 and args[0].dim() == 2:
+            return _GroupedProduct.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types here
+        return func(*args, **(kwargs or {}))
+
+
+def kv_cache_bytes(config: Mapping[str, Any], *, batch_size: int, sequence_length: int, dtype: DType) -> int | None:
+    """Return the bytes of the keys and values that generating text keeps; None where a model has no such cache.
+
+    Layers with a window keep what lies in it; a decoder keeps its own tokens and, as many, its encoder's; latent
+    attention keeps what keys and values are made from.
+
+    Args:
+        config: of a transformers model, by the names that its family has for layers, heads and widths. Of a model of
+            texts and images, its `text_config` counts.
+        batch_size: sequences at once.
+        sequence_length: tokens of each, those of the prompt included.
+        dtype: of the cache.
+    """
+    text = config.get("text_config")
+    config = text if isinstance(text, Mapping) else config
+    is_decoder = bool(config.get("is_encoder_decoder"))
+    own: tuple[str, ...] = ("num_decoder_layers", "decoder_layers") if is_decoder else ()
+    layers = _first(config, *own, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    own = ("decoder_attention_heads",) if is_decoder else ()
+    heads = _first(config, *own, "num_attention_heads", "n_head", "n_heads", "num_heads")
+    width = _first(config, "hidden_size", "n_embd", "d_model")
+    if not (layers and heads and width):
+        return None
+    if config.get("kv_lora_rank") and config.get("qk_rope_head_dim"):
+        per_token = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    else:
+        head_dim = _first(config, "head_dim", "d_kv") or width // heads
+        is_single = config.get("multi_query") and not config.get("new_decoder_architecture")  # as Falcon's first ones
+        per_token = 2 * head_dim * (1 if is_single else config.get("num_key_value_heads") or heads)
+    tokens = 2 * layers * sequence_length if is_decoder else _kept_tokens(config, layers, sequence_length)
+    cache_bytes: float = tokens * per_token * batch_size * dtype_byte_size(dtype)
+    return math.ceil(cache_bytes)
+
+
+def _first(config: Mapping[str, Any], *names: str) -> int:
+    """Return the first of some settings that a configuration has; 0 without any."""
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int) and config[name]), 0)
+
+
+def _kept_tokens(config: Mapping[str, Any], layers: int, sequence_length: int) -> int:
+    """Return how many tokens all layers together keep of a sequence."""
+    window = _first(config, "sliding_window", "attention_chunk_size")
+    kinds = config.get("layer_types") or ["sliding_attention" if window else "full_attention"] * layers
+    shared = _first(config, "num_kv_shared_layers")  # the last ones use what earlier ones keep
+    kept = 0
+    for kind in kinds[: len(kinds) - shared]:
+        if kind in ("sliding_attention", "chunked_attention") and window:
+            kept += min(sequence_length, window - 1)  # the newest token brings its own
+        elif kind.endswith("attention") and kind != "linear_attention":
+            kept += sequence_length
+    return kept
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a transformers configuration from its JSON file.
+
+    Raises:
+        ConfigurationError: the file is no JSON object, or does not say which kind of model it is.
+    """
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"{path} is no JSON file: {error}.") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ConfigurationError(f"{path} is no configuration of a transformers model: it has no model_type.")
+    return config

@@ -1,0 +1,79 @@
+"""Values for those tensors of an empty model that stay at hand, while others are kept away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from trainwright.bigmodels.weights.slots import like, put
+from trainwright.core.errors import CheckpointError
+
+_SHOWN = 5  # names in a message
+
+
+def with_tied_names(model: nn.Module, values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return values by all names of each parameter: files of safetensors hold tied ones under one of them."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    added: dict[str, torch.Tensor] = {}
+    for same in names.values():
+        known = next((name for name in same if name in values), None)
+        if known is not None:
+            added |= {name: values[known] for name in same if name not in values}
+    return {**values, **added} if added else values
+
+
+def fill_empty(model: nn.Module, names: Iterable[str], *sources: Mapping[str, torch.Tensor]) -> None:
+    """Give tensors of a model that are on the meta device the values of a mapping, which they share, on the CPU.
+
+    Tied parameters stay tied. Tensors that have values keep them.
+
+    Args:
+        model: is changed.
+        names: of parameters and buffers that must have values afterwards.
+        sources: the first that has the name of a tensor, or of one that is tied to it, gives its values.
+
+    Raises:
+        CheckpointError: none of them has, or has it in another shape. Some tensors may have been filled.
+    """
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            tied.setdefault(id(tensor), []).append(name)
+    filled: set[int] = set()
+    missing = []
+    for name in names:
+        tensor = tensors[name]
+        if not tensor.is_meta or id(tensor) in filled:
+            continue
+        value = _find(tied[id(tensor)], sources)
+        if value is None:
+            missing.append(name)
+            continue
+        if value.shape != tensor.shape:
+            raise CheckpointError(
+                f"{name!r} has shape {tuple(value.shape)} in what is given and {tuple(tensor.shape)} in the model."
+            )
+        new = like(tensor, value.detach().to("cpu", tensor.dtype))
+        for same in tied[id(tensor)]:
+            put(model, same, new)
+        filled.add(id(tensor))
+    if missing:
+        shown = ", ".join(map(repr, missing[:_SHOWN])) + (" …" if len(missing) > _SHOWN else "")
+        raise CheckpointError(
+            f"{len(missing)} tensors that are not offloaded have no values: {shown}. They are on the meta device. "
+            "Load a checkpoint first, pass a state_dict that holds them, or offload buffers too (offload_buffers=True)."
+        )
+
+
+def _find(names: Iterable[str], sources: Iterable[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+    names = list(names)
+    for source in sources:
+        for name in names:
+            if name in source and not source[name].is_meta:
+                return source[name]
+    return None

@@ -1,0 +1,178 @@
+"""A file of weights mapped into memory: its tensors are views of the page cache, read when they are touched.
+
+Mapped privately: a write to such a tensor stays in this process and never reaches the file. The file must keep its
+length while it is mapped, since touching a page beyond its end kills the process (SIGBUS): `load` asks first.
+"""
+
+from __future__ import annotations
+
+import copy
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from trainwright.checkpoint.disk.damage import check_regular
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.offload.advice import changed_pages, populate
+
+# Not in Python's mmap module. NORESERVE: without it, Linux refuses a private mapping that is larger than the memory.
+_MAP_NORESERVE = 0x4000
+_PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
+_PROBE_BYTES = 2**20  # between two bytes that are asked for, to see whether all of a part is in memory
+
+
+class FileSpan(NamedTuple):
+    """Where a tensor's bytes lie in a mapped file."""
+
+    file: MappedFile
+    start: int
+    num_bytes: int
+
+
+class MappedFile:
+    """A file mapped as a whole. Nothing is read here.
+
+    Args:
+        path: must not be empty.
+
+    Raises:
+        CheckpointError: it cannot be opened or mapped.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_regular(path)
+        try:
+            self._use(os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)))
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be opened: {error}.") from error
+
+    def _use(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        weakref.finalize(self, os.close, self._descriptor)
+        self.num_bytes = os.fstat(self._descriptor).st_size
+        self._bytes = _map(self._descriptor, self.num_bytes, self.path)
+        self._mapped: set[tuple[int, int]] = set()  # parts whose pages are in this process's tables, if in memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MappedFile:
+        """Return a mapping of its own of the same file, in which only those pages take memory that were written to."""
+        self.check()
+        twin = copy.copy(self)
+        twin._use(os.dup(self._descriptor))  # past the path, where another file may lie by now
+        for start in changed_pages(self._bytes.data_ptr(), self.num_bytes):
+            self._copy_changed(twin, start)
+        return twin
+
+    def _copy_changed(self, twin: MappedFile, start: int) -> None:
+        piece = slice(start, start + mmap.PAGESIZE)
+        if not torch.equal(twin._bytes[piece], self._bytes[piece]):
+            twin._bytes[piece] = self._bytes[piece]
+
+    def counterpart(self, tensor: torch.Tensor, other: MappedFile) -> torch.Tensor | None:
+        """Return the same part of this file, which is a copy of `other`, as `tensor` is of that; None if it is none."""
+        start = tensor.data_ptr() - other._bytes.data_ptr()
+        if not 0 <= start < other.num_bytes or not tensor.is_contiguous():
+            return None
+        return self.tensor(start, tensor.dtype, tensor.shape)
+
+    def tensor(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the tensor that begins at byte `start`: a view, or a copy where `start` splits an element's width.
+
+        Raises:
+            CheckpointError: it would reach beyond the file.
+        """
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        if start < 0 or start + num_bytes > self.num_bytes:
+            raise CheckpointError(
+                f"{self.path} is cut short: a tensor of {num_bytes} bytes begins at {start}, the file has "
+                f"{self.num_bytes} bytes."
+            )
+        piece = self._bytes[start : start + num_bytes]
+        if start % dtype.itemsize:
+            piece = piece.clone()
+        return piece.view(dtype).view(tuple(shape))
+
+    def check(self) -> None:
+        """Ask whether the file still has its length; costs a system call.
+
+        Raises:
+            CheckpointError: it has become shorter.
+        """
+        size = os.fstat(self._descriptor).st_size
+        if size < self.num_bytes:
+            raise CheckpointError(
+                f"{self.path} has shrunk from {self.num_bytes} to {size} bytes while its weights are in use. "
+                "Restore the file and load the model again."
+            )
+
+    def read_into(self, buffer: torch.Tensor, start: int) -> None:
+        """Fill `buffer` (uint8 on the CPU, contiguous) with the bytes from `start` on, in one copy.
+
+        Raises:
+            CheckpointError: the file ends before, or cannot be read.
+        """
+        bytes_: Any = buffer.numpy()
+        view = memoryview(bytes_)
+        done = 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], start + done)
+            except OSError as error:
+                raise CheckpointError(f"{self.path} cannot be read at byte {start + done}: {error}.") from error
+            if count == 0:
+                self.check()
+                raise CheckpointError(f"{self.path} ends at byte {start + done}, before a weight that it holds.")
+            done += count
+
+    def load(self, start: int, num_bytes: int) -> None:
+        """Read a part of the file into memory, and wait for it; quick where it is there already.
+
+        Runs without Python's lock, so that other threads compute meanwhile.
+
+        Raises:
+            CheckpointError: the file has become shorter.
+        """
+        self.check()
+        if (start, num_bytes) in self._mapped and self._is_in_memory(start, num_bytes):
+            return
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, start, num_bytes, os.POSIX_FADV_WILLNEED)
+        begin = start - start % mmap.PAGESIZE
+        end = min(start + num_bytes, self.num_bytes)
+        while begin < end:
+            piece = min(_PIECE_BYTES, end - begin)
+            if not populate(self._bytes.data_ptr() + begin, piece):
+                self.check()
+                self._bytes[begin : begin + piece : mmap.PAGESIZE].sum()  # touches each page
+            begin += piece
+        self._mapped.add((start, num_bytes))
+
+    def _is_in_memory(self, start: int, num_bytes: int) -> bool:
+        """Say whether a part seems to be in the page cache. What is not is read when it is touched, only later."""
+        flag, byte = getattr(os, "RWF_NOWAIT", None), [bytearray(1)]
+        if flag is None or not num_bytes:
+            return False
+        last = start + num_bytes - 1
+        try:
+            return all(os.preadv(self._descriptor, byte, at, flag) for at in (*range(start, last, _PROBE_BYTES), last))
+        except OSError:  # it would have to be read, or the file system cannot say
+            return False
+
+
+def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:
+    if num_bytes == 0:
+        raise CheckpointError(f"{path} is empty: it is cut short.")
+    try:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if hasattr(os, "posix_fadvise") else 0)
+            mapping = mmap.mmap(descriptor, num_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            mapping = mmap.mmap(descriptor, num_bytes, access=mmap.ACCESS_COPY)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be mapped into memory: {error}.") from error
+    return torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,0 +1,320 @@
+"""Where offloaded weights lie: in a state dict, in a folder that they were written to, or in a checkpoint as it is.
+
+A folder holds one raw file a tensor, `NAME.dat`, and an `index.json` of `{name: {"dtype": …, "shape": …}}`; an entry
+`{"safetensors_file": …, "weight_name": …, "dtype": …}` stands for a tensor in a safetensors file elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile
+from trainwright.bigmodels.weights.moving import Device, to_device
+from trainwright.bigmodels.weights.stored_weights import StoredWeights, copy_stored
+from trainwright.checkpoint.disk.planned_file import host_bytes
+from trainwright.checkpoint.disk.untrusted import check_relative, read_json
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+INDEX = "index.json"
+_SUFFIX = ".dat"
+
+Index = dict[str, dict[str, Any]]
+PathLike = str | os.PathLike[str]
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: PathLike, index: Index | None = None
+) -> Index:
+    """Write one tensor to `NAME.dat` in a folder, beside its final name first.
+
+    Args:
+        weight: on any device but meta; waited for.
+        weight_name: dots and all.
+        offload_folder: exists.
+        index: gets the tensor's entry; a new one unless given.
+
+    Returns:
+        The index. `save_offload_index` writes it.
+
+    Raises:
+        CheckpointError: it cannot be written; the folder is as before.
+    """
+    partial, target = _write_beside(weight, weight_name, Path(offload_folder))
+    os.replace(partial, target)  # whoever has the former file mapped keeps it
+    index = {} if index is None else index
+    index[weight_name] = _entry(weight)
+    return index
+
+
+def _write_beside(weight: torch.Tensor, name: str, folder: Path) -> tuple[Path, Path]:
+    """Write a tensor under a passing name; return that and the final one."""
+    if weight.is_meta:
+        raise CheckpointError(f"{name!r} is on the meta device: it has no values that could be written.")
+    target = folder / (check_relative(name, "the model") + _SUFFIX)
+    partial = target.with_name(target.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(memoryview(host_bytes(weight)) if weight.numel() else b"")
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{name!r} ({weight.nbytes} bytes) could not be written to {folder}: {error.strerror}. "
+            f"{_free_bytes(folder)} bytes are free there."
+        ) from error
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return partial, target
+
+
+def _entry(weight: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+def load_offloaded_weight(weight_file: PathLike, weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """Return a tensor that `offload_weight` wrote, mapped: read when it is touched.
+
+    Args:
+        weight_file: its file.
+        weight_info: its entry in the index.
+
+    Raises:
+        CheckpointError: the file is missing or too short, or the entry is none.
+    """
+    return _mapped(Path(weight_file), weight_info)[0]
+
+
+def _mapped(path: Path, info: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
+    dtype, shape = getattr(torch, str(info.get("dtype")), None), info.get("shape")
+    if not isinstance(dtype, torch.dtype) or not isinstance(shape, list):
+        raise CheckpointError(f"{path}: its entry {dict(info)!r} in the index has no dtype and shape of torch.")
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype), None
+    file = MappedFile(path)
+    tensor = file.tensor(0, dtype, shape)
+    return tensor, FileSpan(file, 0, tensor.nbytes)
+
+
+def save_offload_index(index: Index, offload_folder: PathLike) -> None:
+    """Write `index.json` into a folder, replacing one that is there; nothing is written for an empty index."""
+    if not index:
+        return
+    partial, target = _write_index_beside(index, Path(offload_folder))
+    os.replace(partial, target)
+
+
+def _write_index_beside(index: Index, folder: Path) -> tuple[Path, Path]:
+    """Write an index under a passing name; return that and the final one."""
+    partial = folder / (INDEX + ".partial")
+    try:
+        partial.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return partial, folder / INDEX
+
+
+def offload_state_dict(
+    save_dir: PathLike, state_dict: Mapping[str, torch.Tensor], *, origin: str | None = None
+) -> None:
+    """Write tensors into a folder, one file each, and the index that names them beside those that it named before.
+
+    Former files of these names are replaced when all new ones are complete, so that both need room for a moment.
+
+    Args:
+        save_dir: made where it is missing.
+        state_dict: on any device but meta. Tensors that share memory are written each.
+        origin: where they come from, kept in the index.
+
+    Raises:
+        CheckpointError: they do not fit on the disk (asked beforehand), or cannot be written. Files and folders are
+            as before.
+    """
+    folder = Path(save_dir).absolute()
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+    there = new_folders[-1].parent if new_folders else folder
+    if not there.is_dir():
+        raise CheckpointError(f"weights cannot be offloaded to {folder}: {there} is a file. Name a folder.")
+    need = sum(tensor.nbytes for tensor in state_dict.values())
+    if need > _free_bytes(there):
+        raise CheckpointError(
+            f"offloading to {folder} needs {need} bytes and the disk has {_free_bytes(there)} free. Free some, name "
+            "another folder, or leave more of the model on the devices and the CPU."
+        )
+    index = read_offload_index(folder)
+    written: list[tuple[Path, Path]] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, tensor in state_dict.items():
+            written.append(_write_beside(tensor, name, folder))
+            index[name] = _entry(tensor) if origin is None else _entry(tensor) | {"origin": origin}
+        written.append(_write_index_beside(index, folder))
+        for partial, target in written:  # the index, which names the others, last
+            os.replace(partial, target)
+    except BaseException as error:
+        _remove([partial for partial, _ in written], new_folders)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"weights cannot be offloaded to {folder}: {error.strerror}.") from error
+        raise
+
+
+def _remove(files: list[Path], folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # what matters is the first error
+        for file in files:
+            file.unlink(missing_ok=True)
+        for folder in folders:
+            folder.rmdir()
+
+
+def read_offload_index(folder: PathLike) -> Index:
+    """Return the index of a folder of offloaded weights; an empty one where there is none."""
+    path = Path(folder) / INDEX
+    if not path.is_file():
+        return {}
+    index = read_json(path)
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise CheckpointError(f"{path} is no index of offloaded weights: expected an entry of dtype and shape by name.")
+    return index
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Tensors by name, from a state dict first and from the disk otherwise; those on the disk are mapped, not read.
+
+    Args:
+        state_dict: tensors in memory.
+        save_folder: a folder that `offload_state_dict` wrote.
+        index: in place of the folder's own index.
+        device: where tensors are handed out; where they are unless told.
+
+    Raises:
+        ConfigurationError: none of the three is given.
+        CheckpointError: in a look-up: a file is missing or too short. An unknown name is a KeyError.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: PathLike | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: Device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError(
+                "offloaded weights need a state_dict, a save_folder or an index; got none of them."
+            )
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None:
+            index = {} if save_folder is None else read_offload_index(save_folder)
+        self.index = index
+        self.device = None if device is None else to_device(device)
+        self._mapped: dict[str, tuple[torch.Tensor, FileSpan | None]] = {}
+        self._files: dict[str, StoredWeights] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        state_dict = copy.deepcopy(self.state_dict, memo)
+        twin = OffloadedWeightsLoader(state_dict, self.save_folder, self.index, self.device)
+        twin._mapped = {name: copy_stored(*found, memo) for name, found in self._mapped.items()}
+        twin._files = copy.deepcopy(self._files, memo)
+        return twin
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.state_dict:
+            tensor = self.state_dict[name]
+        else:
+            tensor = self.on_disk(name)[0]
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.state_dict
+        yield from (name for name in self.index if name not in self.state_dict)
+
+    def __len__(self) -> int:
+        return len(self.state_dict) + sum(name not in self.state_dict for name in self.index)
+
+    def locate(self, name: str) -> FileSpan | None:
+        """Return where a tensor lies in a file, None for one that lies in memory."""
+        if name in self.state_dict:
+            locate = getattr(self.state_dict, "locate", None)
+            return None if locate is None else locate(name)
+        return self.on_disk(name)[1]
+
+    def on_disk(self, name: str) -> tuple[torch.Tensor, FileSpan | None]:
+        """Return what the index says, past the state dict: the tensor, mapped, and where it lies.
+
+        Raises:
+            KeyError: the index does not hold it.
+        """
+        found = self._mapped.get(name)
+        if found is None:
+            found = self._mapped[name] = self._map(name, self.index[name])
+        return found
+
+    def _map(self, name: str, entry: Mapping[str, Any]) -> tuple[torch.Tensor, FileSpan | None]:
+        file = entry.get("safetensors_file")
+        if file is None:
+            if self.save_folder is None:
+                raise CheckpointError(f"the index says that {name!r} lies in a folder, and no save_folder was given.")
+            return _mapped(Path(self.save_folder) / (check_relative(name, "the index") + _SUFFIX), entry)
+        stored = self._files.get(file)
+        if stored is None:
+            stored = self._files[file] = StoredWeights()
+            stored.add_safetensors(Path(file))
+        inner = entry.get("weight_name", name)
+        if inner not in stored:
+            raise CheckpointError(f"{file} holds no tensor {inner!r}, which the index says it does.")
+        tensor, span = stored[inner], stored.locate(inner)
+        dtype = getattr(torch, str(entry.get("dtype")), tensor.dtype)
+        return (tensor, span) if dtype == tensor.dtype else (tensor.to(dtype), None)
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """A mapping seen from inside a module: look-ups put `prefix` before the name, and only such names are listed.
+
+    Args:
+        dataset: the mapping of the whole model.
+        prefix: `"block.linear."`, with its dot.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[self.prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        start = len(self.prefix)
+        return (key[start:] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def locate(self, key: str) -> FileSpan | None:
+        """Return where a tensor lies in a file, None for one that lies in memory."""
+        locate = getattr(self.dataset, "locate", None)
+        return None if locate is None else locate(self.prefix + key)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> MutableMapping[str, torch.Tensor]:
+    """Return the entries of some submodules, under their full names; `""` stands for the whole model."""
+    return {
+        name: tensor
+        for name, tensor in state_dict.items()
+        if any(not part or name == part or name.startswith(part + ".") for part in submodule_names)
+    }

@@ -1,0 +1,1 @@
+"""Durable writes and checked reads of single files."""

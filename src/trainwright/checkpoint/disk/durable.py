@@ -1,0 +1,235 @@
+"""Writing that survives a crash: files and folders are on the disk before anything points at them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+CHUNK_BYTES = 8 * 2**20
+_HAND_OVER_BYTES = 32 * 2**20
+_THREAD_FROM_BYTES = 16 * 2**20  # below this a thread costs more than it saves
+DIRECT_FROM_BYTES = 4 * 2**20  # files from this size on are laid out for writing past the page cache
+DISK_BLOCK_BYTES = 4096  # memory, place and length of such a write are multiples of it
+
+FaultHook = Callable[[str, Path], None]
+_fault_hook: FaultHook | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: its length in bytes.
+        xxh3_128: the XXH3 128-bit hash of its bytes, 32 hexadecimal digits. It finds damage, not forgery.
+    """
+
+    size: int
+    xxh3_128: str
+
+
+def set_fault_hook(hook: FaultHook | None) -> None:
+    """Have `hook(event, path)` called after every operation that a crash could follow; None takes it away.
+
+    For tests: the hook may raise, or kill the process. Events: `"mkdir"`, `"open"`, `"write"`, `"fsync"`,
+    `"fsync_folder"`, `"rename"`, `"link"`, `"delete"`.
+    """
+    global _fault_hook
+    _fault_hook = hook
+
+
+def fault_point(event: str, path: Path) -> None:
+    """Tell the hook of `set_fault_hook`, if there is one, that `event` has just happened to `path`."""
+    if _fault_hook is not None:
+        _fault_hook(event, path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have errors of the system name `path`: those of an open file do not say what they are about."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+class HashingFile:
+    """A new file that is hashed while it is written and synced, at the latest when it is closed.
+
+    The disk starts on the first pieces while later ones are still being written, so that the sync at the end has little
+    left to wait for.
+
+    Args:
+        path: must not exist.
+        size: how many bytes are going to be written, if known: many are hashed in a second thread beside the writing
+            (both let go of the interpreter).
+
+    Attributes:
+        entry: size and hash of the bytes written; set by `finish`, or once the `with` block has ended without an error.
+    """
+
+    def __init__(self, path: Path, *, size: int = 0) -> None:
+        self.path = path
+        self.entry = FileEntry(0, "")
+        self._hash = _Hash(in_thread=size >= _THREAD_FROM_BYTES)
+        self._size = 0
+        self._synced = False
+        self._handed_over = 0  # bytes that the disk has been told to start on
+
+    def __enter__(self) -> HashingFile:
+        self._file = open(self.path, "xb", buffering=0)
+        try:
+            fault_point("open", self.path)
+        except BaseException:
+            self._file.close()  # __exit__ is not called for what __enter__ raises
+            raise
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append `data`, which must not change before the file is closed."""
+        view = memoryview(data)
+        for start in range(0, len(view), CHUNK_BYTES):
+            piece = view[start : start + CHUNK_BYTES]
+            self._hash.update(piece)
+            written = 0
+            with naming(self.path):
+                while written < len(piece):  # a raw file may take less than it is given
+                    written += self._file.write(piece[written:])
+            self._size += len(piece)
+            self._hand_over()
+            fault_point("write", self.path)
+
+    def _hand_over(self) -> None:
+        """Have the system start writing to the disk what has come since the last time, without waiting for it."""
+        start, count = self._handed_over, self._size - self._handed_over
+        if count < _HAND_OVER_BYTES or not hasattr(os, "posix_fadvise"):
+            return
+        # On Linux this starts the writing of pages that are not on the disk yet, and such pages stay cached. It is a
+        # hint, which a file system may refuse.
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+        self._handed_over = self._size
+
+    def finish(self) -> None:
+        """Set `entry`; nothing may be written afterwards."""
+        self.entry = FileEntry(self._size, self._hash.finish())
+
+    def sync(self) -> None:
+        """Wait until the file's bytes are on the disk; its name is when its folder has been synced."""
+        with naming(self.path):
+            os.fsync(self._file.fileno())
+        self._synced = True
+        fault_point("fsync", self.path)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            self.finish()  # after an error too: its thread must end
+            if kind is None and not self._synced:
+                self.sync()
+
+
+class _Hash:
+    """XXH3 of pieces, in a thread of its own if asked for; at most two pieces wait for it."""
+
+    def __init__(self, *, in_thread: bool) -> None:
+        self._digest = xxhash.xxh3_128()
+        self._pieces: queue.Queue[memoryview | None] | None = None
+        if in_thread:
+            self._pieces = queue.Queue(maxsize=2)
+            self._thread = threading.Thread(target=self._run, args=(self._pieces,), name="trainwright-hash")
+
+    def _run(self, pieces: queue.Queue[memoryview | None]) -> None:
+        while (piece := pieces.get()) is not None:
+            self._digest.update(piece)
+
+    def update(self, piece: memoryview) -> None:
+        """Take a piece, which must not change before `finish`."""
+        if self._pieces is None:
+            self._digest.update(piece)
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._pieces.put(piece)
+
+    def finish(self) -> str:
+        """Return the hash in hexadecimal; ends the thread. May be called twice."""
+        if self._pieces is not None and self._thread.ident is not None:
+            self._pieces.put(None)
+            self._thread.join()
+            self._pieces = None
+        return self._digest.hexdigest()
+
+
+def write_file(path: Path, data: bytes) -> FileEntry:
+    """Write `data` to the new file `path` and wait until it is on the disk."""
+    with HashingFile(path) as file:
+        file.write(data)
+    return file.entry
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in `folder` are on the disk. File systems that cannot do this are taken as they are."""
+    if os.name == "nt":
+        return  # Windows cannot open a folder for syncing; its journal keeps renames in order
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with naming(folder):
+            os.fsync(handle)
+    except OSError as error:
+        # Some network file systems have no sync for folders and say so with these.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+            raise
+    finally:
+        os.close(handle)
+    fault_point("fsync_folder", folder)
+
+
+def make_folder(folder: Path) -> None:
+    """Create `folder` and its missing parents, each synced into the folder above it."""
+    if folder.is_dir():
+        return
+    make_folder(folder.parent)
+    # Another process may make the same parent at the same moment.
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir()
+    fault_point("mkdir", folder)
+    sync_folder(folder.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename `source` to `target` in the same folder and wait until that is on the disk.
+
+    A file at `target` is replaced; a folder there that holds anything is an OSError.
+    """
+    os.replace(source, target)
+    fault_point("rename", target)
+    sync_folder(target.parent)
+
+
+def hidden(path: Path, role: str) -> Path:
+    """Return a new hidden name beside `path`; `role` is `"tmp"`, `"old"` or `"del"` (see `staging`)."""
+    return path.with_name(f".{path.name}.{role}-{os.urandom(8).hex()}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Put `data` in the place of the file `path`: after a crash it holds the old bytes or the new ones, whole."""
+    temporary = hidden(path, "tmp")
+    try:
+        write_file(temporary, data)
+        rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

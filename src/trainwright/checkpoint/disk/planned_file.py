@@ -1,0 +1,108 @@
+"""A file of a checkpoint that is encoded and not yet written: bytes, and the tensors that follow them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainwright.checkpoint.disk.durable import FileEntry, HashingFile
+
+if TYPE_CHECKING:
+    from trainwright.checkpoint.disk.quiet_file import QuietFile
+    from trainwright.checkpoint.disk.quiet_thread import QuietThread
+
+_OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
+QUIET_FROM_BYTES = 2**20  # below this nobody notices the work
+
+
+@dataclass(slots=True)
+class PlannedFile:
+    """One file, ready to be written.
+
+    Attributes:
+        path: relative to the folder that it goes into.
+        head: how it begins: all of a JSON file; length and header of a safetensors file.
+        tensors: what follows without gaps, in this order, on any device: the live ones, not copies.
+        staged: the same bytes in pieces of host memory, once they have been copied; then `tensors` is empty.
+        at_rest: the tensors change in nothing but the next step of an optimizer.
+    """
+
+    path: str
+    head: bytes
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    staged: list[memoryview] = field(default_factory=list)
+    at_rest: bool = False
+
+    @property
+    def num_tensor_bytes(self) -> int:
+        """Bytes after the head."""
+        return sum(t.numel() * t.element_size() for t in self.tensors) + sum(len(piece) for piece in self.staged)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Yield the file's bytes in order; device tensors are moved to the host one at a time, and waited for."""
+        yield self.head
+        for tensor in self.tensors:
+            if tensor.numel():
+                yield memoryview(host_bytes(tensor))
+        yield from self.staged
+
+
+def host_bytes(tensor: torch.Tensor) -> Any:
+    """Return a tensor's bytes as a flat uint8 array: its own memory when it is on the host and contiguous."""
+    return flat_bytes(tensor.detach().resolve_neg().cpu().contiguous()).numpy()
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor as one of dtype uint8 with one dimension, in the same memory."""
+    # One element counts as contiguous with any stride, and with another one than 1 its bytes cannot be seen.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def write_files(
+    folder: Path, files: Iterable[PlannedFile], *, quiet: QuietThread | None = None
+) -> dict[str, FileEntry]:
+    """Write files into folders that exist; blocks until each is on the disk.
+
+    Args:
+        folder: what their paths are relative to.
+        files: the files.
+        quiet: does the heavy work, for files that are `staged` and for which nobody waits. Default: as fast as it
+            goes, hashing large files in a thread of their own.
+
+    Returns:
+        Size and hash of each by its path.
+    """
+    entries: dict[str, FileEntry] = {}
+    left = iter(files)
+    while batch := list(itertools.islice(left, _OPEN_AT_ONCE)):
+        with contextlib.ExitStack() as stack:
+            written = [_write(folder, planned, quiet, stack) for planned in batch]
+            # All are written before the first is synced: a journaling file system then commits once and not per file.
+            for file in written:
+                file.sync()
+        entries |= {planned.path: file.entry for planned, file in zip(batch, written, strict=True)}
+    return entries
+
+
+def _write(
+    folder: Path, planned: PlannedFile, quiet: QuietThread | None, stack: contextlib.ExitStack
+) -> HashingFile | QuietFile:
+    path, size = folder / planned.path, len(planned.head) + planned.num_tensor_bytes
+    if quiet is not None and size >= QUIET_FROM_BYTES:
+        from trainwright.checkpoint.disk.quiet_file import QuietFile  # not for those that only read
+
+        quiet_file = stack.enter_context(QuietFile(path, size=size, quiet=quiet))
+        for piece in planned.pieces():
+            quiet_file.write(piece)
+        return quiet_file
+    file = stack.enter_context(HashingFile(path, size=size if quiet is None else 0))
+    for piece in planned.pieces():
+        file.write(piece)
+    file.finish()
+    return file

@@ -1,0 +1,135 @@
+"""What a file says is checked before it is used: JSON within bounds, and paths that stay inside their folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from trainwright.checkpoint.disk.damage import check_regular, reading, shortened
+from trainwright.core.errors import CheckpointError
+
+# 140,000 tensors of optimizer state in shards make an index of 50 MB and 2,300,000 values.
+MAX_JSON_BYTES = 128 * 2**20
+# What a parsed file takes in memory goes by its values (an empty list of two bytes takes 64), not by its length.
+MAX_JSON_VALUES = 4_000_000
+
+
+def dump_json(value: Any, *, indent: int | None = None) -> str:
+    """Return `value` as JSON text; NaN and infinities are a ValueError, since JSON cannot hold them."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent)
+
+
+def load_json(data: bytes, origin: str) -> Any:
+    """Parse UTF-8 JSON strictly.
+
+    Raises:
+        CheckpointError: no JSON, no UTF-8, nested beyond reason, or an object holds the same key twice (two readers
+            could then take different values for it).
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise CheckpointError(f"{origin}: the key {key!r} stands twice in one object. The file is not ours.")
+            found[key] = value
+        return found
+
+    def constant(word: str) -> Any:
+        raise CheckpointError(f"{origin}: {word} is not JSON.")
+
+    check_json_size(data, origin)
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CheckpointError(
+            f"{origin} is not readable JSON: {shortened(error)}. It is damaged or not ours."
+        ) from error
+
+
+def check_json_size(data: bytes, origin: str, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
+    """Return `data` if it is short enough to be parsed, told without parsing it; writers ask the same.
+
+    Raises:
+        CheckpointError: it has more than `max_bytes`, or more than `MAX_JSON_VALUES` values (commas and brackets are
+            counted, those in text too).
+    """
+    if len(data) > max_bytes:
+        raise CheckpointError(
+            f"{origin} has {len(data)} bytes, more than the {max_bytes} that are read. Save long lists as tensors or "
+            "arrays."
+        )
+    if len(data) > MAX_JSON_VALUES:  # a value takes a byte
+        count = data.count(b",") + data.count(b"[") + data.count(b"{")
+        if count > MAX_JSON_VALUES:
+            raise CheckpointError(
+                f"{origin} has {count} values, more than the {MAX_JSON_VALUES} that are read. Save long lists as "
+                "tensors or arrays."
+            )
+    return data
+
+
+def read_json(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file strictly; see `load_json`.
+
+    Raises:
+        CheckpointError: it cannot be opened, is longer than `max_bytes` (nothing is read then), or not strict JSON.
+    """
+    return load_json(read_bytes(path, max_bytes=max_bytes), str(path))
+
+
+def read_bytes(path: Path, *, max_bytes: int) -> bytes:
+    """Return what a small file holds.
+
+    Raises:
+        CheckpointError: it cannot be opened, or has more than `max_bytes`; nothing is read then.
+    """
+    check_regular(path)
+    with reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise CheckpointError(f"{path} has {size} bytes, more than the {max_bytes} that are read. It is not ours.")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise CheckpointError(f"{path} is longer than the {max_bytes} bytes that are read. It is not ours.")
+    return data
+
+
+def check_relative(path: object, origin: str) -> str:
+    """Return `path` if it is text that names something below its folder, whatever the operating system.
+
+    Raises:
+        CheckpointError: it is absolute, climbs with `..`, or is not written in the one plain form.
+    """
+    if not isinstance(path, str) or not path or any(char in path for char in "\\:\0") or not is_printable(path):
+        raise CheckpointError(f"{origin} names {path!r}, which is no plain relative path.")
+    if path.startswith("/") or any(step in ("", ".", "..") for step in path.split("/")):
+        raise CheckpointError(f"{origin} names {path!r}, which may lie outside its folder. It is refused.")
+    return path
+
+
+def inside(folder: Path, relative: str, origin: str) -> Path:
+    """Return `folder / relative` after checking that it stays inside `folder`, symbolic links followed.
+
+    Raises:
+        CheckpointError: it would leave the folder.
+    """
+    path = folder / PurePosixPath(check_relative(relative, origin))
+    with reading(path):  # a link to itself, for one
+        target, root = path.resolve(), folder.resolve()
+    if not target.is_relative_to(root):
+        raise CheckpointError(f"{origin} names {relative!r}, a link to {target} outside {folder}. It is refused.")
+    return path
+
+
+def is_printable(text: str) -> bool:
+    """Tell whether `text` survives UTF-8 (lone surrogates, as in undecodable file names, do not)."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,394 @@
+"""State trees to JSON and tensors and back, exactly and without pickle.
+
+`encode` turns nested plain data into a JSON value, in which each tensor is a reference to a named entry of a second
+dict; `decode` turns both back. What JSON can say itself is left as it is, so that the files can be read by people;
+everything else is an object with the key `"$"` that holds its type: `{"$": "tuple", "v": [1, 2]}`.
+
+Reading never imports or calls anything that the file names: the types are the closed list in this module.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import pathlib
+import re
+import zoneinfo
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from trainwright.checkpoint.disk.damage import shortened
+from trainwright.checkpoint.disk.untrusted import dump_json, is_printable
+from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.safetensors_io import dtype_name, from_storable, to_storable
+from trainwright.core.duration import Duration
+from trainwright.core.errors import CheckpointError
+
+T = TypeVar("T")
+
+TAG = "$"
+# Deep enough for any honest state, shallow enough for Python's and the JSON parser's own stacks.
+MAX_DEPTH = 150
+
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set, "tuple": tuple, "bool": bool,
+}  # fmt: skip
+_FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_SCALAR_KINDS = "biufcmM"
+_ARRAY_KINDS = _SCALAR_KINDS + "SU"
+_ARRAY_DTYPE = re.compile(r"[<>|=]?[a-zA-Z][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Zμ]{1,7}\])?")
+
+
+FindPieces = Callable[[str, tuple[int, ...], str], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Stores:
+    """Where the tensors of a tree are found.
+
+    Attributes:
+        tensors: by name.
+        pieces: name, shape and dtype (see `dtype_of`) of a tensor that lies in pieces → that tensor; None: there are
+            no pieces.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    pieces: FindPieces | None = None
+
+
+def encode(
+    tree: Any, root: str = "", *, pieces: dict[str, Pieces] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split a state tree into a JSON value and its tensors.
+
+    Args:
+        tree: None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, Counter, OrderedDict,
+            defaultdict (of a built-in factory), torch tensors, sizes, dtypes and devices, numpy arrays and scalars,
+            datetimes, dates, timedeltas, paths and `Duration`s, nested. Keys of dicts and members of sets may be
+            any of these that is hashable, tensors excepted. An exact type only: subclasses would come back as
+            something else.
+        root: what error messages and tensor names begin with.
+        pieces: takes up the `Pieces` in the tree by name; None: there must be none.
+
+    Returns:
+        The JSON value and the tensors by name. Names are paths in the tree. Tensors are the tree's own memory,
+        detached and on their device, not copies; two places that hold the same tensor object share one entry.
+
+    Raises:
+        CheckpointError: something else is in the tree, it contains itself, or it is nested more than 150 deep. The
+            message names the place, as in `callbacks.EarlyStopping.best`.
+    """
+    encoder = _Encoder(root, pieces)
+    return encoder.value(tree, root, 0), encoder.tensors
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor], pieces: FindPieces | None = None) -> Any:
+    """Put together what `encode` split.
+
+    Tensors are those of `tensors` (whatever device they are on), without `requires_grad`.
+
+    Raises:
+        CheckpointError: a tensor is missing or the value is not what `encode` writes.
+    """
+    try:
+        return _decode(value, Stores(tensors, pieces))
+    except RecursionError as error:
+        raise CheckpointError("the saved state is nested too deeply to be ours.") from error
+
+
+def _join(path: str, key: object) -> str:
+    if type(key) is str:
+        return f"{path}.{key}" if path else key
+    return f"{path}[{key!r}]"
+
+
+class _Encoder:
+    def __init__(self, root: str, pieces: dict[str, Pieces] | None) -> None:
+        self.root = root
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._pieces = pieces
+        self._open: set[int] = set()  # ids of the containers that we are inside of
+        self._seen: dict[int, Any] = {}  # id of a tensor → its node
+
+    def value(self, value: Any, path: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        scalar = _SCALARS.get(kind)
+        if scalar is not None:
+            return scalar(value)
+        if kind in _TENSOR_TYPES:
+            return self._tensor(value, path)
+        if kind is Pieces:
+            return self._in_pieces(value, path)
+        if kind is np.ndarray:
+            return self._array(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in _SCALAR_KINDS:
+            return {TAG: "npscalar", "dtype": value.dtype.str, "v": value.tobytes().hex()}
+        if kind is datetime.datetime:
+            return self._datetime(value, path)
+        if kind not in _CONTAINERS:
+            raise self._refused(value, path)
+        if id(value) in self._open:
+            raise CheckpointError(f"{path or 'the state'} contains itself and cannot be saved.")
+        if depth >= MAX_DEPTH:
+            raise CheckpointError(f"{path} is nested more than {MAX_DEPTH} deep and cannot be saved.")
+        self._open.add(id(value))
+        try:
+            return self._container(value, kind, path, depth + 1)
+        finally:
+            self._open.discard(id(value))
+
+    def _container(self, value: Any, kind: type, path: str, depth: int) -> Any:
+        if kind in (list, tuple):
+            items = [self.value(item, f"{path}[{index}]", depth) for index, item in enumerate(value)]
+            return items if kind is list else {TAG: "tuple", "v": items}
+        if kind in (set, frozenset):
+            # Sorted, since the order of a set of strings differs from process to process.
+            members = sorted((self._hashable(item, path, depth) for item in value), key=dump_json)
+            return {TAG: kind.__name__, "v": members}
+        if kind is dict and all(type(key) is str and is_printable(key) for key in value) and TAG not in value:
+            return {key: self.value(item, _join(path, key), depth) for key, item in value.items()}
+        pairs = [
+            [self._hashable(key, path, depth), self.value(item, _join(path, key), depth)] for key, item in value.items()
+        ]
+        node: dict[str, Any] = {TAG: kind.__name__, "v": pairs}
+        if kind is defaultdict:
+            factory = value.default_factory
+            if factory is not None and factory not in _FACTORY_NAMES:
+                raise CheckpointError(
+                    f"{path or 'the state'}: a defaultdict of {factory!r} cannot be saved; only "
+                    f"{', '.join(_FACTORIES)} can be named in a file. Save dict(it) and build it again on load."
+                )
+            node["factory"] = None if factory is None else _FACTORY_NAMES[factory]
+        return node
+
+    def _hashable(self, key: Any, path: str, depth: int) -> Any:
+        if isinstance(key, torch.Tensor):
+            raise CheckpointError(f"{path or 'the state'} has a tensor as a key or member, which no file can name.")
+        return self.value(key, _join(path, key), depth)
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> Any:
+        if id(tensor) not in self._seen:
+            try:
+                stored, dtype = to_storable(tensor)
+            except CheckpointError as error:
+                raise CheckpointError(f"{path or 'the state'}: {error}") from error
+            node = {TAG: "tensor", "v": _keep(self.tensors, stored, path)}
+            if dtype is not None:
+                node["dtype"] = dtype
+            self._seen[id(tensor)] = node
+        return self._seen[id(tensor)]
+
+    def _in_pieces(self, whole: Pieces, path: str) -> Any:
+        if self._pieces is None:
+            raise CheckpointError(f"{path or 'the state'} lies in pieces, which only all ranks together can save.")
+        if id(whole) not in self._seen:
+            self._seen[id(whole)] = {
+                TAG: "pieces",
+                "v": _keep(self._pieces, whole, path),
+                "shape": list(whole.shape),
+                "dtype": dtype_name(whole.dtype),
+            }
+        return self._seen[id(whole)]
+
+    def _array(self, array: np.ndarray[Any, Any], path: str) -> Any:
+        if array.dtype.kind not in _ARRAY_KINDS:
+            raise CheckpointError(f"{path or 'the state'}: a numpy array of dtype {array.dtype} cannot be saved.")
+        data = torch.from_numpy(np.frombuffer(bytearray(array.tobytes()), dtype=np.uint8)) if array.nbytes else None
+        node = {TAG: "ndarray", "dtype": array.dtype.str, "shape": list(array.shape)}
+        if data is not None:
+            node["v"] = _keep(self.tensors, data, path)
+        return node
+
+    def _datetime(self, value: datetime.datetime, path: str) -> Any:
+        node: dict[str, Any] = {TAG: "datetime", "v": value.isoformat(), "fold": value.fold}
+        zone = value.tzinfo
+        if isinstance(zone, zoneinfo.ZoneInfo) and zone.key is not None:
+            return {**node, "v": value.replace(tzinfo=None).isoformat(), "zone": zone.key}
+        if zone is None or type(zone) is datetime.timezone:
+            return node
+        raise self._refused(value, path)
+
+    def _refused(self, value: Any, path: str) -> CheckpointError:
+        kind = type(value)
+        return CheckpointError(
+            f"{path or 'the state'} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: it is "
+            "JSON and tensors, never pickle. Save plain data instead (numbers, text, lists, dicts, tensors, arrays, "
+            "dates, paths), for example from state_dict(), and build the object again on load."
+        )
+
+
+def _keep(kept: dict[str, T], value: T, path: str) -> str:
+    """Enter a value under a name of its own, which it returns: its path."""
+    name = path.encode("utf-8", "backslashreplace").decode() or "value"
+    chosen, count = name, 1
+    while chosen in kept or chosen == "__metadata__":
+        count += 1
+        chosen = f"{name}#{count}"
+    kept[chosen] = value
+    return chosen
+
+
+def _encode_int(value: int) -> Any:
+    # Beyond 64 bits other JSON readers round, and Python refuses more than 4300 decimal digits.
+    return value if -(2**63) <= value < 2**64 else {TAG: "int", "v": hex(value)}
+
+
+def _encode_float(value: float) -> Any:
+    return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+
+
+def _encode_str(value: str) -> Any:
+    return value if is_printable(value) else {TAG: "str", "v": value.encode("utf-8", "surrogatepass").hex()}
+
+
+def _tagged(tag: str, view: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: {TAG: tag, "v": view(value)}
+
+
+_SCALARS: dict[type, Callable[[Any], Any]] = {
+    int: _encode_int,
+    float: _encode_float,
+    str: _encode_str,
+    complex: _tagged("complex", lambda v: [_encode_float(v.real), _encode_float(v.imag)]),
+    bytes: _tagged("bytes", bytes.hex),
+    np.str_: _tagged("npstr", lambda v: _encode_str(str(v))),
+    np.bytes_: _tagged("npbytes", lambda v: bytes(v).hex()),
+    datetime.date: _tagged("date", datetime.date.isoformat),
+    datetime.timedelta: _tagged("timedelta", lambda v: [v.days, v.seconds, v.microseconds]),
+    type(pathlib.Path()): _tagged("path", lambda v: _encode_str(str(v))),
+    Duration: _tagged("duration", lambda v: [_encode_float(v.value), v.unit]),
+    torch.Size: _tagged("size", list),
+    torch.dtype: _tagged("dtype", lambda v: str(v).removeprefix("torch.")),
+    torch.device: _tagged("device", str),
+}
+_CONTAINERS = frozenset({list, tuple, dict, set, frozenset, Counter, OrderedDict, defaultdict})
+
+
+def _decode(value: Any, stores: Stores) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, stores) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: _decode(item, stores) for key, item in value.items()}
+    decoder = _DECODERS.get(value[TAG]) if isinstance(value[TAG], str) else None
+    if decoder is None:
+        raise CheckpointError(f"the saved state holds a {value[TAG]!r}, which this Trainwright does not know.")
+    try:
+        return decoder(value, stores)
+    except (CheckpointError, RecursionError):
+        raise
+    except Exception as error:  # the constructors of these types raise whatever they like for values of no sense
+        raise CheckpointError(
+            f"the saved state holds a {value[TAG]!r} that cannot be read: {shortened(error)}."
+        ) from error
+
+
+def _stored(node: Any, stores: Stores) -> torch.Tensor:
+    name = node["v"]
+    if name not in stores.tensors:
+        raise CheckpointError(f"the tensor {name!r} of the saved state is missing.")
+    return stores.tensors[name]
+
+
+def _decode_pieces(node: Any, stores: Stores) -> torch.Tensor:
+    if stores.pieces is None:
+        raise CheckpointError(f"the tensor {node['v']!r} is said to lie in pieces, and there are none here.")
+    shape = node["shape"]
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ValueError(f"{shape!r} is no shape")
+    return stores.pieces(str(node["v"]), tuple(shape), str(node["dtype"]))
+
+
+def _array_dtype(name: Any, kinds: str) -> np.dtype[Any]:
+    if not isinstance(name, str) or not _ARRAY_DTYPE.fullmatch(name):  # numpy parses much more than names of dtypes
+        raise ValueError(f"{name!r} is not a dtype of an array")
+    dtype = np.dtype(name)
+    if dtype.kind not in kinds:
+        raise ValueError(f"an array of {dtype}")
+    return dtype
+
+
+def _decode_array(node: Any, stores: Stores) -> Any:
+    dtype, shape = _array_dtype(node["dtype"], _ARRAY_KINDS), tuple(node["shape"])
+    if "v" not in node:
+        if math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"an array of shape {shape} and dtype {dtype} has lost its data")
+        return np.ndarray(shape, dtype)
+    return _stored(node, stores).cpu().numpy().view(dtype).reshape(shape).copy()
+
+
+def _decode_scalar(node: Any, stores: Stores) -> Any:
+    dtype, data = _array_dtype(node["dtype"], _SCALAR_KINDS), bytes.fromhex(node["v"])
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are no scalar of dtype {dtype}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _decode_datetime(node: Any, stores: Stores) -> Any:
+    value = datetime.datetime.fromisoformat(node["v"]).replace(fold=node["fold"])
+    return value.replace(tzinfo=zoneinfo.ZoneInfo(node["zone"])) if "zone" in node else value
+
+
+def _decode_dtype(node: Any, stores: Stores) -> Any:
+    dtype = getattr(torch, node["v"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {node['v']!r}")
+    return dtype
+
+
+def _decode_float(node: Any, stores: Stores) -> Any:
+    if node["v"] not in ("nan", "inf", "-inf"):
+        raise ValueError(f"expected nan, inf or -inf, got {node['v']!r}")
+    return float(node["v"])
+
+
+def _items(node: Any, stores: Stores) -> list[Any]:
+    return [_decode(item, stores) for item in node["v"]]
+
+
+def _pairs(node: Any, stores: Stores) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for key, item in node["v"]:
+        found[_decode(key, stores)] = _decode(item, stores)
+    return found
+
+
+_DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
+    "tensor": lambda node, stores: from_storable(_stored(node, stores), node.get("dtype")),
+    "pieces": _decode_pieces,
+    "ndarray": _decode_array,
+    "npscalar": _decode_scalar,
+    "npstr": lambda node, stores: np.str_(_decode(node["v"], stores)),
+    "npbytes": lambda node, stores: np.bytes_(bytes.fromhex(node["v"])),
+    "tuple": lambda node, stores: tuple(_items(node, stores)),
+    "set": lambda node, stores: set(_items(node, stores)),
+    "frozenset": lambda node, stores: frozenset(_items(node, stores)),
+    "dict": _pairs,
+    "OrderedDict": lambda node, stores: OrderedDict(_pairs(node, stores)),
+    "Counter": lambda node, stores: Counter(_pairs(node, stores)),
+    "defaultdict": lambda node, stores: defaultdict(
+        None if node["factory"] is None else _FACTORIES[node["factory"]], _pairs(node, stores)
+    ),
+    "int": lambda node, stores: int(node["v"], 16),
+    "float": _decode_float,
+    "complex": lambda node, stores: complex(*_items(node, stores)),
+    "str": lambda node, stores: bytes.fromhex(node["v"]).decode("utf-8", "surrogatepass"),
+    "bytes": lambda node, stores: bytes.fromhex(node["v"]),
+    "datetime": _decode_datetime,
+    "date": lambda node, stores: datetime.date.fromisoformat(node["v"]),
+    "timedelta": lambda node, stores: datetime.timedelta(*node["v"]),
+    "path": lambda node, stores: pathlib.Path(_decode(node["v"], stores)),
+    "duration": lambda node, stores: Duration(*_items(node, stores)),
+    "size": lambda node, stores: torch.Size(node["v"]),
+    "dtype": _decode_dtype,
+    "device": lambda node, stores: torch.device(node["v"]),
+}

@@ -1,0 +1,168 @@
+"""Finding checkpoint folders, and comparing their files with what their manifests say. No part is parsed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.checkpoint.disk.damage import reading, shortened
+from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.hashing import HashFiles, hash_files
+from trainwright.checkpoint.disk.untrusted import inside, read_bytes
+from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, TRAINER_STEM, Manifest
+from trainwright.checkpoint.format.staging import stepped_aside
+from trainwright.core.errors import CheckpointError, nearest
+from trainwright.core.names.hidden_names import split_hidden
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A checkpoint folder and what its manifest says; its files have not been verified."""
+
+    path: Path
+    manifest: Manifest
+
+
+def read_manifest(path: Path | str) -> Manifest:
+    """Return the manifest of the checkpoint folder `path`; reads nothing else.
+
+    Raises:
+        FileNotFoundError: nothing is there; the message lists the checkpoints nearby.
+        CheckpointError: a plain file is there, the manifest is missing (the checkpoint was never finished), damaged,
+            of a newer format, or names files outside the folder.
+    """
+    return manifest_of(locate(Path(path)))
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Return the manifest in a folder that exists.
+
+    Raises:
+        CheckpointError: see `read_manifest`.
+    """
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no {MANIFEST}: it is no checkpoint, or one that was never finished.")
+    inside(folder, MANIFEST, str(folder))
+    return Manifest.from_bytes(read_bytes(file, max_bytes=MAX_MANIFEST_BYTES), str(file))
+
+
+def locate(path: Path) -> Path:
+    """Return the folder to read for `path`, which a crash may have left under a hidden name.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `read_manifest`.
+    """
+    with reading(path):  # a name that no file can have
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(_about_plain_file(path))
+        aside = stepped_aside(path)
+    if aside is not None:
+        return aside
+    near = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
+    listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
+    raise FileNotFoundError(f"there is no checkpoint {path}.{listed}")
+
+
+def _about_plain_file(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        return (
+            f"{path} is a file of bare weights, and a checkpoint is a folder. Load it with "
+            "safetensors.torch.load_file and task.load_state_dict."
+        )
+    return (
+        f"{path} is a single file, and a checkpoint is a folder with a {MANIFEST}. Files such as .ckpt, .pt, .pth and "
+        ".bin are pickles: opening one can run any code, so this never does. Take it over with "
+        "`trainwright checkpoint convert`, which reads such files without running anything in them."
+    )
+
+
+def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None = None) -> list[str]:
+    """Compare a checkpoint with its manifest and return what is wrong with it, in words; empty when nothing is.
+
+    Files that the manifest does not list are ignored.
+
+    Args:
+        path: the checkpoint folder.
+        hashes: read every file and compare its hash; False only looks for missing files and wrong sizes.
+        parts: only these parts.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+    """
+    try:
+        folder = locate(Path(path))
+        manifest = manifest_of(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return problems_of(FoundCheckpoint(folder, manifest), hash_files=hash_files if hashes else None, parts=parts)
+
+
+def problems_of(
+    found: FoundCheckpoint, *, hash_files: HashFiles | None = hash_files, parts: Iterable[str] | None = None
+) -> list[str]:
+    """Return what is wrong with the files of a checkpoint's parts; None for `hash_files` compares sizes only."""
+    wanted = set(found.manifest.parts if parts is None else parts)
+    listed = [
+        (name, relative, entry)
+        for name, part in found.manifest.parts.items()
+        if name in wanted
+        for relative, entry in part.files.items()
+    ]
+    flaws = [_file_problem(found.path, relative, entry) for _, relative, entry in listed]
+    if hash_files is not None:
+        sound = [i for i, flaw in enumerate(flaws) if flaw is None]
+        try:
+            hashes = hash_files([inside(found.path, listed[i][1], MANIFEST) for i in sound])
+        except OSError as error:  # the disk cannot read back what it holds
+            return [f"its files cannot be read: {shortened(error)}"]
+        for i, found_hash in zip(sound, hashes, strict=True):
+            _, relative, entry = listed[i]
+            if found_hash != entry.xxh3_128:
+                flaws[i] = f"{relative} has changed: its hash is not the one in {MANIFEST}"
+    return [f"{name}: {flaw}" for (name, _, _), flaw in zip(listed, flaws, strict=True) if flaw is not None]
+
+
+def _file_problem(folder: Path, relative: str, entry: FileEntry) -> str | None:
+    try:
+        path = inside(folder, relative, MANIFEST)
+        with reading(path):
+            if not path.exists():
+                return f"{relative} is missing"
+            if not path.is_file():
+                return f"{relative} is not a file"
+            size = path.stat().st_size
+    except CheckpointError as error:
+        return str(error)
+    return None if size == entry.size else f"{relative} has {size} bytes, expected {entry.size}"
+
+
+def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
+    """Return the checkpoints in `folder` (not below it), by step and then by time of writing.
+
+    Only manifests are read; a folder without a readable one is left out. A checkpoint that a crash left hidden while
+    it was being replaced counts. A folder that does not exist has none.
+    """
+    found = [item for _, item in scan(Path(folder)) if isinstance(item, FoundCheckpoint)]
+    return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
+
+
+def scan(folder: Path) -> Iterator[tuple[Path, FoundCheckpoint | Exception]]:
+    """Yield each checkpoint in `folder`, or what is wrong with what looks like one, with its path."""
+    if not folder.is_dir():
+        return
+    for entry in sorted(folder.iterdir()):
+        split = split_hidden(entry.name)
+        if entry.name.startswith(".") and (split is None or stepped_aside(folder / split[0]) != entry):
+            continue
+        if not entry.is_dir():
+            continue
+        looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
+        if looks_ours:
+            try:
+                yield entry, FoundCheckpoint(entry, manifest_of(entry))
+            except (CheckpointError, OSError) as error:
+                yield entry, error

@@ -1,0 +1,205 @@
+"""The model part of a checkpoint: Hugging Face's sharded safetensors layout, readable by other libraries as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.durable import FileEntry
+from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json
+from trainwright.checkpoint.format.safetensors_io import from_storable, plan_safetensors, read_safetensors, to_storable
+from trainwright.checkpoint.format.trees import plan_tree, read_tree
+from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
+
+MODEL_INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+EXTRA_STEM = "extra_state"
+MAX_SHARD_BYTES = 5 * 10**9
+
+
+def plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict under names without what wrappers added.
+
+    Raises:
+        CheckpointError: two names are one without it.
+    """
+    found: dict[str, Any] = {}
+    for long_name, value in state_dict.items():
+        name = plain_name(long_name)
+        if name in found:
+            raise CheckpointError(f"two entries of the state dict are called {name!r} (one is {long_name!r}).")
+        found[name] = value
+    return found
+
+
+def load_plain_state(
+    module: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load a state dict of plain names into `module`, compiled or wrapped as it may be.
+
+    Args:
+        module: any module; its values are overwritten in place.
+        state: name → tensor; names with or without wrappers.
+        strict: raise when names are missing or left over.
+
+    Returns:
+        The module's names that are not in `state`, and those of `state` that are not in the module, without wrappers.
+
+    Raises:
+        CheckpointError: shapes differ, or names do and `strict`.
+    """
+    own = {plain_name(name): name for name in module.state_dict()}
+    renamed = {own.get(plain_name(name), name): value for name, value in state.items()}
+    try:
+        found = module.load_state_dict(renamed, strict=strict)
+    except RuntimeError as error:
+        hint = " Pass strict=False to load what fits by name." if strict else ""
+        raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
+    if found is None:  # a module that overrides load_state_dict need not return what torch's does
+        return [], []
+    return [plain_name(name) for name in found.missing_keys], [plain_name(name) for name in found.unexpected_keys]
+
+
+def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES) -> list[PlannedFile]:
+    """Lay a state dict out as numbered safetensors shards with an index; copies and writes nothing.
+
+    Names that are tied (the same memory seen in the same way) are stored once, under the first of them, and recorded
+    in the index, so that `read_model` gives all of them. Complex and rare 1-byte dtypes are stored as views of plain
+    ones and recorded likewise. Values that are no tensors (`get_extra_state`) go through the codec.
+
+    Args:
+        state_dict: name → tensor, on any device. Wrappers' infixes are taken out of the names.
+        max_shard_bytes: size of a shard's tensors; a larger tensor gets a shard of its own.
+
+    Raises:
+        CheckpointError: a tensor has no plain bytes, or two names are one without their wrappers' infixes.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    extra: dict[str, Any] = {}
+    tied: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in plain_names(state_dict).items():
+        if not isinstance(value, torch.Tensor):
+            extra[name] = value
+            continue
+        try:
+            stored, dtype = to_storable(value)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.{name}: {error}") from error
+        same = first.setdefault((*memory_key(stored, name), value.dtype), name)
+        if same != name:
+            tied[name] = same
+            continue
+        tensors[name] = stored
+        if dtype is not None:
+            dtypes[name] = dtype
+    files, index = _plan_shards(tensors, max_shard_bytes)
+    index["metadata"]["trainwright"] = {"tied": tied, "dtypes": dtypes}
+    if extra:
+        index["metadata"]["trainwright"]["extra"] = EXTRA_STEM
+        files += plan_tree(EXTRA_STEM, extra)
+    text = check_json_size(dump_json(index, indent=2).encode() + b"\n", MODEL_INDEX)
+    return [*files, PlannedFile(MODEL_INDEX, text)]
+
+
+def write_model(
+    folder: Path, state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, FileEntry]:
+    """Write a state dict into `folder`, which exists and is empty, as `plan_model` lays it out.
+
+    Blocks until everything is synced. The extra memory is one tensor. Returns size and hash of each file by its name.
+
+    Raises:
+        CheckpointError: see `plan_model`.
+    """
+    return write_files(folder, plan_model(state_dict, max_shard_bytes=max_shard_bytes))
+
+
+def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
+    """Return a key that is equal for tensors that are the same memory seen in the same way."""
+    if tensor.numel() == 0:
+        return (name,)  # empty tensors all begin at address 0
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
+
+
+def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> tuple[list[PlannedFile], dict[str, Any]]:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = total = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += size
+        total += size
+    files: list[PlannedFile] = []
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        files.append(plan_safetensors(file, shard))
+        weight_map |= dict.fromkeys(shard, file)
+    return files, {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+
+def read_model(
+    folder: Path, device: torch.device | str = "cpu", *, copy: bool = True, files: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Read what `write_model` wrote, or any folder of Hugging Face safetensors.
+
+    Args:
+        folder: holds `model.safetensors.index.json` and its shards, or one `model.safetensors`.
+        device: where the tensors go.
+        copy: see `read_safetensors`; False avoids a second copy in host memory when the values are only copied into
+            a module.
+        files: the only ones that may be read, besides the index: those that a manifest has sealed. None: any.
+
+    Returns:
+        Name → tensor; tied names hold the same tensor.
+
+    Raises:
+        CheckpointError: the index is damaged, points outside `folder` or at a shard that is missing or lacks a tensor.
+    """
+    with reading(folder):
+        return _read_model(folder, device, copy, files)
+
+
+def _read_model(folder: Path, device: torch.device | str, copy: bool, files: Collection[str] | None) -> dict[str, Any]:
+    path = folder / MODEL_INDEX
+    if not path.is_file():
+        if (folder / SINGLE_FILE).is_file():
+            return dict(read_safetensors(inside(folder, SINGLE_FILE, str(folder)), device=device, copy=copy))
+        raise CheckpointError(f"{folder} holds neither {MODEL_INDEX} nor {SINGLE_FILE}.")
+    index = read_json(path)
+    try:
+        weight_map: dict[str, str] = dict(index["weight_map"])
+        notes = dict(index.get("metadata", {}).get("trainwright", {}))
+        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
+    by_file: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(file, []).append(name)
+    tensors: dict[str, torch.Tensor] = {}
+    for file, names in by_file.items():
+        shard = inside(folder, file, str(path))
+        if files is not None and file not in files:
+            raise CheckpointError(f"{path} names the shard {file!r}, which the manifest does not list. It is refused.")
+        if not shard.is_file():
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+        tensors |= read_safetensors(shard, device=device, names=names, copy=copy)
+    values: dict[str, Any] = {name: from_storable(tensors[name], dtypes.get(name)) for name in weight_map}
+    for name, same in tied.items():
+        if same not in values:
+            raise CheckpointError(f"{path} ties {name!r} to {same!r}, which it does not hold.")
+        values[name] = values[same]
+    if "extra" in notes:
+        values |= read_tree(folder, EXTRA_STEM)
+    return values

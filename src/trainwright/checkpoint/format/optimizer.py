@@ -1,0 +1,167 @@
+"""Optimizer state keyed by parameter name, so that it survives reordered and regrouped parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import CheckpointError, nearest
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.tree import map_tensors
+
+# Keys of a group in torch's format that are positions or copies of names, not hyper-parameters.
+_NOT_HYPERPARAMETERS = ("params", "param_names")
+
+
+def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
+    """Return the state of any torch optimizer with names in the place of torch's positions.
+
+    Args:
+        optimizer: its `state_dict()` is called, so its state-dict hooks run.
+        names: parameter → name; every parameter of the optimizer must be in it, others may. What wrappers put into
+            names is taken out (see `plain_name`).
+
+    Returns:
+        `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
+        `{}` as the state of a parameter that has none yet. State that belongs to no parameter stands under `"shared"`,
+        further entries of the state dict under `"extra"`. Tensors are the optimizer's own: copy them to keep them.
+
+    Raises:
+        CheckpointError: a parameter has no name, or two have the same.
+    """
+    packed = optimizer.state_dict()
+    names_of = _names_by_index(optimizer, packed, names)
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key not in _NOT_HYPERPARAMETERS},
+            "params": [names_of[index] for index in group["params"]],
+        }
+        for group in packed["param_groups"]
+    ]
+    state: dict[str, Any] = {name: {} for name in names_of.values()}
+    shared: dict[Any, Any] = {}
+    for key, value in packed["state"].items():
+        if key in names_of:
+            state[names_of[key]] = value
+        else:
+            shared[key] = value
+    tree: dict[str, Any] = {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
+    extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    if shared:
+        tree["shared"] = shared
+    if extra:
+        tree["extra"] = extra
+    return tree
+
+
+def load_named_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Load what `named_optimizer_state` gave into an optimizer over the same parameters, in whatever order.
+
+    Goes through `optimizer.load_state_dict`, so that its hooks run and tensors land on each parameter's device and
+    dtype as torch decides. Groups of the same parameters find each other; groups of which the members changed are
+    taken in order. The optimizer shares no memory with `tree` afterwards (torch alone would take over tensors that
+    need no conversion, and then train on in the caller's copy).
+
+    Args:
+        optimizer: of the class that was saved, with as many groups.
+        tree: the saved state.
+        names: parameter → name, for every parameter of the optimizer.
+
+    Raises:
+        CheckpointError: another class or number of groups; a parameter without a name, without saved state, or saved
+            and not in the optimizer (each is named); an LBFGS whose parameters have another order. The optimizer is
+            left as it was.
+    """
+    own_class = type(optimizer).__qualname__
+    try:
+        saved_class, saved_groups, saved_state = tree["class"], list(tree["groups"]), dict(tree["state"])
+        saved_names = [list(group["params"]) for group in saved_groups]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the saved optimizer state is incomplete: {error!r}.") from error
+    if saved_class != own_class:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved_class}, and this optimizer is {own_class}. Use {saved_class}, "
+            "or pass allow_missing=['optimizer'] to start the optimizer anew."
+        )
+    packed = optimizer.state_dict()
+    names_of = _names_by_index(optimizer, packed, names)
+    own_groups = [[names_of[index] for index in group["params"]] for group in packed["param_groups"]]
+    _check_names(own_class, own_groups, saved_names, saved_state)
+    matches = _match_groups(own_groups, saved_names)
+    # LBFGS flattens all parameters in their order into one vector; its history means nothing in another order.
+    if isinstance(optimizer, torch.optim.LBFGS) and own_groups != saved_names:
+        raise CheckpointError(
+            f"LBFGS was saved with the parameters in the order {saved_names[0]} and has them now in the order "
+            f"{own_groups[0]}; its state holds for the saved order only."
+        )
+    groups = []
+    for group, match in zip(packed["param_groups"], matches, strict=True):
+        saved = {key: value for key, value in saved_groups[match].items() if key != "params"}
+        # A key that a newer torch has added keeps its present value.
+        groups.append({**group, **saved, "params": group["params"]})
+    state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
+    parameters = dict(zip(names_of, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    for index, name in names_of.items():
+        if saved_state[name]:
+            state[index] = _own_copy(saved_state[name], parameters[index].device)
+    extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
+    optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
+
+
+def _own_copy(values: Any, device: torch.device) -> Any:
+    # What lies on another device is copied by the move itself; scalars (torch leaves `step` where it is) may not be.
+    return map_tensors(lambda value: value.clone() if value.device == device or value.numel() <= 1 else value, values)
+
+
+def _names_by_index(
+    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[torch.Tensor, str]
+) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], packed_group["params"], strict=True):
+            if parameter not in names:
+                raise CheckpointError(
+                    f"{type(optimizer).__qualname__} holds a parameter of shape {tuple(parameter.shape)} that is no "
+                    "parameter of the task, so that its state cannot be saved by name. Register it in the task."
+                )
+            found[index] = plain_name(names[parameter])
+    if len(set(found.values())) != len(found):
+        raise CheckpointError(f"{type(optimizer).__qualname__}: two of its parameters have the same name.")
+    return found
+
+
+def _check_names(
+    own_class: str, own_groups: list[list[str]], saved_groups: list[list[str]], saved_state: Mapping[str, Any]
+) -> None:
+    own = {name for group in own_groups for name in group}
+    saved = {name for group in saved_groups for name in group}
+    problems = [f"{name!r} is not in the checkpoint.{nearest(name, saved - own)}" for name in sorted(own - saved)] + [
+        f"{name!r} is in the checkpoint and not in this optimizer." for name in sorted(saved - own)
+    ]
+    problems += [f"{name!r} has no saved state." for name in sorted(own & saved - saved_state.keys())]
+    if problems:
+        shown = " ".join(problems[:10]) + (f" (and {len(problems) - 10} more)" if len(problems) > 10 else "")
+        advice = " If a callback adds groups, have it add them again in on_fit_start: by then it has its own state."
+        raise CheckpointError(f"the saved state of {own_class} does not fit: {shown}{advice if saved - own else ''}")
+    if len(own_groups) != len(saved_groups):
+        raise CheckpointError(
+            f"{own_class} was saved with {len(saved_groups)} parameter groups and has {len(own_groups)} now; "
+            "hyper-parameters belong to groups, so their number must be the same."
+        )
+
+
+def _match_groups(own: list[list[str]], saved: list[list[str]]) -> list[int]:
+    """Return for each own group which saved one it continues: that of the same members, else the next one left."""
+    free = dict.fromkeys(range(len(saved)))
+    matches: list[int | None] = []
+    for group in own:
+        same = next((number for number in free if set(saved[number]) == set(group)), None)
+        matches.append(same)
+        if same is not None:
+            del free[same]
+    rest = iter(free)
+    return [next(rest) if match is None else match for match in matches]

@@ -1,0 +1,259 @@
+"""The files of a checkpoint's pieces: `rank-00000.json` says which pieces lie in `rank-00000.safetensors`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch.utils._pytree import tree_map_only
+
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.planned_file import PlannedFile
+from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json
+from trainwright.checkpoint.format.layout import numbered
+from trainwright.checkpoint.format.pieces import (
+    Box,
+    Pieces,
+    Region,
+    Span,
+    copy_common,
+    fits,
+    lengths_of,
+    num_elements,
+    overlap,
+    whole_region,
+)
+from trainwright.checkpoint.format.safetensors_io import (
+    dtype_name,
+    dtype_of,
+    from_storable,
+    plan_safetensors,
+    read_header,
+    to_storable,
+)
+from trainwright.core.errors import CheckpointError
+
+RANK_STEM = "rank"
+
+
+def plan_pieces(folder: str, rank: int, pieces: Mapping[str, Pieces]) -> list[PlannedFile]:
+    """Lay out what a rank holds of the tensors of a part; copies and writes nothing.
+
+    Args:
+        folder: that they go into.
+        rank: this process's.
+        pieces: name of a tensor → what this rank saves of it.
+
+    Raises:
+        CheckpointError: a dtype cannot be saved, or there are too many tensors for one header.
+    """
+    stem = f"{folder}/{RANK_STEM}-{rank:05d}"
+    entries: list[dict[str, Any]] = []
+    tensors: dict[str, torch.Tensor] = {}
+    for name, whole in pieces.items():
+        count = 1
+        for region, values in whole.held:
+            if not num_elements(region):
+                continue
+            stored = name
+            while stored in tensors:
+                count += 1
+                stored = f"{name}#{count}"
+            if tuple(values.shape) != lengths_of(region) or not fits(region, whole.shape):
+                raise CheckpointError(f"{name}: values of shape {tuple(values.shape)} are not {region} of the whole.")
+            tensors[stored], _ = to_storable(values)
+            entries.append(
+                {
+                    "tensor": name,
+                    "stored": stored,
+                    "dtype": dtype_name(whole.dtype),
+                    "shape": list(whole.shape),
+                    **_words(region),
+                }
+            )
+    text = check_json_size(dump_json({"pieces": entries}).encode() + b"\n", f"{stem}.json")
+    files = [PlannedFile(f"{stem}.json", text)]
+    if tensors:
+        files.append(plan_safetensors(f"{stem}.safetensors", tensors))
+    return files
+
+
+def _words(region: Region) -> dict[str, Any]:
+    if isinstance(region, Span):
+        return {"start": region.start, "stop": region.stop}
+    return {"offsets": list(region.offsets), "lengths": list(region.lengths)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A piece on the disk: of which tensor, which region of it, where; and dtype and shape of the whole."""
+
+    tensor: str
+    region: Region
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class PieceFiles:
+    """The pieces of one part of a checkpoint, found by the names of their tensors.
+
+    Values stay in their files, which are mapped: only what is asked for is read.
+
+    Args:
+        folder: the checkpoint.
+        part: the folder of the part within it.
+        files: those that the manifest lists for the part.
+
+    Raises:
+        CheckpointError: an index is damaged, or says something else than the file beside it.
+    """
+
+    def __init__(self, folder: Path, part: str, files: Iterable[str]) -> None:
+        self._by_name: dict[str, list[_Stored]] = {}
+        self._open: dict[Path, Any] = {}
+        listed = set(files)
+        for stem in numbered(listed, part, RANK_STEM):
+            index, file = (
+                inside(folder, f"{stem}.json", str(folder)),
+                inside(folder, f"{stem}.safetensors", str(folder)),
+            )
+            header = read_header(file) if f"{stem}.safetensors" in listed else {}
+            for piece in _read_index(index, file, header):
+                self._by_name.setdefault(piece.tensor, []).append(piece)
+
+    def find(self, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
+        """Return a tensor that is read when it is used.
+
+        Args:
+            name: of the tensor.
+            shape: of the whole.
+            dtype: its dtype, by the name that the format has for it.
+
+        Raises:
+            CheckpointError: pieces are missing, overlap, or are those of another tensor.
+        """
+        found = self._by_name.get(name, [])
+        if any(piece.shape != shape or piece.dtype != dtype for piece in found):
+            raise CheckpointError(f"the pieces of {name!r} are not those of a {dtype} tensor of shape {shape}.")
+        regions = [piece.region for piece in found]
+        held, wanted = sum(map(num_elements, regions)), num_elements(whole_region(shape))
+        if held != wanted or overlap(regions, shape):
+            raise CheckpointError(
+                f"the pieces of {name!r} hold {held} of its {wanted} elements, or some of them twice: those of a rank "
+                "are missing or of another checkpoint."
+            )
+        return SavedTensor(self, name, shape, dtype)
+
+    def read(self, name: str, shape: tuple[int, ...], dtype: str, region: Region) -> torch.Tensor:
+        """Return a region of a tensor in new memory on the host; reads the parts of the pieces that lie in it."""
+        true = dtype_of(dtype)
+        # What is kept as a view of another dtype is put together as that.
+        made, special = to_storable(torch.empty(lengths_of(region), dtype=true))
+        for piece in self._by_name.get(name, []):
+            copy_common(made, region, self._mapped(piece), piece.region, shape)
+        return from_storable(made, special)
+
+    def _mapped(self, piece: _Stored) -> torch.Tensor:
+        with reading(piece.file):
+            if piece.file not in self._open:
+                self._open[piece.file] = safe_open(piece.file, framework="pt", device="cpu")
+            found: torch.Tensor = self._open[piece.file].get_tensor(piece.name)  # mapped, not copied
+        return found
+
+
+def _read_index(path: Path, file: Path, header: Mapping[str, Any]) -> list[_Stored]:
+    """Return the pieces that an index lists, each compared with the header of the file beside it."""
+    found = []
+    with reading(path, f"is no index of the pieces in {file.name}"):
+        for entry in read_json(path)["pieces"]:
+            shape, dtype = _whole_numbers(entry["shape"]), str(entry["dtype"])
+            region: Region
+            if "start" in entry:
+                region = Span(*_whole_numbers([entry["start"], entry["stop"]]))
+            else:
+                region = Box(_whole_numbers(entry["offsets"]), _whole_numbers(entry["lengths"]))
+            stored, _ = to_storable(torch.empty(0, dtype=dtype_of(dtype)))
+            there, extra = header[str(entry["stored"])], (2,) if stored.dim() > 1 else ()
+            if (
+                not fits(region, shape)
+                or tuple(there["shape"]) != (*lengths_of(region), *extra)
+                or there["dtype"] != dtype_name(stored.dtype)
+            ):
+                raise CheckpointError(f"{path}: the piece {entry['stored']!r} is not what {file} holds.")
+            found.append(_Stored(str(entry["tensor"]), region, file, str(entry["stored"]), dtype, shape))
+    return found
+
+
+def _whole_numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} are no whole numbers")
+    return tuple(values)
+
+
+class SavedTensor(torch.Tensor):
+    """A tensor of a checkpoint that lies there in pieces, and is read anew by each operation on it.
+
+    It has shape and dtype, lies on the host, and what is computed from it is a plain tensor. Made by `PieceFiles`.
+    """
+
+    _files: PieceFiles
+    _name: str
+    _dtype_name: str
+
+    @staticmethod
+    def __new__(cls, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> SavedTensor:
+        made: SavedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype_of(dtype), device=torch.device("cpu")
+        )
+        made._files, made._name, made._dtype_name = files, name, dtype
+        return made
+
+    def __init__(self, files: PieceFiles, name: str, shape: tuple[int, ...], dtype: str) -> None:
+        super().__init__()
+
+    def read(self, region: Region) -> torch.Tensor:
+        """Return a region as a plain tensor on the host, in memory of its own (see `lengths_of` for its shape)."""
+        return self._files.read(self._name, tuple(self.shape), self._dtype_name, region)
+
+    def load(self) -> torch.Tensor:
+        """Return all of it as a plain tensor on the host, in memory of its own."""
+        return self.read(whole_region(tuple(self.shape)))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's has no types
+        return f"SavedTensor({self._name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    # What does not go through `__torch_dispatch__`, and would look at memory that is not there.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied: torch.Tensor = memo.setdefault(id(self), self.load())
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.load().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values as an array."""
+        return self.load().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.load().tolist()
+
+    # What torch documents for such classes, whose types are stricter in its stubs.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(SavedTensor, SavedTensor.load, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whole and in memory; one that is not in pieces as it is."""
+    return tensor.load() if isinstance(tensor, SavedTensor) else tensor

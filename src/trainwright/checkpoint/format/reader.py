@@ -1,0 +1,276 @@
+"""Reading checkpoints. Nothing here ever unpickles, and nothing partial passes for whole."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.hashing import HashFiles, hash_files
+from trainwright.checkpoint.format.codec import FindPieces
+from trainwright.checkpoint.format.layout import (
+    MODEL_FOLDER,
+    MODEL_STEM,
+    OPTIMIZER_FOLDER,
+    PARTS,
+    RNG_FOLDER,
+    TRAINER_STEM,
+    Manifest,
+    numbered,
+)
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, locate, manifest_of, problems_of
+from trainwright.checkpoint.format.model import read_model
+from trainwright.checkpoint.format.piece_files import RANK_STEM, PieceFiles
+from trainwright.checkpoint.format.sense import check_entries, check_optimizers, check_progress
+from trainwright.checkpoint.format.trees import read_tree
+from trainwright.checkpoint.format.upgrade import upgraded
+from trainwright.checkpoint.format.writer import PROGRESS, Snapshot
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.tree import map_tensors
+
+_INSTEAD = (
+    "Use another checkpoint: on_damaged='fall_back' takes the newest whole one before it, "
+    "trainwright.checkpoint.newest_valid(folder) finds it."
+)
+
+
+def read_checkpoint(
+    path: Path | str,
+    *,
+    verify: bool = True,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    copy_model: bool = True,
+) -> Snapshot:
+    """Read a checkpoint, whole or in part.
+
+    Args:
+        path: the checkpoint folder.
+        verify: hash the files of the parts first. Sizes and presence are always checked.
+        parts: which of `"trainer"`, `"model"`, `"optimizer"`, `"rng"`; by default all that its kind has. The others
+            stay empty in the result, without error.
+        allow_missing: parts without which the caller can do, besides those that the manifest says are not required;
+            those that are absent are named in `Snapshot.missing` and in a warning. A part that is there but damaged,
+            be it that one of its files is gone, is an error all the same.
+        device: where the model's tensors go; all others are on the CPU.
+        copy_model: see `read_model`; False leaves the model's and the optimizers' tensors mapped to the files, or to
+            be read when they are used where they lie in pieces (`SavedTensor`), for a caller that copies them into a
+            module and an optimizer and then drops them.
+
+    Raises:
+        FileNotFoundError: nothing is at `path`.
+        CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named); a name in `parts` or
+            `allow_missing` is unknown.
+    """
+    folder = locate(Path(path))
+    found = FoundCheckpoint(folder, manifest_of(folder))
+    wanted = _wanted(found, parts, allow_missing)
+    missing, flaw = _examine(found, wanted, allow_missing, hash_files if verify else None)
+    if flaw is not None:
+        raise CheckpointError(flaw)
+    if missing:
+        warnings.warn(
+            f"{folder} has no {', '.join(missing)} part; going on without.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+    return _snapshot(found, wanted, missing, device=device, copy=True, copy_model=copy_model)
+
+
+def _snapshot(
+    found: FoundCheckpoint,
+    wanted: Sequence[str],
+    missing: Sequence[str],
+    *,
+    device: torch.device | str = "cpu",
+    copy: bool,
+    copy_model: bool,
+) -> Snapshot:
+    """Parse the parts that are there; without `copy` and `copy_model` all tensors stay in their files, unread."""
+    manifest = found.manifest
+    snapshot = Snapshot(
+        metrics=dict(manifest.metrics),
+        world_size=manifest.topology.get("world_size", 1),
+        kind=manifest.kind,
+        missing=tuple(missing),
+    )
+    present = [name for name in wanted if name not in missing]
+    with reading(found.path):
+        trees = _read_parts(found, present, device, copy=copy, copy_model=copy_model)
+        _fill(snapshot, upgraded(trees, manifest.format_version), found.path)
+    return snapshot
+
+
+def check_checkpoint(
+    path: Path | str,
+    *,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    hash_files: HashFiles = hash_files,
+) -> Manifest:
+    """Hash the files of a checkpoint's parts, as `read_checkpoint` does before it reads them, and parse the parts.
+
+    Takes the same arguments and raises the same errors as `read_checkpoint`, which may read what passed with
+    `verify=False`. One process does this for all: it reads every byte of the parts, or has `hash_files` do it. No
+    tensor's values are read a second time.
+
+    Returns:
+        The manifest.
+    """
+    folder = locate(Path(path))
+    found = FoundCheckpoint(folder, manifest_of(folder))
+    flaw = flaw_of(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+    if flaw is not None:
+        raise CheckpointError(flaw)
+    return found.manifest
+
+
+def flaw_of(
+    found: FoundCheckpoint,
+    *,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    hash_files: HashFiles = hash_files,
+) -> str | None:
+    """Return what makes a checkpoint unusable: a part is missing, has changed, or is sealed and makes no sense.
+
+    Raises:
+        CheckpointError: a name in `parts` or `allow_missing` is unknown.
+    """
+    wanted = _wanted(found, parts, allow_missing)
+    missing, flaw = _examine(found, wanted, allow_missing, hash_files)
+    if flaw is None:
+        try:
+            _snapshot(found, wanted, missing, copy=False, copy_model=False)
+        except CheckpointError as error:
+            return f"{error} {_INSTEAD}"
+    return flaw
+
+
+def _wanted(found: FoundCheckpoint, parts: Sequence[str] | None, allow_missing: Sequence[str]) -> tuple[str, ...]:
+    """Return the parts to read: `parts`, or all that the checkpoint's kind has."""
+    wanted = tuple(PARTS[found.manifest.kind] if parts is None else parts)
+    for name in (*wanted, *allow_missing):
+        if name not in PARTS["full"]:
+            raise CheckpointError(f"no checkpoint has a part {name!r}. Parts are: {', '.join(PARTS['full'])}.")
+    return wanted
+
+
+def _examine(
+    found: FoundCheckpoint, wanted: Sequence[str], allow_missing: Sequence[str], hash_files: HashFiles | None
+) -> tuple[list[str], str | None]:
+    """Return which wanted parts are absent and may be, and what makes the checkpoint unusable; None: nothing does."""
+    folder, manifest = found.path, found.manifest
+    missing = [name for name in wanted if _is_absent(folder, manifest, name)]
+    lost = [name for name in missing if name not in allow_missing and _is_required(manifest, name)]
+    if lost:
+        return missing, _about_lost(folder, manifest, lost)
+    problems = problems_of(found, hash_files=hash_files, parts=[name for name in wanted if name not in missing])
+    if problems:
+        return missing, (f"{folder} is damaged: {'; '.join(problems).removesuffix('.')}. {_INSTEAD}")
+    return missing, None
+
+
+def _is_absent(folder: Path, manifest: Manifest, name: str) -> bool:
+    """Tell whether a part is not listed, or all of its files are gone; some files gone is damage, not absence."""
+    part = manifest.parts.get(name)
+    if part is None:
+        return True
+    return bool(part.files) and not any(os.path.lexists(folder / file) for file in part.files)
+
+
+def _is_required(manifest: Manifest, name: str) -> bool:
+    part = manifest.parts.get(name)
+    return part is None or part.required
+
+
+def _about_lost(folder: Path, manifest: Manifest, lost: list[str]) -> str:
+    reasons = []
+    for name in lost:
+        part = manifest.parts.get(name)
+        if part is None:
+            reasons.append(f"the part {name!r} is not in it (its kind is {manifest.kind!r})")
+        else:
+            reasons.append(f"the part {name!r} is missing: {', '.join(part.files)}")
+    return (
+        f"{folder} is incomplete: {'; '.join(reasons)}. Use another checkpoint, or pass allow_missing={lost!r} to go "
+        "on without, knowing that the run will differ."
+    )
+
+
+def _read_parts(
+    found: FoundCheckpoint, present: Sequence[str], device: torch.device | str, *, copy: bool, copy_model: bool
+) -> dict[str, Any]:
+    """Return part → tree, as the format of the checkpoint has it."""
+    folder, parts = found.path, found.manifest.parts
+    trees: dict[str, Any] = {}
+    pieces = {name: find_pieces(found, name, copy=copy_model) for name in ("optimizer", "model") if name in present}
+    if "trainer" in present:
+        trees["trainer"] = read_tree(folder, TRAINER_STEM, copy=copy)
+    if "optimizer" in present:
+        stems = numbered(parts["optimizer"].files, OPTIMIZER_FOLDER, "optimizer")
+        trees["optimizer"] = [read_tree(folder, stem, copy=copy_model, pieces=pieces["optimizer"]) for stem in stems]
+    if "rng" in present:
+        trees["rng"] = [read_tree(folder, stem, copy=copy) for stem in numbered(parts["rng"].files, RNG_FOLDER, "rank")]
+    if "model" in present and f"{MODEL_STEM}.json" in parts["model"].files:
+        trees["model"] = _read_model_in_pieces(folder, pieces["model"], device, copy_model)
+    elif "model" in present:
+        sealed = {relative.removeprefix(f"{MODEL_FOLDER}/") for relative in parts["model"].files}
+        trees["model"] = read_model(folder / MODEL_FOLDER, device, copy=copy_model, files=sealed)
+    return trees
+
+
+def _read_model_in_pieces(folder: Path, pieces: FindPieces | None, device: torch.device | str, copy: bool) -> Any:
+    weights = read_tree(folder, MODEL_STEM, copy=copy, pieces=pieces)
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{folder / MODEL_STEM}.json holds a {type(weights).__name__}, expected a dictionary.")
+    if torch.device(device).type == "cpu":
+        return weights
+    return map_tensors(functools.cache(lambda tensor: tensor.to(device)), weights)  # tied ones stay one
+
+
+def find_pieces(found: FoundCheckpoint, part: str, *, copy: bool) -> FindPieces | None:
+    """Return how the tensors of a part that lie in pieces are found by name; None if it has none.
+
+    Args:
+        found: the checkpoint.
+        part: `"model"` or `"optimizer"`.
+        copy: put tensors together in memory; False: they are read when they are used (see `SavedTensor`).
+
+    Raises:
+        CheckpointError: an index of pieces is damaged.
+    """
+    files, folder = found.manifest.parts[part].files, {"model": MODEL_FOLDER, "optimizer": OPTIMIZER_FOLDER}[part]
+    if f"{folder}/{RANK_STEM}-00000.json" not in files:
+        return None
+    pieces = PieceFiles(found.path, folder, files)
+
+    @functools.cache  # weights that are tied stay one tensor
+    def find(name: str, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        tensor = pieces.find(name, shape, dtype)
+        return tensor.load() if copy else tensor
+
+    return find
+
+
+def _fill(snapshot: Snapshot, trees: dict[str, Any], folder: Path) -> None:
+    if "trainer" in trees:
+        tree = trees["trainer"]
+        if not isinstance(tree, dict) or not isinstance(tree.get(PROGRESS), dict):
+            raise CheckpointError(f"{folder / TRAINER_STEM}.json holds no {PROGRESS!r}; it is damaged or not ours.")
+        snapshot.state = tree.pop(PROGRESS)
+        snapshot.trainer = tree
+        origin = f"{folder / TRAINER_STEM}.json"
+        check_progress(snapshot.state, origin)
+        check_entries(snapshot.trainer, origin)
+    snapshot.optimizers = trees.get("optimizer", [])
+    check_optimizers(snapshot.optimizers, f"{folder / OPTIMIZER_FOLDER}")
+    snapshot.rng = trees.get("rng", [])
+    snapshot.model = trees.get("model")

@@ -1,0 +1,248 @@
+"""The safetensors format, streamed out with its hash and read back with bounds.
+
+The format (huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON header
+`{name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}` padded with spaces, then the tensors' bytes
+without gaps. The library's own `save_file` builds no hash and does not sync, and `save` holds the whole file in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainwright.checkpoint.disk.damage import check_regular, reading
+from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES, FileEntry
+from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, load_json
+from trainwright.core.errors import CheckpointError
+
+MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself
+_ALIGNMENT = 8
+_LENGTH_BYTES = 8  # of the number before the header
+
+# Only what every safetensors since 0.5 can read; `to_storable` turns other dtypes into these.
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}  # by their names in the format
+# What only newer readers know. Our checkpoints keep these as views of plain dtypes; other programs look for the names.
+NATIVE_NAMES: dict[torch.dtype, str] = {
+    torch.complex64: "C64", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+_BY_NATIVE_NAME = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
+_COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+# One byte each, so that a view as uint8 keeps the shape.
+_AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+_SPECIAL = {str(dtype): dtype for dtype in (*_COMPLEX, *_AS_BYTES)}
+_BY_NAME = {name: dtype for dtype, name in _DTYPE_NAMES.items()} | _SPECIAL
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the format's name of a dtype, `"F32"`; of one that it keeps as a view, torch's, `"torch.complex64"`.
+
+    Raises:
+        CheckpointError: tensors of that dtype cannot be saved.
+    """
+    name = _DTYPE_NAMES.get(dtype, str(dtype))
+    if name not in _BY_NAME:
+        raise CheckpointError(f"tensors of {dtype} cannot be saved.")
+    return name
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Undo `dtype_name`.
+
+    Raises:
+        CheckpointError: there is no such dtype.
+    """
+    if name not in _BY_NAME:
+        raise CheckpointError(f"{name!r} is no dtype that a checkpoint can hold.")
+    return _BY_NAME[name]
+
+
+def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
+    """Return `tensor` as something safetensors can hold, and the name of its dtype if that had to change.
+
+    Complex numbers become pairs of reals (a last dim of 2), rare 1-byte floats become uint8; both are views.
+
+    Raises:
+        CheckpointError: quantized, sparse, nested or meta tensors, DTensors and other wrappers, sub-byte dtypes.
+    """
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise CheckpointError(f"a {type(tensor).__name__} wraps other tensors; gather it into a plain tensor first.")
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
+        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise CheckpointError(f"a {what} tensor has no plain bytes to save.")
+    if tensor.dtype in _DTYPE_NAMES:
+        return tensor, None
+    if tensor.dtype in _COMPLEX:
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg()), str(tensor.dtype)
+    if tensor.dtype in _AS_BYTES:
+        return tensor.view(torch.uint8), str(tensor.dtype)
+    raise CheckpointError(f"tensors of {tensor.dtype} cannot be saved.")
+
+
+def from_storable(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Undo `to_storable`.
+
+    Raises:
+        CheckpointError: `dtype` is none that `to_storable` gives, or does not fit the stored tensor.
+    """
+    if dtype is None:
+        return tensor
+    special = _SPECIAL.get(dtype)
+    if special in _COMPLEX and tensor.dtype is _COMPLEX[special] and tensor.dim() and tensor.shape[-1] == 2:
+        return torch.view_as_complex(tensor)
+    if special in _AS_BYTES and tensor.dtype is torch.uint8:
+        return tensor.view(special)
+    raise CheckpointError(f"a stored {tensor.dtype} tensor of shape {tuple(tensor.shape)} cannot be read as {dtype}.")
+
+
+def plan_safetensors(
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    native: bool = False,
+) -> PlannedFile:
+    """Return the header and the order of the tensors of a safetensors file; copies and writes nothing.
+
+    Args:
+        path: of the file, relative to the folder that it will go into.
+        tensors: on any device. Tensors that share memory are written each.
+        metadata: text for the header; `{"format": "pt"}` is what transformers looks for and is always there.
+        native: also take dtypes that only newer readers know (`NATIVE_NAMES`).
+
+    Raises:
+        CheckpointError: a tensor's dtype is not in the format (see `to_storable`), a name is `"__metadata__"`, or the
+            header would be longer than readers accept.
+    """
+    if sys.byteorder != "little":
+        raise CheckpointError("safetensors are little-endian and this machine is not; saving is not supported on it.")
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    file = path.rpartition("/")[2]
+    known = _DTYPE_NAMES | NATIVE_NAMES if native else _DTYPE_NAMES
+    # Widest first: then every tensor begins at a multiple of its own width without any gaps.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    offset = 0
+    for name in names:
+        tensor = tensors[name]
+        if name == "__metadata__" or tensor.dtype not in known:
+            raise CheckpointError(f"{file}: {name!r} of {tensor.dtype} cannot be stored in a safetensors file.")
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": known[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = dump_json(header).encode()
+    # Tensors of a large file begin where a block of the disk does: `QuietFile` writes such files without the processor.
+    alignment = DISK_BLOCK_BYTES if offset >= DIRECT_FROM_BYTES else _ALIGNMENT
+    encoded += b" " * (-(len(encoded) + _LENGTH_BYTES) % alignment)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{file}: {len(names)} tensors need a header of {len(encoded)} bytes; readers accept "
+            f"{MAX_HEADER_BYTES}. Lower max_shard_bytes, or store fewer and larger tensors."
+        )
+    check_json_size(encoded, f"the header of {file}")
+    return PlannedFile(path, struct.pack("<Q", len(encoded)) + encoded, [tensors[name] for name in names])
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write a new safetensors file, hashed as it is written and synced before this returns.
+
+    Args:
+        path: must not exist.
+        tensors: on any device; moved to the host one at a time, so that the extra memory is one tensor. Tensors that
+            share memory are written each.
+        metadata: text for the header, see `plan_safetensors`.
+
+    Raises:
+        CheckpointError: see `plan_safetensors`.
+    """
+    planned = plan_safetensors(path.name, tensors, metadata)
+    return write_files(path.parent, [planned])[planned.path]
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Return the JSON header of a safetensors file without trusting its length.
+
+    Raises:
+        CheckpointError: the file is not as long as its header says, the header is absurdly long, or not JSON.
+    """
+    check_regular(path)
+    with reading(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{path} is not a safetensors file: {size} bytes with a header of {length}. It is cut short, damaged, "
+                "or of another format, such as torch.save's."
+            )
+        header = load_json(file.read(length), str(path))
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected an object.")
+    with reading(path, "has a header that does not fit it"):
+        _check_offsets(header, size - 8 - length)
+    return header
+
+
+def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
+    """Check that the tensors follow each other without gaps to the end, each as long as its shape needs."""
+    entries = (entry for name, entry in header.items() if name != "__metadata__")
+    end = 0
+    for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
+        shape, dtype = entry["shape"], _BY_NATIVE_NAME.get(entry["dtype"])
+        if any(type(number) is not int or number < 0 for number in (begin, stop, *shape)) or begin != end:
+            raise ValueError(f"{entry} at byte {end}")
+        if dtype is not None and stop - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{entry} has {stop - begin} bytes")
+        end = stop
+    if end > num_bytes:
+        raise ValueError(f"it is cut short: its tensors have {end} bytes, and {num_bytes} follow the header")
+    if end != num_bytes:
+        raise ValueError(f"its tensors have {end} bytes, and {num_bytes} follow the header")
+
+
+def read_safetensors(
+    path: Path, *, device: torch.device | str = "cpu", names: Iterable[str] | None = None, copy: bool = True
+) -> dict[str, torch.Tensor]:
+    """Read tensors from a safetensors file.
+
+    Args:
+        device: where they go.
+        names: which; all by default.
+        copy: False leaves tensors on the CPU mapped to the file (nothing is read before it is touched, writing to
+            them does not reach the file). Only for values that are copied elsewhere at once.
+
+    Raises:
+        CheckpointError: the file is damaged or a name is not in it.
+    """
+    header = read_header(path)
+    chosen = [name for name in header if name != "__metadata__"] if names is None else list(names)
+    for name in chosen:
+        if name not in header:
+            raise CheckpointError(f"{path} holds no tensor {name!r}.")
+    with reading(path), safe_open(path, framework="pt", device=str(device)) as file:
+        tensors = {name: file.get_tensor(name) for name in chosen}
+    if copy and torch.device(device).type == "cpu":
+        # safe_open maps the file: a tensor that stays mapped would change or fault with it.
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    return tensors

@@ -1,0 +1,420 @@
+"""Writing a checkpoint: beside its place, synced, sealed, published by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.disk.durable import FileEntry, hidden, make_folder, rename, sync_folder, write_file
+from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.format.layout import (
+    MANIFEST,
+    MODEL_FOLDER,
+    MODEL_STEM,
+    OPTIMIZER_FOLDER,
+    PARTS,
+    RNG_FOLDER,
+    TRAINER_STEM,
+    Kind,
+    Manifest,
+    Part,
+)
+from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, plain_names, plan_model
+from trainwright.checkpoint.format.piece_files import plan_pieces
+from trainwright.checkpoint.format.pieces import Pieces
+from trainwright.checkpoint.format.staging import remove_folder
+from trainwright.checkpoint.format.trees import plan_tree
+from trainwright.checkpoint.format.upgrade import PIECES_VERSION, PLAIN_VERSION
+from trainwright.core.errors import CheckpointError
+from trainwright.core.host.folders import held
+
+_FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
+PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint holds, in memory.
+
+    Attributes:
+        state: `TrainState.to_dict()`.
+        model: the task's state dict by plain names; None: this checkpoint has no model part.
+        optimizers: one tree of `named_optimizer_state` each.
+        trainer: anything that `codec.encode` takes, by name: schedulers, scaler, data, callbacks, loggers,
+            `hyper_parameters`, ... The name `"progress"` is taken.
+        rng: one tree per rank; a full checkpoint needs `world_size` of them.
+        metrics: the latest values, also in the manifest.
+        world_size: processes of the run.
+        kind: `"weights"` leaves optimizers and RNG out.
+        missing: after reading: the parts that were asked for, absent, and allowed to be.
+        in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
+            write it together (see `plan_share`).
+        overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
+            `AsyncWriter` may copy them until the next one begins.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] | None = None
+    optimizers: list[Any] = field(default_factory=list)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    rng: list[Any] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    world_size: int = 1
+    kind: Kind = "full"
+    missing: tuple[str, ...] = ()
+    in_pieces: bool = False
+    overlaps: bool = False
+
+
+@dataclass(slots=True)
+class Contents:
+    """A snapshot encoded into files: what is left to do is to write bytes.
+
+    Attributes:
+        parts: part → its files by paths relative to the checkpoint folder.
+        step, epoch, kind, world_size, metrics, format_version: for the manifest.
+    """
+
+    parts: dict[str, list[PlannedFile]]
+    step: int
+    epoch: int
+    kind: Kind
+    world_size: int
+    metrics: dict[str, float]
+    format_version: int = PLAIN_VERSION
+
+    @property
+    def files(self) -> list[PlannedFile]:
+        """All files, in the order in which they are written."""
+        return [file for files in self.parts.values() for file in files]
+
+
+def plan_checkpoint(snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> Contents:
+    """Encode everything of a snapshot that is no tensor, and lay out its files. Nothing is copied or written.
+
+    The tensors in the result are the snapshot's own.
+
+    Raises:
+        CheckpointError: something in the snapshot cannot be saved (its place is named), or a full snapshot lacks RNG
+            states.
+    """
+    _check_snapshot(snapshot)
+    # The small parts come first: a disk that is full or read-only shows before gigabytes are written.
+    parts = _plan_small(snapshot)
+    if snapshot.kind == "full":
+        parts["optimizer"] = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers)
+    if snapshot.model is not None:
+        parts["model"] = plan_model(snapshot.model, max_shard_bytes=max_shard_bytes)
+        for file in parts["model"]:
+            file.path = f"{MODEL_FOLDER}/{file.path}"
+    return _contents(snapshot, parts)
+
+
+def plan_share(snapshot: Snapshot, rank: int) -> Contents:
+    """Encode what one rank writes of a checkpoint in pieces: those that it holds, and as rank 0 all that is whole too.
+
+    Every rank does this with its own snapshot. Nothing is copied, written or communicated; the tensors in the result
+    are the snapshot's own.
+
+    Raises:
+        CheckpointError: see `plan_checkpoint`.
+    """
+    _check_snapshot(snapshot)
+    parts = _plan_small(snapshot) if rank == 0 else {}
+    if snapshot.kind == "full":
+        pieces: dict[str, Pieces] = {}
+        trees = _plan_trees(OPTIMIZER_FOLDER, "optimizer", snapshot.optimizers, pieces)
+        parts["optimizer"] = [*(trees if rank == 0 else ()), *plan_pieces(OPTIMIZER_FOLDER, rank, pieces)]
+    if snapshot.model is not None:
+        pieces = {}
+        try:
+            tree = plan_tree(MODEL_STEM, plain_names(snapshot.model), pieces=pieces)
+        except CheckpointError as error:
+            raise CheckpointError(f"model.{error}") from error
+        parts["model"] = [*(tree if rank == 0 else ()), *plan_pieces(MODEL_FOLDER, rank, pieces)]
+    contents = _contents(snapshot, parts)
+    contents.format_version = PIECES_VERSION
+    return contents
+
+
+def _plan_small(snapshot: Snapshot) -> dict[str, list[PlannedFile]]:
+    parts = {"trainer": plan_tree(TRAINER_STEM, {PROGRESS: snapshot.state, **snapshot.trainer})}
+    if snapshot.kind == "full":
+        parts["rng"] = _plan_trees(RNG_FOLDER, "rank", snapshot.rng)
+    return parts
+
+
+def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Contents:
+    for file in parts.get("optimizer", ()):
+        file.at_rest = snapshot.overlaps
+    return Contents(
+        parts=parts,
+        step=int(snapshot.state.get("step", 0)),
+        epoch=int(snapshot.state.get("epoch", 0)),
+        kind=snapshot.kind,
+        world_size=snapshot.world_size,
+        metrics=plain_metrics(snapshot.metrics),
+    )
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as Python floats, those that are tensors too (which waits for their device)."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def write_checkpoint(
+    path: Path | str, snapshot: Snapshot, *, max_shard_bytes: int = MAX_SHARD_BYTES, fresh: bool = False
+) -> Path:
+    """Write `snapshot` as the checkpoint folder `path`; when this returns it is on the disk.
+
+    Whatever happens on the way, even a kill or a power failure, `path` holds what it held before or all of the new
+    checkpoint. An error leaves no temporary folder. Call it on one process only; it blocks on the disk and, for
+    device tensors, on the device, and takes no part in any collective. The snapshot's tensors must not change
+    meanwhile (`AsyncWriter` copies them first).
+
+    Args:
+        path: the folder to make; missing parents are made too. A checkpoint there is replaced.
+        snapshot: what to write.
+        max_shard_bytes: see `plan_model`.
+        fresh: see `Draft`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        CheckpointError: something in the snapshot cannot be saved (its place is named), a full snapshot lacks RNG
+            states, or `path` holds something that is no checkpoint.
+        OSError: the disk is full, not writable, ...
+    """
+    check_target(Path(path))
+    return write_contents(path, plan_checkpoint(snapshot, max_shard_bytes=max_shard_bytes), fresh=fresh)
+
+
+def write_contents(
+    path: Path | str, contents: Contents, *, quiet: QuietThread | None = None, fresh: bool = False
+) -> Path:
+    """Write what `plan_checkpoint` returned; the rest is as in `write_checkpoint`.
+
+    Args:
+        path: the folder to make.
+        contents: its files.
+        quiet: see `write_files`. Default: None.
+        fresh: see `Draft`.
+    """
+    with Draft(path, fresh=fresh) as draft:
+        draft.publish(contents, draft.write(contents, quiet=quiet))
+    return draft.path
+
+
+class Draft:
+    """A checkpoint that is being written: a hidden folder beside its place, held by this process while it lives.
+
+    Leaving its `with` block without having published it deletes it.
+
+    Args:
+        path: the folder to make in the end.
+        fresh: nothing was there when the name was chosen: a checkpoint that lies there in the end is not replaced.
+
+    Raises:
+        CheckpointError: `path` holds something that is no checkpoint.
+        OSError: the folder cannot be made.
+    """
+
+    def __init__(self, path: Path | str, *, fresh: bool = False) -> None:
+        self.path = Path(path)
+        self.fresh = fresh
+        check_target(self.path)
+        make_folder(self.path.parent)
+        self.folder = hidden(self.path, "tmp")
+        self._lock = contextlib.ExitStack()
+        self._published = False
+        try:
+            make_folder(self.folder)
+            self._lock.enter_context(held(self.folder))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder, and delete it unless it was published."""
+        if not self._published:
+            with contextlib.suppress(OSError):
+                remove_folder(self.folder)
+        self._lock.close()
+
+    def make_folders(self, contents: Contents) -> None:
+        """Make what the files of `contents` go into."""
+        for sub in self._folders(contents):
+            make_folder(sub)
+
+    def write(self, contents: Contents, *, quiet: QuietThread | None = None) -> dict[str, FileEntry]:
+        """Write this process's files into the folder; returns size and hash of each. Blocks until they are synced."""
+        self.make_folders(contents)
+        return write_files(self.folder, contents.files, quiet=quiet)
+
+    def publish(self, contents: Contents, entries: Mapping[str, FileEntry]) -> None:
+        """Seal what has been written and put it into its place.
+
+        Args:
+            contents: of this process; the manifest's facts are taken from it.
+            entries: every file in the folder, of this process and of others.
+
+        Raises:
+            CheckpointError: the draft is `fresh`, and another checkpoint has taken its place.
+        """
+        folders = self._folders(contents)
+        for sub in folders:
+            sync_folder(sub)
+        named = {file.path for file in contents.files}
+        parts = {
+            name: [file.path for file in files]
+            + [path for path in entries if path not in named and path.startswith(f"{_FOLDERS.get(name)}/")]
+            for name, files in contents.parts.items()
+        }
+        manifest = Manifest(
+            step=contents.step,
+            epoch=contents.epoch,
+            created=_next_moment(),
+            kind=contents.kind,
+            parts={name: Part({path: entries[path] for path in paths}) for name, paths in parts.items()},
+            topology={"world_size": contents.world_size},
+            versions=_versions(),
+            metrics=contents.metrics,
+            format_version=contents.format_version,
+        )
+        # Everything that the manifest vouches for is on the disk before the manifest is.
+        sync_folder(self.folder)
+        write_file(self.folder / MANIFEST, manifest.to_bytes())
+        sync_folder(self.folder)
+        _publish(self.folder, self.path, fresh=self.fresh)
+        self._published = True
+
+    def _folders(self, contents: Contents) -> list[Path]:
+        return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
+
+
+_youngest = ""  # when the newest checkpoint that this process knows was written
+
+
+def go_on_from(created: str) -> None:
+    """Have every checkpoint that this process writes be younger than one that was written at `created`.
+
+    The newest one is told by its time of writing, also where a run goes on with a clock that is behind.
+    """
+    global _youngest
+    _youngest = max(_youngest, created)
+
+
+def _next_moment() -> str:
+    """Return the present time in UTC, or the first microsecond behind the newest checkpoint's."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    if now <= _youngest:
+        after = datetime.datetime.fromisoformat(_youngest) + datetime.timedelta(microseconds=1)
+        now = after.isoformat(timespec="microseconds")
+    go_on_from(now)
+    return now
+
+
+def check_target(path: Path) -> None:
+    """Check that a checkpoint may be written as `path`.
+
+    Raises:
+        CheckpointError: it has no name or a hidden one, or something that is no checkpoint is there.
+    """
+    if not path.name or path.name.startswith("."):
+        raise CheckpointError(f"{str(path)!r} is no name for a checkpoint: names must not be empty or hidden.")
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise CheckpointError(f"{path} exists and is no folder; it is not replaced. Choose another name.")
+    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).is_file():
+        raise CheckpointError(
+            f"{path} exists and is no checkpoint (it has no {MANIFEST}); it is not replaced. Choose another name."
+        )
+
+
+def _check_snapshot(snapshot: Snapshot) -> None:
+    if snapshot.kind not in PARTS:
+        raise CheckpointError(f"kind={snapshot.kind!r}, expected one of {', '.join(PARTS)}.")
+    if PROGRESS in snapshot.trainer:
+        raise CheckpointError(f"trainer[{PROGRESS!r}]: this name is taken by the progress itself. Choose another.")
+    if snapshot.kind == "full" and len(snapshot.rng) != snapshot.world_size:
+        raise CheckpointError(
+            f"a full checkpoint of world_size={snapshot.world_size} got {len(snapshot.rng)} RNG states; it needs one "
+            "from each rank, or a resumed run would differ. Gather them, or write kind='weights'."
+        )
+
+
+def _plan_trees(folder: str, stem: str, trees: list[Any], pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
+    files: list[PlannedFile] = []
+    for number, tree in enumerate(trees):
+        try:
+            name = f"{stem}-{number:05d}"
+            # The pieces of all of a part's trees lie in one file for each rank.
+            files += plan_tree(f"{folder}/{name}", tree, root="" if pieces is None else name, pieces=pieces)
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}[{number}].{error}") from error
+    return files
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = importlib.metadata.version("trainwright")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"  # run from a checkout
+    return {"trainwright": own, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+def _publish(temporary: Path, path: Path, *, fresh: bool) -> None:
+    if fresh or not (path.is_dir() and any(path.iterdir())):
+        try:
+            rename(temporary, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            raise CheckpointError(
+                f"another run has written {path} since this one chose the name; it is not replaced. Give each run a "
+                "folder of its own (default_root_dir, or ModelCheckpoint's dirpath or filename)."
+            ) from error
+        return
+    aside = hidden(path, "old")
+    with held(path):
+        try:
+            rename(path, aside)
+            rename(temporary, path)
+        except BaseException:
+            # Not `rename`: what must not be lost is put back first, and whether it is synced matters less.
+            if aside.exists() and not path.exists():
+                os.replace(aside, path)
+            raise
+        finally:
+            # Only when the new one has taken its place.
+            if aside.exists() and path.exists():
+                _discard(aside, path)
+
+
+def _discard(aside: Path, path: Path) -> None:
+    # Under the role `del` no reader ever takes it for a checkpoint again.
+    doomed = hidden(path, "del")
+    try:
+        rename(aside, doomed)
+        remove_folder(doomed)
+    except BaseException:
+        shutil.rmtree(doomed, ignore_errors=True)
+        raise

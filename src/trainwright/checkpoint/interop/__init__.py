@@ -1,0 +1,1 @@
+"""Checkpoints and weights of others: conversion, export, comparison, foreign files."""

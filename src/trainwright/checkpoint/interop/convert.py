@@ -1,0 +1,477 @@
+"""Taking over what other programs saved: a Lightning `.ckpt`, a folder of Accelerate's `save_state`, a state dict.
+
+Files of pickle are parsed and never executed (see `torch_file`), unless the caller trusts them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trainwright.checkpoint.disk.damage import reading, shortened
+from trainwright.checkpoint.format.codec import encode
+from trainwright.checkpoint.format.layout import MANIFEST, Kind
+from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_model
+from trainwright.checkpoint.format.safetensors_io import read_safetensors
+from trainwright.checkpoint.format.staging import clean_stale
+from trainwright.checkpoint.format.writer import Snapshot, write_checkpoint
+from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
+from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
+from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.state import TrainState
+
+Source = Literal["lightning", "accelerate", "state dict"]
+
+_LIGHTNING_VERSION = "pytorch-lightning_version"
+# What Lightning itself puts into a file; other entries are the user's, from hooks.
+_LIGHTNING_KEYS = frozenset(
+    {
+        *("epoch", "global_step", _LIGHTNING_VERSION, "state_dict", "loops", "callbacks", "optimizer_states"),
+        *("lr_schedulers", "hparams_name", "hparams_type", "hyper_parameters", "MixedPrecision"),
+        *("native_amp_scaling_state", "datamodule_hparams_name", "datamodule_hparams_type"),
+        "datamodule_hyper_parameters",
+    }
+)
+# What is read of Accelerate's folder beside the weights; samplers and loaders are objects of its own.
+_ACCELERATE = re.compile(
+    r"(optimizer|scheduler)(_\d+)?\.bin|scaler\.pt|random_states_\d+\.pkl|custom_checkpoint_\d+\.pkl"
+)
+_NESTED_KEYS = ("state_dict", "model_state_dict", "model")  # under which hand-written loops keep the weights
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How to read a foreign checkpoint.
+
+    Attributes:
+        trust_pickle: unpickle with `torch.load(weights_only=False)`, which runs whatever code the file names.
+        drop_unknown: leave out, and report, what is neither a tensor nor plain data, instead of refusing the file.
+            Nothing is executed either way.
+        param_names: for each optimizer, the names of its parameters in its order, where the file does not tell.
+        optimizer_classes: for each optimizer, its class's name, where the file does not tell.
+        step: completed optimizer steps, where the file does not tell or is wrong.
+        epoch: finished epochs, likewise.
+    """
+
+    trust_pickle: bool = False
+    drop_unknown: bool = False
+    param_names: Sequence[Sequence[str]] = ()
+    optimizer_classes: Sequence[str] = ()
+    step: int | None = None
+    epoch: int | None = None
+
+
+@dataclass
+class Converted:
+    """What came of a conversion.
+
+    Attributes:
+        path: the new checkpoint.
+        source: what kind of file was read.
+        kind: `"full"` can be resumed, `"weights"` can only be loaded.
+        step: completed optimizer steps.
+        epoch: finished epochs.
+        num_tensors: of the model.
+        notes: sentences: what was left out or assumed, and why.
+    """
+
+    path: Path
+    source: Source
+    kind: Kind
+    step: int
+    epoch: int
+    num_tensors: int
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertOptions | None = None) -> Converted:
+    """Write the checkpoint `target` from what another program saved.
+
+    The optimizers come along, keyed by parameter name, if the names and the class of every one of them can be told
+    from the file or are given in `options`; without, the result holds weights only and `notes` say why. Tensors are
+    mapped from the source and written one at a time. One process calls it; it blocks on the disk. What a conversion
+    that was killed has left hidden beside `target` is deleted.
+
+    Args:
+        source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
+            `.safetensors`, also below a key `state_dict`, `model_state_dict` or `model`; a folder of Hugging Face
+            safetensors.
+        target: the checkpoint folder to make; must not exist.
+        options: see `ConvertOptions`.
+
+    Raises:
+        FileNotFoundError: nothing is at `source`.
+        CheckpointError: `source` is none of these, is damaged, or names things outside the closed list that are
+            neither trusted nor dropped (they are listed); `target` exists or cannot be written.
+    """
+    source, target, options = Path(source), Path(target), options or ConvertOptions()
+    if not source.exists():
+        raise FileNotFoundError(f"there is nothing at {source}.")
+    if target.exists():
+        raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
+    notes: list[str] = []
+    with reading(source):
+        kind, snapshot = (_from_folder if source.is_dir() else _from_file)(source, options, notes)
+        state = TrainState()
+        state.load_dict(snapshot.state)
+        state.step = state.step if options.step is None else options.step
+        state.epoch = state.epoch if options.epoch is None else options.epoch
+        snapshot.state = state.to_dict()
+        snapshot.trainer = {key: _savable(value, key, notes) for key, value in snapshot.trainer.items()}
+    try:
+        if target.parent.is_dir():
+            clean_stale(target.parent)  # what a conversion that was killed has left
+        write_checkpoint(target, snapshot)
+    except (OSError, MemoryError, RuntimeError) as error:  # torch says that memory is short with a RuntimeError
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{target} cannot be written: {shortened(error)}.") from error
+    count = sum(isinstance(value, torch.Tensor) for value in (snapshot.model or {}).values())
+    return Converted(target, kind, snapshot.kind, state.step, state.epoch, count, notes)
+
+
+def _from_file(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
+    if path.suffix == ".safetensors":
+        return "state dict", _weights(read_safetensors(path, copy=False), notes)
+    tree = _read_pickled(path, options, notes)
+    if isinstance(tree, Mapping) and (
+        _LIGHTNING_VERSION in tree
+        or {"state_dict", "loops"} <= tree.keys()
+        or {"state_dict", "lr_schedulers"} <= tree.keys()
+    ):
+        return "lightning", _from_lightning(tree, options, notes)
+    return "state dict", _weights(_find_state_dict(tree, path, notes), notes)
+
+
+def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple[Source, Snapshot]:
+    names = {entry.name for entry in path.iterdir()}
+    if MANIFEST in names:
+        raise CheckpointError(f"{path} is a checkpoint of ours already.")
+    if ".metadata" in names or "meta.pt" in names:
+        raise CheckpointError(
+            f"{path} is a sharded checkpoint of torch.distributed. Put it together first: python -m "
+            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE (Lightning: python -m "
+            "lightning.pytorch.utilities.consolidate_checkpoint FOLDER), and convert the file."
+        )
+    if "zero_to_fp32.py" in names:
+        raise CheckpointError(
+            f"{path} is a checkpoint of DeepSpeed. Put its weights together first: python {path}/zero_to_fp32.py "
+            f"{path} FOLDER, and convert that folder."
+        )
+    if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
+        return "accelerate", _from_accelerate(path, names, options, notes)
+    if names & {MODEL_INDEX, SINGLE_FILE}:
+        return "state dict", _weights(read_model(path, copy=False), notes)
+    raise CheckpointError(
+        f"{path} is none of: a folder of Accelerate's save_state, a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
+        f"It holds: {', '.join(sorted(names)[:10]) or 'nothing'}."
+    )
+
+
+# Lightning
+
+
+def _from_lightning(tree: Mapping[str, Any], options: ConvertOptions, notes: list[str]) -> Snapshot:
+    weights = _state_dict(tree["state_dict"])
+    state = _lightning_progress(tree, notes)
+    callbacks = tree.get("callbacks") or {}
+    if callbacks:
+        notes.append(f"The states of Lightning's callbacks are left out: {', '.join(map(_short, callbacks))}.")
+    if tree.get("datamodule_hyper_parameters"):
+        notes.append("The data module's hyper-parameters are left out.")
+    trainer: dict[str, Any] = {
+        "hyper_parameters": tree.get("hyper_parameters") or {},
+        "task": {key: value for key, value in tree.items() if key not in _LIGHTNING_KEYS},
+    }
+    if tree.get("hparams_name") not in (None, "kwargs"):
+        trainer["hyper_parameters_name"] = str(tree["hparams_name"])
+    scaler = tree.get("MixedPrecision") or tree.get("native_amp_scaling_state")
+    return _with_optimizers(
+        Snapshot(state=state.to_dict(), model=weights, trainer=trainer),
+        packed=list(tree.get("optimizer_states") or []),
+        schedulers=list(tree.get("lr_schedulers") or []),
+        scaler=scaler,
+        ordered=True,
+        options=options,
+        notes=notes,
+    )
+
+
+def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState:
+    """Return where the run stood, at the start of an epoch: Lightning's order of the data cannot be gone on with."""
+    state = TrainState(step=int(tree.get("global_step", 0)), epoch=int(tree.get("epoch", 0)))
+    fit = (tree.get("loops") or {}).get("fit_loop", {})
+    batches = fit.get("epoch_loop.batch_progress", {})
+    state.batches = int(batches.get("total", {}).get("completed", 0))
+    epochs = (fit.get("epoch_progress") or {}).get("current", {})
+    # At the end of an epoch Lightning saves before it counts the epoch as completed; it is processed by then, or, when
+    # the validation after its last batch saves, only ready.
+    state.epoch = max(state.epoch, int(epochs.get("processed", 0)))
+    if batches.get("is_last_batch", False):
+        state.epoch = max(state.epoch, int(epochs.get("ready", 0)))
+    inside = int(batches.get("current", {}).get("completed", 0))
+    if inside and not batches.get("is_last_batch", False):
+        notes.append(
+            f"The file stands {inside} batches into epoch {state.epoch}; a resume begins that epoch anew, since "
+            "Lightning's order of the data is not ours."
+        )
+    if len(tree.get("optimizer_states") or []) > 1:
+        notes.append(
+            "Lightning counts a step of each optimizer, and a step of all of them is one here: set the step with "
+            "--step if that matters."
+        )
+    return state
+
+
+# Accelerate
+
+
+def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes: list[str]) -> Snapshot:
+    if names & {"model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_1"}:
+        raise CheckpointError(
+            f"{path} holds several models, and a checkpoint of ours is one task. Convert each model's file by itself, "
+            "and let the task load them by name."
+        )
+    if names & {MODEL_INDEX, SINGLE_FILE}:
+        weights, ordered = _state_dict(read_model(path, copy=False)), False
+    elif "pytorch_model.bin" in names:
+        weights, ordered = _state_dict(_read_pickled(path / "pytorch_model.bin", options, notes)), True
+    else:
+        raise CheckpointError(
+            f"{path} has no {SINGLE_FILE}, {MODEL_INDEX} or pytorch_model.bin; its weights are missing."
+        )
+    read = {name: _read_pickled(path / name, options, notes) for name in sorted(names) if _ACCELERATE.fullmatch(name)}
+    packed = list(_numbered(read, "optimizer"))
+    state = TrainState(step=max((steps_of(item) for item in packed), default=0))
+    told = "its optimizer's own count" if state.step else "unknown"
+    if options.step is None:
+        notes.append(f"Accelerate does not save the step; it is {state.step} ({told}). Set it with --step.")
+    notes.append("Accelerate does not save the epoch; a resume begins one anew. Set how many are done with --epoch.")
+    rng = [_accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
+    if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
+        notes.append(
+            f"Accelerate steps schedules once per process ({len(rng)}) unless told otherwise, and here they step once "
+            "per unit: check the learning rate that a resume begins with."
+        )
+    custom = {Path(name).stem: value for name, value in read.items() if name.startswith("custom_checkpoint_")}
+    return _with_optimizers(
+        Snapshot(state=state.to_dict(), model=weights, trainer={"hyper_parameters": {}, "task": custom}),
+        packed=packed,
+        schedulers=list(_numbered(read, "scheduler")),
+        scaler=read.get("scaler.pt"),
+        ordered=ordered,
+        options=options,
+        notes=notes,
+        rng=rng if all(rng) else [],
+    )
+
+
+def _numbered(read: Mapping[str, Any], stem: str) -> Iterator[Any]:
+    """Yield `stem.bin`, `stem_1.bin`, ... in order."""
+    for name in sorted(read, key=_number):
+        if re.fullmatch(rf"{stem}(_\d+)?\.bin", name):
+            yield read[name]
+
+
+def _number(name: str) -> int:
+    found = re.search(r"_(\d+)\.", name)
+    return int(found[1]) if found else 0
+
+
+def _accelerate_rng(saved: Any) -> dict[str, Any]:
+    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
+    try:
+        name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
+        return {
+            "python": saved["random_state"],
+            "numpy": {
+                "bit_generator": name,
+                "state": {"key": key, "pos": position},
+                "has_gauss": has_gauss,
+                "gauss": gauss,
+            },
+            "torch": saved["torch_manual_seed"],
+        }
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+# Parts that the sources have in common
+
+
+def _with_optimizers(
+    snapshot: Snapshot,
+    *,
+    packed: list[Any],
+    schedulers: list[Any],
+    scaler: Any,
+    ordered: bool,
+    options: ConvertOptions,
+    notes: list[str],
+    rng: Sequence[Any] = (),
+) -> Snapshot:
+    """Make the snapshot a full one if every optimizer's parameters can be named."""
+    snapshot.kind = "weights"
+    if not packed:
+        notes.append("The source holds no optimizer, so that the result holds weights only.")
+        return snapshot
+    given, classes = list(options.param_names), list(options.optimizer_classes)
+    for what, values in (("param_names", given), ("optimizer_classes", classes)):
+        if values and len(values) != len(packed):
+            raise CheckpointError(f"{what} are given for {len(values)} optimizer(s), and the source has {len(packed)}.")
+    trees = []
+    for number, state in enumerate(packed):
+        try:
+            tree = named_from_positions(
+                state,
+                snapshot.model or {},
+                ordered=ordered,
+                names=given[number] if given else None,
+                class_name=classes[number] if classes else None,
+            )
+        except NamesUnknown as error:
+            notes.append(
+                f"Weights only: the state of optimizer {number} cannot be keyed by name: {error} The names in the "
+                "optimizer's order can be given with --param-names."
+            )
+            return snapshot
+        trees.append(_savable(tree, f"optimizer {number}", notes))
+    snapshot.kind = "full"
+    snapshot.optimizers = trees
+    snapshot.trainer |= {
+        "callbacks": {},
+        "schedulers": schedulers,
+        "strategy": {} if scaler is None else {"scaler": scaler},
+        "data": {},  # a resume begins the epoch
+        "loggers": [],
+        "datamodule": {},
+        "seed": 0,  # of the order of the data from here on; a resume needs one, and the same one each time
+        "run_id": secrets.token_hex(8),
+    }
+    snapshot.rng, snapshot.world_size = list(rng), len(rng)
+    if not rng:
+        notes.append("The random number generators' states are not in the source; a resume begins them anew.")
+    return snapshot
+
+
+def _weights(weights: Any, notes: list[str]) -> Snapshot:
+    notes.append("The source holds weights only.")
+    return Snapshot(model=_state_dict(weights), trainer={"hyper_parameters": {}}, kind="weights")
+
+
+def _state_dict(values: Any) -> dict[str, Any]:
+    """Return a state dict by plain names: without what DDP and `torch.compile` put in front."""
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise CheckpointError(f"the weights are a {type(values).__name__}, expected a dict of tensors by name.")
+    wrapped = bool(values) and all(name.startswith("module.") for name in values)
+    return {plain_name(name.removeprefix("module.") if wrapped else name): value for name, value in values.items()}
+
+
+def _find_state_dict(tree: Any, path: Path, notes: list[str]) -> Mapping[str, Any]:
+    if isinstance(tree, Mapping):
+        if tree and all(isinstance(value, torch.Tensor) for value in tree.values()):
+            return tree
+        for key in _NESTED_KEYS:
+            found = tree.get(key)
+            if isinstance(found, Mapping) and any(isinstance(value, torch.Tensor) for value in found.values()):
+                others = [str(other) for other in tree if other != key]
+                if others:
+                    notes.append(f"The weights are those under {key!r}; left out: {', '.join(others)}.")
+                return found
+        if any(isinstance(value, torch.Tensor) for value in tree.values()):
+            return tree
+    if isinstance(tree, torch.nn.Module):
+        return tree.state_dict()
+    shown = (
+        f"a dict with the keys {', '.join(map(str, list(tree)[:10]))}"
+        if isinstance(tree, Mapping)
+        else type(tree).__name__
+    )
+    raise CheckpointError(f"{path} holds no state dict: it is {shown}.")
+
+
+def _read_pickled(path: Path, options: ConvertOptions, notes: list[str]) -> Any:
+    if options.trust_pickle:
+        try:
+            # The caller has said that whoever made the file may run code here.
+            return torch.load(path, map_location="cpu", weights_only=False)
+        except (pickle.UnpicklingError, EOFError, ImportError, AttributeError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be unpickled: {error}") from error
+    tree, unknown = read_torch_file(path)
+    if not unknown:
+        return tree
+    if not options.drop_unknown:
+        raise CheckpointError(
+            f"{path} names {', '.join(unknown[:8])}{', ...' if len(unknown) > 8 else ''}, which is neither a tensor "
+            "nor plain data. It is refused, and nothing of it was executed. --drop-unknown leaves such values out, "
+            "still executing nothing; --trust-pickle executes the file: only if you trust who made it."
+        )
+    dropped: list[str] = []
+    tree = _without_unknown(tree, "", dropped)
+    notes.append(f"{path.name}: left out, unread: {', '.join(dropped[:20])}{', ...' if len(dropped) > 20 else ''}.")
+    return tree
+
+
+def _without_unknown(tree: Any, path: str, dropped: list[str]) -> Any:
+    """Return `tree` without the entries of dicts that are unknown or hold something unknown in a sequence."""
+    if isinstance(tree, dict):
+        kept = {}
+        for key, value in tree.items():
+            here = f"{path}.{key}" if path else str(key)
+            if isinstance(key, Unknown) or _is_unknown(value):
+                dropped.append(here)
+            else:
+                kept[key] = _without_unknown(value, here, dropped)
+        return kept
+    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
+        return type(tree)(_without_unknown(value, f"{path}[{number}]", dropped) for number, value in enumerate(tree))
+    if isinstance(tree, Unknown):
+        raise CheckpointError(
+            f"the file is a {tree.name} as a whole; there is nothing to take over without executing it."
+        )
+    return tree
+
+
+def _is_unknown(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(_is_unknown(item) for item in value)
+    return isinstance(value, Unknown)
+
+
+def _savable(value: Any, path: str, notes: list[str]) -> Any:
+    """Return `value` as a checkpoint can hold it; entries of dicts that it cannot hold are left out and noted."""
+    try:
+        encode(value)
+    except CheckpointError:
+        if not isinstance(value, (Mapping, list, tuple)):
+            raise
+    else:
+        return value
+    if not isinstance(value, Mapping):
+        return [_savable(item, f"{path}[{number}]", notes) for number, item in enumerate(value)]
+    kept = {}
+    for key, item in value.items():
+        try:
+            encode({key: None})
+            kept[key] = _savable(item, f"{path}.{key}", notes)
+        except CheckpointError as error:
+            notes.append(f"Left out: {path}.{key}: {error}")
+    return kept
+
+
+def _short(key: object) -> str:
+    """Return a callback's name from the key of its state."""
+    return str(key).partition("{")[0]
+
+
+def read_names(lines: Iterable[str]) -> list[str]:
+    """Return the parameter names of a text file: one a line, blank lines left out."""
+    return [line.strip() for line in lines if line.strip()]

@@ -1,0 +1,352 @@
+"""Weights alone, out of a checkpoint, for other programs: one safetensors file, or shards with an index.
+
+Bytes go from file to file one tensor at a time: the extra memory is one tensor, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.durable import HashingFile, hidden, make_folder, rename, sync_folder, write_file
+from trainwright.checkpoint.disk.untrusted import dump_json, inside, read_json
+from trainwright.checkpoint.format.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM
+from trainwright.checkpoint.format.manifests import read_manifest, verify
+from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, MODEL_INDEX, SINGLE_FILE
+from trainwright.checkpoint.format.piece_files import PieceFiles, loaded
+from trainwright.checkpoint.format.safetensors_io import (
+    MAX_HEADER_BYTES,
+    NATIVE_NAMES,
+    dtype_name,
+    read_header,
+    read_safetensors,
+    to_storable,
+)
+from trainwright.checkpoint.format.trees import read_tree
+from trainwright.core.errors import CheckpointError
+
+Layout = Literal["single", "sharded"]
+
+# What a floating-point tensor can be written as: the name in safetensors and torch's.
+EXPORT_DTYPES: dict[str, tuple[str, torch.dtype]] = {
+    "fp32": ("F32", torch.float32),
+    "fp16": ("F16", torch.float16),
+    "bf16": ("BF16", torch.bfloat16),
+}
+_STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a model in pieces, within its folder
+_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+# How other programs find the dtypes that our checkpoints keep as views of plain ones; the bytes are the same.
+_NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a safetensors file on the disk.
+
+    Attributes:
+        name: in the state dict.
+        file: where it is.
+        stored_as: its name in `file`, which is another one for tied names.
+        dtype: the format's name of its dtype, such as `"F32"`.
+        shape: its shape.
+        write_as: the key of `EXPORT_DTYPES` to convert to, or None to copy its bytes.
+        value: the tensor itself where a checkpoint keeps it in pieces: read when it is used. None: it lies in `file`.
+    """
+
+    name: str
+    file: Path
+    stored_as: str
+    dtype: str
+    shape: tuple[int, ...]
+    write_as: str | None = None
+    value: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor as safetensors can hold it, on the host: mapped, or put together from its pieces."""
+        if self.value is not None:
+            return to_storable(loaded(self.value))[0]
+        return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
+
+    @property
+    def written_dtype(self) -> str:
+        """The format's name of the dtype that is written."""
+        return self.dtype if self.write_as is None else EXPORT_DTYPES[self.write_as][0]
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are written."""
+        # Dtypes of one byte are those that the table leaves out; a complex number is a pair of F32.
+        return math.prod(self.shape) * (8 if self.written_dtype == "C64" else _WIDTHS.get(self.written_dtype, 1))
+
+
+@dataclass
+class Exported:
+    """What was written.
+
+    Attributes:
+        files: in order, the index last.
+        num_tensors: how many tensors they hold.
+        num_bytes: of the tensors.
+        tied: names that were left out because they are the same memory as another: name → that other name.
+        left_out: entries of the state dict that are no tensors.
+    """
+
+    files: list[Path]
+    num_tensors: int
+    num_bytes: int
+    tied: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Model:
+    tensors: list[StoredTensor]
+    tied: dict[str, str]
+    extra: list[str]
+
+
+def export_weights(
+    source: Path | str,
+    target: Path | str,
+    *,
+    layout: Layout = "single",
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    expand_tied: bool = False,
+    check: bool = True,
+) -> Exported:
+    """Write the weights of a checkpoint as safetensors that any program reads.
+
+    One process calls it; it blocks on the disk. What is there under `target`'s name appears by one rename.
+
+    Args:
+        source: a checkpoint of ours, its model folder, or any folder of Hugging Face safetensors.
+        target: the file to make (`"single"`), or the folder to make with `model.safetensors.index.json`
+            (`"sharded"`). Must not exist.
+        layout: see `target`.
+        dtype: `"fp32"`, `"fp16"` or `"bf16"` for every tensor of floating-point numbers wider than a byte; None
+            keeps each as it is.
+        max_shard_bytes: of the tensors in one shard; a larger tensor gets a shard of its own.
+        expand_tied: write tied weights under each of their names. Otherwise once, under the first; the file's
+            metadata says `{name: first name}` for the others, as `safetensors.torch.save_model` has it.
+        check: verify the model's files against the checkpoint's manifest first.
+
+    Raises:
+        FileNotFoundError: nothing is at `source`.
+        CheckpointError: `source` is damaged or holds no weights, `target` exists, an argument is unknown, or the
+            format has no name for a tensor's dtype.
+    """
+    source, target = Path(source), Path(target)
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise CheckpointError(f"dtype={dtype!r}, expected one of {', '.join(EXPORT_DTYPES)}.")
+    if layout not in ("single", "sharded"):
+        raise CheckpointError(f"layout={layout!r}, expected 'single' or 'sharded'.")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; it is not replaced. Choose another name.")
+    model = _read_layout(_model_folder(source, check))
+    tensors = model.tensors
+    if expand_tied:
+        by_name = {tensor.name: tensor for tensor in tensors}
+        tensors = [*tensors, *(replace(by_name[first], name=name) for name, first in model.tied.items())]
+    if dtype is not None:
+        tensors = [replace(tensor, write_as=dtype if tensor.dtype in _FLOATS else None) for tensor in tensors]
+    notes = {} if expand_tied else model.tied
+    make_folder(target.parent)
+    temporary = hidden(target, "tmp")
+    try:
+        if layout == "single":
+            _write_file(temporary, tensors, notes)
+            names = [Path()]
+        else:
+            names = _write_shards(temporary, tensors, notes, max_shard_bytes)
+        rename(temporary, target)
+    except BaseException:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+        raise
+    return Exported(
+        [target / name for name in names],
+        len(tensors),
+        sum(tensor.num_bytes for tensor in tensors),
+        dict(notes),
+        model.extra,
+    )
+
+
+def stored_tensors(source: Path | str) -> tuple[list[StoredTensor], dict[str, str]]:
+    """Return the tensors of a checkpoint's model, in their order, and its tied names; reads headers only.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as `export_weights`.
+    """
+    model = _read_layout(_model_folder(Path(source), check=False), native=False)
+    return model.tensors, model.tied
+
+
+def _model_folder(source: Path, check: bool) -> Path:
+    """Return the folder of safetensors that `source` means, verified if it is sealed."""
+    if any((source / name).is_file() for name in (MODEL_INDEX, SINGLE_FILE, _STATE)):
+        return source
+    manifest = read_manifest(source)  # raises, with what lies nearby
+    if "model" not in manifest.parts:
+        raise CheckpointError(f"{source} holds no weights: its {MANIFEST} has no part 'model'.")
+    problems = verify(source, hashes=check, parts=["model"])
+    if problems:
+        raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}. Use another checkpoint.")
+    return source / MODEL_FOLDER
+
+
+def _read_layout(folder: Path, *, native: bool = True) -> _Model:
+    with reading(folder):
+        return _layout_of(folder, native)
+
+
+def _layout_of(folder: Path, native: bool) -> _Model:
+    path = folder / MODEL_INDEX
+    if (folder / _STATE).is_file():
+        return _read_pieces(folder, native)
+    if not path.is_file():
+        single = inside(folder, SINGLE_FILE, str(folder))
+        return _Model(_described(single, list(_entries(single)), {}, native), {}, [])
+    index = read_json(path)
+    try:
+        weight_map = {str(name): str(file) for name, file in index["weight_map"].items()}
+        notes = dict(index.get("metadata", {}).get("trainwright", {}))
+        tied, dtypes = dict(notes.get("tied", {})), dict(notes.get("dtypes", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of safetensors shards: {error!r}.") from error
+    lost = [first for first in tied.values() if first not in weight_map]
+    if lost:
+        raise CheckpointError(f"{path} ties names to {', '.join(lost)}, which it does not hold.")
+    found: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(weight_map.values()):
+        shard = inside(folder, file, str(path))
+        if not shard.is_file():
+            raise CheckpointError(f"{path} names the shard {file!r}, which is missing.")
+        names = [name for name, home in weight_map.items() if home == file]
+        found |= {tensor.name: tensor for tensor in _described(shard, names, dtypes, native)}
+    extra = [str(notes["extra"])] if "extra" in notes else []
+    return _Model([found[name] for name in weight_map], tied, extra)
+
+
+def _read_pieces(folder: Path, native: bool) -> _Model:
+    """Return the tensors of a model that lies in pieces, or that ranks have written whole beside such."""
+    stem = _STATE.removesuffix(".json")
+    # The files are those that the manifest lists, if they were verified: a stranger among them makes no sense to them.
+    pieces = PieceFiles(folder.parent, folder.name, [f"{folder.name}/{file.name}" for file in folder.iterdir()])
+    tree = read_tree(folder, stem, copy=False, pieces=functools.cache(pieces.find))
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{folder / _STATE} holds a {type(tree).__name__}, expected a dictionary.")
+    found: list[StoredTensor] = []
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for name, value in tree.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if first.setdefault(id(value), name) != name:
+            tied[name] = first[id(value)]
+            continue
+        dtype, shape = dtype_name(value.dtype), tuple(value.shape)
+        if dtype.startswith("torch."):
+            stored = to_storable(torch.empty(shape, dtype=value.dtype))[0]
+            dtype, shape = (_native(name, dtype), shape) if native else (dtype_name(stored.dtype), tuple(stored.shape))
+        found.append(StoredTensor(name, folder / _STATE, name, dtype, shape, value=value))
+    extra = [stem] if any(not isinstance(value, torch.Tensor) for value in tree.values()) else []
+    return _Model(found, tied, extra)
+
+
+def _native(name: str, dtype: str) -> str:
+    if dtype not in _NATIVE:
+        raise CheckpointError(f"{name!r} is {dtype}, which no safetensors file can say. It is not exported.")
+    return _NATIVE[dtype]
+
+
+def _entries(file: Path) -> Iterator[str]:
+    return (name for name in read_header(file) if name != "__metadata__")
+
+
+def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: bool) -> list[StoredTensor]:
+    header = read_header(file)
+    found = []
+    for name in names:
+        if name not in header:
+            raise CheckpointError(f"{file} holds no tensor {name!r}.")
+        dtype, shape = str(header[name]["dtype"]), tuple(int(size) for size in header[name]["shape"])
+        special = dtypes.get(name)
+        if special is not None and native:
+            dtype = _native(name, special)
+            shape = shape[:-1] if dtype == "C64" else shape  # kept as pairs of real numbers
+        found.append(StoredTensor(name, file, name, dtype, shape))
+    return found
+
+
+def _write_shards(
+    folder: Path, tensors: list[StoredTensor], tied: Mapping[str, str], max_shard_bytes: int
+) -> list[Path]:
+    shards: list[list[StoredTensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += tensor.num_bytes
+    make_folder(folder)
+    weight_map: dict[str, str] = {}
+    names = []
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, shard, {})
+        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
+        names.append(Path(name))
+    metadata = {"total_size": sum(tensor.num_bytes for tensor in tensors), **({"tied": dict(tied)} if tied else {})}
+    index = {"metadata": metadata, "weight_map": weight_map}
+    write_file(folder / MODEL_INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
+    sync_folder(folder)
+    return [*names, Path(MODEL_INDEX)]
+
+
+def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
+    # Widest first, as the format's own library has it, so that every tensor begins at a multiple of its width.
+    order = sorted(tensors, key=lambda tensor: (-_WIDTHS.get(tensor.written_dtype, 1), tensor.name))
+    offset = 0
+    for tensor in order:
+        end = offset + tensor.num_bytes
+        header[tensor.name] = {
+            "dtype": tensor.written_dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = dump_json(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"{path.name}: {len(order)} tensors are too many for one file; export them sharded.")
+    with HashingFile(path) as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        for tensor in order:
+            if tensor.num_bytes:
+                file.write(_bytes_of(tensor))
+
+
+def _bytes_of(tensor: StoredTensor) -> memoryview:
+    """Read one tensor, mapped if its bytes are only copied from one place, and convert it if asked."""
+    value = tensor.read()
+    if tensor.write_as is not None:
+        value = value.to(EXPORT_DTYPES[tensor.write_as][1])
+    array: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)

@@ -1,0 +1,488 @@
+"""Reading what `torch.save` wrote, without running anything that the file says.
+
+A `.pt`, `.bin` or `.ckpt` file is a zip archive with a pickle in it, or, from torch before 1.6, some pickles in a row
+and the storages behind them; and unpickling calls whatever the pickle names.
+Here the pickle is only parsed (see `pickle_parser`): each name and each call in it becomes an inert node, and
+afterwards a closed list of names (tensors, plain containers, numbers) is interpreted by functions of this module, with
+bounds on what a small file may come to. Everything else is unknown and
+refused. `torch.load(weights_only=True)` is not used: it builds tensors inside the unpickler, and before torch 2.10 a
+crafted file could corrupt memory there (CVE-2026-24747), while this package runs on torch 2.9 too.
+
+Tensors are mapped from the file unless told: no bytes are read before they are touched. `torch.save` cuts the file
+that it writes to, and a view of a file that has been cut kills the process: what is kept has to be in memory.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import pathlib
+import re
+import struct
+import zipfile
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from trainwright.checkpoint.disk.damage import check_regular, shortened
+from trainwright.checkpoint.interop.pickle_parser import STORAGE, Name, Named, Node, PickleParser, checked_key
+from trainwright.core.errors import CheckpointError
+
+MAX_PICKLE_BYTES = 128 * 2**20
+# What all values come to where each is counted as often as it is referred to; those of text by its length as well.
+MAX_VALUES = 8_000_000
+_TEXT_OF_A_VALUE = 32  # characters
+_MAX_DIMS = 64
+# Views may show an element many times over. A file whose tensors come to more than this many times its size is refused.
+_FILE_SIZES = 4
+_FREE_BYTES = 16 * 2**20
+_LOCAL_HEADER = struct.Struct("<26xHH")  # the end of a zip entry's local header: lengths of its name and extra field
+
+_FORMER_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # which torch before 1.6 pickled first
+_HEAD_BYTES = 32
+_FORMER_VERSION = 1001
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Stands where a file holds something outside the closed list; `name` is its `module.name`."""
+
+    name: str
+
+
+def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, list[str]]:
+    """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
+
+    Args:
+        path: a zip archive as torch has written since 1.6, or what it wrote before, on a little-endian machine.
+        mapped: False reads every tensor into memory.
+
+    Returns:
+        The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
+        Tensors are on the CPU; mapped ones privately, so that the file must keep its length while they are used;
+        tensors that shared a storage share memory. Subclasses of dict are dicts, parameters are tensors.
+
+    Raises:
+        CheckpointError: the file is of another format (a bare pickle, a TorchScript archive), damaged, a tensor in
+            it reaches beyond its storage, or it comes to much more than its size (see `MAX_VALUES`).
+    """
+    check_regular(path)
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                reader, tree = _interpreted(_Records(path, archive, mapped))
+        else:
+            with open(path, "rb") as file:
+                reader, tree = _interpreted(_FormerRecords(path, file, mapped))
+    except CheckpointError as error:
+        if str(path) in str(error):
+            raise
+        raise CheckpointError(f"{path}: {error}") from error
+    except (zipfile.BadZipFile, RecursionError, MemoryError, EOFError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {shortened(error)}. It is damaged or not made by torch.save."
+        ) from error
+    except Exception as error:  # what the parser, numpy and torch raise for a pickle that no honest program writes
+        raise CheckpointError(f"{path} is not made as torch.save makes files: {shortened(error)}.") from error
+    return tree, sorted(reader.unknown)
+
+
+def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]:
+    reader = _Interpreter(records)
+    return reader, reader.value(records.parsed())
+
+
+class _Records:
+    """The entries of an archive: its pickle, and its storages by key."""
+
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool) -> None:
+        self._path = path
+        self._mapped = mapped
+        self._archive = archive
+        self._entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        if "constants.pkl" in self._entries:
+            raise CheckpointError(
+                f"{path} is a TorchScript program, not a state dict. Load it with torch.jit.load and save its "
+                "state_dict()."
+            )
+        order = self._entries.get("byteorder")
+        if order is not None and archive.read(order) != b"little":
+            raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
+        self.room = _Room(path)
+        # Private: whatever is written to a tensor never reaches the file.
+        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c")
+
+    def parsed(self) -> Any:
+        """Return the parsed pickle."""
+        info = self._entries.get("data.pkl")
+        if info is None:
+            raise CheckpointError(f"{self._path} is a zip archive without data.pkl: torch.save has not made it.")
+        if info.file_size > MAX_PICKLE_BYTES:
+            raise CheckpointError(
+                f"{self._path}: its data.pkl has {info.file_size} bytes; {MAX_PICKLE_BYTES} are read."
+            )
+        return PickleParser(self._archive.read(info), limit=MAX_PICKLE_BYTES, origin=str(self._path)).parse()
+
+    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
+        """Return a storage as a flat tensor of `num` elements."""
+        info = self._entries[f"data/{key}"]
+        need = num * dtype.itemsize
+        if num < 0 or info.file_size < need:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {info.file_size} bytes, expected {need}.")
+        if num == 0:
+            return torch.empty(0, dtype=dtype)
+        if info.compress_type != zipfile.ZIP_STORED:
+            self.room.take(info.file_size)
+            return torch.frombuffer(bytearray(self._archive.read(info)), dtype=dtype, count=num)
+        header = self._file[info.header_offset : info.header_offset + _LOCAL_HEADER.size].tobytes()
+        start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+        if start + need > len(self._file):
+            raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+        return _flat(self._file[start : start + need], start, dtype, self._mapped)
+
+
+class _Room:
+    """How much all tensors of a file may come to, by its size."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._size = path.stat().st_size
+        self._limit = _FILE_SIZES * self._size + _FREE_BYTES
+        self._taken = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count some bytes more.
+
+        Raises:
+            CheckpointError: it is too much.
+        """
+        self._taken += num_bytes
+        if self._taken > self._limit:
+            raise CheckpointError(
+                f"{self._path} has {self._size} bytes and its tensors come to more than {self._limit}, which is the "
+                f"most that is read of it: they show the same elements many times over. If you trust who made it, save "
+                "contiguous copies of its tensors."
+            )
+
+
+class _FormerRecords:
+    """What torch wrote before 1.6: a number, a version, facts of the machine, the tree, the keys of the storages, all
+    pickled one after the other; then each storage as the number of its elements (8 bytes) and these.
+    """
+
+    def __init__(self, path: pathlib.Path, file: BinaryIO, mapped: bool) -> None:
+        self._path = path
+        self._mapped = mapped
+        self.room = _Room(path)
+        self._data: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+        self._position = 0
+        self._places: dict[str, tuple[int, int]] = {}  # begin and length, in bytes
+
+    def parsed(self) -> Any:
+        """Return the parsed tree, and find the storages."""
+        head = self._data[:_HEAD_BYTES]
+        if _FORMER_NUMBER not in head:
+            raise CheckpointError(
+                f"{self._path} is neither an archive of torch.save nor in its format before 1.6: it is a bare pickle "
+                "(pickle.dump, or torch before 0.1.10), or damaged. A bare pickle can only be executed: if you trust "
+                "who made it, load it with torch.load(…, weights_only=False) and save its tensors anew."
+            )
+        self._next()
+        (version, _), (facts, _) = self._next(), self._next()
+        if version != _FORMER_VERSION or not isinstance(facts, dict) or facts.get("little_endian") is not True:
+            raise CheckpointError(
+                f"{self._path} is not of version {_FORMER_VERSION} of its format, or was not made on a machine that is "
+                "little_endian."
+            )
+        tree, storages = self._next()
+        kinds = {_key_of(node): _STORAGE_DTYPES[node.args[0][1].name] for node in storages}
+        keys = self._next()[0]
+        self._bytes: Any = np.memmap(self._path, dtype=np.uint8, mode="c")  # writes never reach the file
+        start = self._position
+        for key in keys:
+            if not isinstance(key, str):
+                raise ValueError(f"the key of a storage is a {type(key).__name__}")
+            num = int.from_bytes(self._bytes[start : start + 8].tobytes(), "little")
+            num_bytes = num * (kinds[key] or torch.uint8).itemsize
+            if start + 8 + num_bytes > len(self._bytes):
+                raise CheckpointError(f"{self._path} is cut short: the storage {key!r} reaches beyond its end.")
+            self._places[key] = (start + 8, num_bytes)
+            start += 8 + num_bytes
+        return tree
+
+    def _next(self) -> tuple[Any, list[Node]]:
+        """Return the next pickle's value, and the nodes of its storages."""
+        left = MAX_PICKLE_BYTES - self._position
+        parser = PickleParser(self._data, self._position, limit=left, origin=str(self._path))
+        value = parser.parse()
+        self._position = parser.position
+        return value, parser.storages
+
+    def storage(self, key: str, dtype: torch.dtype, num: int) -> torch.Tensor:
+        """Return a storage as a flat tensor of `num` elements."""
+        start, num_bytes = self._places[key]
+        need = num * dtype.itemsize
+        if num < 0 or num_bytes < need:
+            raise CheckpointError(f"{self._path}: the storage {key!r} has {num_bytes} bytes, expected {need}.")
+        return _flat(self._bytes[start : start + need], start, dtype, self._mapped)
+
+
+def _flat(piece: Any, start: int, dtype: torch.dtype, mapped: bool) -> torch.Tensor:
+    """Return a part of a file, from its byte `start` on, as a flat tensor."""
+    if not len(piece):
+        return torch.empty(0, dtype=dtype)
+    if not mapped or start % dtype.itemsize:  # an element must not lie across its own width
+        piece = piece.copy()
+    return torch.frombuffer(piece, dtype=dtype)
+
+
+class _Interpreter:
+    """Turns nodes into values by the closed list, and remembers what was not in it."""
+
+    def __init__(self, records: _Records | _FormerRecords) -> None:
+        self.records = records
+        self.unknown: set[str] = set()
+        # id of a node or container → its value and how many values that is, so that what was one object stays one.
+        self._made: dict[int, tuple[Any, int]] = {}
+        self._open: set[int] = set()  # ids of the containers that we are inside of
+        self._held: list[Any] = []  # keeps what `_made` knows by its id alive
+        self._count = 0  # of the values so far
+        self._storages: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def value(self, value: Any) -> Any:
+        """Return what `value` stands for.
+
+        Raises:
+            CheckpointError: it contains itself, or all values so far come to too many.
+        """
+        kind = type(value)
+        if kind is Named:
+            self._counted(1)
+            return self._reference(value.name)
+        if kind not in _SHARED:
+            self._counted(1 + _size_of(value) // _TEXT_OF_A_VALUE)
+            return value
+        known = self._made.get(id(value))
+        if known is not None:
+            self._counted(known[1])
+            return known[0]
+        if id(value) in self._open:
+            raise CheckpointError("a container in the file contains itself. It is damaged or made to do harm.")
+        before = self._count
+        self._counted(1)
+        self._open.add(id(value))
+        made = self._node(value) if kind is Node else self._container(value, kind)
+        self._open.discard(id(value))
+        self._made[id(value)] = made, self._count - before
+        self._held.append(value)
+        return made
+
+    def _counted(self, number: int) -> None:
+        self._count += number
+        if self._count > MAX_VALUES:
+            raise CheckpointError(
+                f"the file's pickle comes to more than {MAX_VALUES} values, which are read: it shares containers many "
+                "times over, or holds long lists. Save these as tensors."
+            )
+
+    def _container(self, value: Any, kind: type) -> Any:
+        if kind is dict:
+            return {self.value(key): self.value(item) for key, item in value.items()}
+        return kind(self.value(item) for item in value)
+
+    def _node(self, node: Node) -> Any:
+        maker = _MAKERS.get(node.name)
+        return self._unknown(node.name) if maker is None else maker(self, node)
+
+    def _reference(self, name: Name) -> Any:
+        found = _REFERENCES.get(name)
+        return self._unknown(name) if found is None else found
+
+    def _unknown(self, name: Name) -> Unknown:
+        self.unknown.add(".".join(name))
+        return Unknown(".".join(name))
+
+    def flat(self, node: Node, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the flat tensor of a storage node; `dtype` is for storages that do not say theirs."""
+        key = _key_of(node)
+        _, kind, _, _, num, *view = node.args[0]
+        own = _STORAGE_DTYPES[kind.name]
+        wanted = own or dtype
+        if wanted is None:
+            raise ValueError("a tensor without a dtype")
+        # An untyped storage counts bytes.
+        count = _whole(num) if own is not None else _whole(num) // wanted.itemsize
+        if (key, wanted) not in self._storages:
+            self._storages[key, wanted] = self.records.storage(key, wanted, count)
+        flat = self._storages[key, wanted]
+        if not view or view[0] is None:
+            return flat
+        _, start, length = view[0]  # torch before 0.4 pickled storages that are parts of others
+        return flat[_whole(start) : _whole(start) + _whole(length)]
+
+    def tensor(self, node: Node) -> torch.Tensor:
+        """Build a tensor after checking that it lies in its storage."""
+        storage, offset, size, stride = node.args[:4]
+        dtype = None
+        if node.name[1] == "_rebuild_tensor_v3":
+            dtype = _REFERENCES[node.args[6].name]
+            metadata = node.args[7] if len(node.args) > 7 else None
+        else:
+            metadata = node.args[6] if len(node.args) > 6 else None
+        flat = self.flat(storage, dtype)
+        sizes, strides = _sizes(self.value(size)), _sizes(self.value(stride))
+        if len(sizes) != len(strides):
+            raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
+        self.records.room.take(math.prod(sizes) * flat.itemsize)
+        last = _whole(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        if math.prod(sizes) and last >= flat.numel():
+            raise CheckpointError(
+                f"a tensor of sizes {sizes} and strides {strides} at {offset} reaches beyond its storage of "
+                f"{flat.numel()} elements. The file is damaged or made to do harm."
+            )
+        if not math.prod(sizes):
+            return torch.empty(sizes, dtype=flat.dtype)
+        tensor = torch.as_strided(flat, sizes, strides, offset)
+        # How torch saves that a view is conjugated or negated without having been computed.
+        if isinstance(metadata, dict) and metadata.get("conj"):
+            tensor = tensor.conj()
+        return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 2**62:
+        raise ValueError(f"a {type(number).__name__} that is not a size where one was expected")
+    return number
+
+
+def _sizes(numbers: Any) -> list[int]:
+    if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
+        raise ValueError(f"a {type(numbers).__name__} that is not a shape where one was expected")
+    return [_whole(number) for number in numbers]
+
+
+def _key_of(node: Any) -> str:
+    """Return the key of a storage node."""
+    if type(node) is not Node or node.name != STORAGE or type(node.args[0]) is not tuple:
+        raise ValueError("a tensor without a storage")
+    _, kind, key, *_ = node.args[0]
+    if type(kind) is not Named or type(key) is not str:
+        raise ValueError("a storage without a type and a key")
+    return key
+
+
+def _size_of(value: Any) -> int:
+    """Return how long a plain value is; 0 for a number of ordinary size."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    return value.bit_length() // 8 if type(value) is int else 0
+
+
+def _mapping(reader: _Interpreter, node: Node) -> dict[Any, Any]:
+    given = reader.value(list(node.args))
+    first = given[0] if given and node.name[1] != "defaultdict" else ()
+    pairs = first.items() if isinstance(first, dict) else first
+    items = [*pairs, *((reader.value(key), reader.value(value)) for key, value in node.pairs)]
+    return {checked_key(key): value for key, value in items}
+
+
+def _default_dict(reader: _Interpreter, node: Node) -> Any:
+    factory = reader.value(node.args[0]) if node.args else None
+    return Unknown(factory.name) if isinstance(factory, Unknown) else defaultdict(factory, _mapping(reader, node))
+
+
+def _namespace(reader: _Interpreter, node: Node) -> Any:
+    return reader.value(node.state or {})
+
+
+def _encoded(reader: _Interpreter, node: Node) -> bytes:
+    text, codec = node.args
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise ValueError("bytes in another encoding than latin1")
+    return bytes(text, "latin1")
+
+
+def _numpy_dtype(reader: _Interpreter, node: Node) -> np.dtype[Any]:
+    name = node.args[0]
+    if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):  # numpy parses much more than names of dtypes
+        raise ValueError("a numpy array of no dtype that is read")
+    dtype = np.dtype(name)
+    order = node.state[1] if node.state else "|"
+    return np.dtype(f"{order}{dtype.str[1:]}") if order in ("<", ">") else dtype
+
+
+def _numpy_scalar(reader: _Interpreter, node: Node) -> Any:
+    dtype, data = (reader.value(value) for value in node.args)
+    if len(data) != dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes for a {dtype}")
+    return np.frombuffer(data, dtype)[0]
+
+
+def _numpy_array(reader: _Interpreter, node: Node) -> Any:
+    _, shape, dtype, fortran, data = (reader.value(value) for value in node.state)
+    sizes = _sizes(shape)
+    return np.frombuffer(data, dtype).reshape(sizes, order="F" if fortran else "C").copy()
+
+
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "complex32", "complex64", "complex128",
+    "uint64", "uint32", "uint16", "uint8", "int64", "int32", "int16", "int8", "bool",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+_BUILTINS: dict[str, Any] = {
+    "int": int, "long": int, "float": float, "str": str, "unicode": str, "bool": bool, "list": list, "dict": dict,
+    "set": set, "tuple": tuple, "bytes": bytes,
+}  # fmt: skip
+# What a name that is not called stands for.
+_REFERENCES: dict[Name, Any] = {("torch", name): getattr(torch, name) for name in _DTYPES} | {
+    (module, name): value for name, value in _BUILTINS.items() for module in ("builtins", "__builtin__")
+}
+_STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
+    ("torch", f"{word}Storage"): dtype
+    for word, dtype in {
+        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+        "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+    }.items()
+} | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
+
+_SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
+_NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+
+_Maker = Callable[[_Interpreter, Node], Any]
+_MAKERS: dict[Name, _Maker] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _Interpreter.tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _Interpreter.tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda reader, node: reader.value(node.args[0]),
+    ("torch", "Size"): lambda reader, node: torch.Size(_sizes(reader.value(node.args[0]))),
+    ("torch", "device"): lambda reader, node: torch.device(*reader.value(node.args)),
+    ("collections", "OrderedDict"): _mapping,
+    ("collections", "defaultdict"): _default_dict,
+    ("collections", "Counter"): lambda reader, node: Counter(_mapping(reader, node)),
+    ("argparse", "Namespace"): _namespace,
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "dtype"): _numpy_dtype,
+}
+for _module in ("builtins", "__builtin__"):
+    _MAKERS[_module, "set"] = lambda reader, node: (
+        set(map(checked_key, reader.value(node.args[0]))) if node.args else set()
+    )
+    _MAKERS[_module, "frozenset"] = lambda reader, node: (
+        frozenset(map(checked_key, reader.value(node.args[0]))) if node.args else set()
+    )
+    _MAKERS[_module, "complex"] = lambda reader, node: complex(*(float(number) for number in node.args))
+    _MAKERS[_module, "bytes"] = lambda reader, node: b""  # how protocol 2 writes empty bytes
+for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _MAKERS[_module, "scalar"] = _numpy_scalar
+    _MAKERS[_module, "_reconstruct"] = _numpy_array
+for _module in ("pathlib", "pathlib._local"):
+    for _name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+        _MAKERS[_module, _name] = lambda reader, node: pathlib.Path(*reader.value(node.args))
+for _package in ("lightning.fabric", "lightning_fabric"):
+    _MAKERS[f"{_package}.utilities.data", "AttributeDict"] = _mapping
+for _package in ("lightning.pytorch", "pytorch_lightning"):
+    _MAKERS[f"{_package}.utilities.parsing", "AttributeDict"] = _mapping

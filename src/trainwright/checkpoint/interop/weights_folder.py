@@ -1,0 +1,367 @@
+"""A model's weights in a folder as other programs expect them, replaced as a whole: one file, or shards and an index.
+
+The names are Hugging Face's: `model.safetensors`, or `model-00001-of-00002.safetensors` and its fellows with
+`model.safetensors.index.json`; in torch's own format `pytorch_model.bin` and so on. A folder holds one model of these
+names. Its successor comes in this order, so that whatever ends the process in between, every program finds the former
+model or the new one, or nothing, and never some files of each:
+
+1. All new files are written under hidden names and synced.
+2. Shards get names that no file has: their own, or, where the former model has the same ones, longer ones for now.
+3. One rename brings the single file or the index: from here on the folder holds the new model.
+4. Former files are removed, those first that say which others there are.
+5. Shards under longer names are linked to their own, the index is replaced, and the longer names are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.disk.durable import (
+    CHUNK_BYTES,
+    HashingFile,
+    fault_point,
+    hidden,
+    make_folder,
+    rename,
+    replace_file,
+    sync_folder,
+    write_file,
+)
+from trainwright.checkpoint.disk.planned_file import flat_bytes
+from trainwright.checkpoint.disk.untrusted import dump_json
+from trainwright.checkpoint.format.safetensors_io import plan_safetensors
+from trainwright.core.errors import CheckpointError
+from trainwright.core.host.byte_sizes import format_bytes
+from trainwright.core.names.hidden_names import split_hidden
+
+# What a model consists of in such a folder; the second group is in the longer names.
+_OURS = re.compile(
+    r"model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.safetensors|model\.safetensors(\.index\.json)?"
+    r"|pytorch_model(-[0-9a-f]{16})?-\d{5,}-of-\d{5,}\.bin|pytorch_model\.bin(\.index\.json)?"
+)
+_SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor that is going to be written.
+
+    Attributes:
+        like: its shape and dtype, on the meta device.
+        read: yields its elements in their order as flat tensors of that dtype on the CPU. Each is used before the next
+            one is asked for, so that all may be one buffer.
+        at_hand: the tensor itself, where it lies in memory.
+    """
+
+    like: torch.Tensor
+    read: Callable[[], Iterator[torch.Tensor]]
+    at_hand: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Weight:
+        """Return the weight that a tensor on any device but meta is; its values are those of when it is read."""
+        tensor = tensor.detach()
+        return cls(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), lambda: _pieces(tensor), tensor)
+
+    def whole(self) -> torch.Tensor:
+        """Return the tensor on the CPU: contiguous, and with no more memory behind it than it has elements."""
+        here = self.at_hand
+        if here is not None and _is_saved_as_it_is(here):
+            return here
+        made = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
+        flat, begin = made.view(-1), 0
+        for piece in self.read():
+            flat[begin : begin + piece.numel()].copy_(piece)
+            begin += piece.numel()
+        return made
+
+
+def _is_saved_as_it_is(tensor: torch.Tensor) -> bool:
+    """Say whether torch.save would write a tensor's elements in their order, and nothing else."""
+    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in order; one copy of it is made where they do not lie so."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    count = CHUNK_BYTES // flat.element_size()
+    for begin in range(0, flat.numel(), count):
+        yield flat[begin : begin + count].cpu()
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    stem: str
+    suffix: str
+
+    @property
+    def single(self) -> str:
+        return f"{self.stem}{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        return f"{self.stem}{self.suffix}.index.json"
+
+    def shard(self, number: int, total: int, apart: str = "") -> str:
+        """Return a shard's name, with `apart` a longer one."""
+        return f"{self.stem}{apart and f'-{apart}'}-{number:05d}-of-{total:05d}{self.suffix}"
+
+
+SAFETENSORS = _Format("model", ".safetensors")
+PICKLE = _Format("pytorch_model", ".bin")
+
+
+@dataclass(slots=True)
+class _Files:
+    """What a model's files are called, and which weights are in which."""
+
+    kind: _Format
+    shards: list[dict[str, Weight]]
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.shards) == 1
+
+    def names(self, apart: str = "") -> list[str]:
+        """Return the names of the files of weights."""
+        if self.is_single:
+            return [self.kind.single]
+        total = len(self.shards)
+        return [self.kind.shard(number, total, apart) for number in range(1, total + 1)]
+
+    def index(self, names: list[str]) -> bytes:
+        """Return the index over shards of these names."""
+        weight_map = {weight: name for name, shard in zip(names, self.shards, strict=True) for weight in shard}
+        weight_map |= {other: weight_map[first] for other, first in self.tied.items()}
+        total = sum(weight.like.nbytes for shard in self.shards for weight in shard.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        return dump_json(index, indent=2).encode() + b"\n"
+
+
+def replace_weights(
+    folder: Path,
+    weights: Mapping[str, Weight],
+    *,
+    max_shard_bytes: int,
+    safe: bool = True,
+    tied: Mapping[str, str] | None = None,
+) -> list[Path]:
+    """Write a model's weights into a folder, in the place of those that it may hold; see above how.
+
+    One process calls it; blocks until all is on the disk. The extra memory is `CHUNK_BYTES` and what `Weight.read`
+    needs; in torch's format it is a shard. A former model needs its room until the new one is complete. On a file
+    system without hard links shards keep their longer names where they would have had those of a former model.
+
+    Args:
+        folder: made where it is missing. Files of other names in it are left alone.
+        weights: by name, in the order in which they fill the shards.
+        max_shard_bytes: of the tensors in one file; a larger tensor gets a file of its own.
+        safe: safetensors; otherwise what `torch.save` writes, a pickle of tensors.
+        tied: other name → the name in `weights` that it shares its tensor with. Written in torch's format alone, and
+            without a second copy: safetensors cannot say so.
+
+    Returns:
+        The files of the model, the index last if there is one.
+
+    Raises:
+        CheckpointError: the folder is a file, the weights do not fit on the disk (asked beforehand), cannot be written,
+            or have a dtype that the format lacks. Files and folders are as before, unless the message says that the new
+            weights are in place.
+    """
+    folder = folder.absolute()
+    kind = SAFETENSORS if safe else PICKLE
+    files = _Files(kind, _fill_shards(weights, max_shard_bytes), {} if safe else dict(tied or {}))
+    new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    _check_room(folder, new_folders[-1].parent if new_folders else folder, weights)
+    written: dict[str, Path] = {}
+    try:
+        make_folder(folder)
+        for name, shard in zip(files.names(), files.shards, strict=True):
+            written[name] = hidden(folder / name, "tmp")
+            _write(written[name], shard, files)
+        if not files.is_single:
+            written[kind.index] = hidden(folder / kind.index, "tmp")
+    except BaseException as error:
+        _undo([*written.values()], new_folders)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"the weights cannot be written to {folder}: {error.strerror or error}. It is as before."
+            ) from error
+        raise
+    names = _put_in_place(folder, files, written, new_folders)
+    try:
+        _remove_others(folder, {*names, *([] if files.is_single else [kind.index])})
+        names = _take_own_names(folder, files, names)
+    except OSError as error:
+        raise CheckpointError(
+            f"the new weights are in place in {folder}, but cleaning up after it failed: {error}. Save again to do so."
+        ) from error
+    return [folder / name for name in (names if files.is_single else [*names, kind.index])]
+
+
+def _fill_shards(weights: Mapping[str, Weight], max_shard_bytes: int) -> list[dict[str, Weight]]:
+    """Deal weights out in their order; what is too large for any shard stands alone, and leaves the present one open.
+
+    As huggingface_hub's `split_torch_state_dict_into_shards` does, so that a shard of the same number holds the same.
+    """
+    shards: list[dict[str, Weight]] = []
+    present: dict[str, Weight] = {}
+    filled = 0
+    for name, weight in weights.items():
+        size = weight.like.nbytes
+        if size > max_shard_bytes:
+            shards.append({name: weight})
+            continue
+        if present and filled + size > max_shard_bytes:
+            shards.append(present)
+            present, filled = {}, 0
+        present[name] = weight
+        filled += size
+    if present:
+        shards.append(present)
+    return shards or [{}]
+
+
+def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> None:
+    if not there.is_dir():
+        raise CheckpointError(f"the weights cannot be written to {folder}: {there} is a file. Name a folder.")
+    need, free = sum(weight.like.nbytes for weight in weights.values()), shutil.disk_usage(there).free
+    if need > free:
+        raise CheckpointError(
+            f"the weights need {format_bytes(need)} and the disk of {folder} has {format_bytes(free)} free (a former "
+            "model in the folder stays until the new one is complete). Free some, or name another folder."
+        )
+
+
+def _write(path: Path, shard: Mapping[str, Weight], files: _Files) -> None:
+    """Write a new file of weights and wait until it is on the disk."""
+    if files.kind is PICKLE:
+        _write_pickle(path, shard, files.tied)
+        return
+    planned = plan_safetensors(path.name, {name: weight.like for name, weight in shard.items()}, native=True)
+    by_like = {id(weight.like): weight for weight in shard.values()}
+    with HashingFile(path) as file:  # of no size: a second thread would need buffers of its own
+        file.write(planned.head)
+        for like in planned.tensors:
+            _append(file, by_like[id(like)])
+
+
+def _append(file: HashingFile, weight: Weight) -> None:
+    """Write a weight's elements; its buffer is free when this returns, and before the next one's is made."""
+    for piece in weight.read():
+        data: Any = flat_bytes(piece).numpy()
+        file.write(memoryview(data))
+
+
+def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
+    tensors = {name: weight.whole() for name, weight in shard.items()}
+    tensors |= {other: tensors[first] for other, first in tied.items() if first in tensors}
+    with open(path, "xb") as file:
+        fault_point("open", path)
+        try:
+            torch.save(tensors, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch's writer says what it misses then, and not why
+                raise error.__context__ from None
+            raise
+        fault_point("write", path)
+        file.flush()
+        os.fsync(file.fileno())
+    fault_point("fsync", path)
+
+
+def _put_in_place(folder: Path, files: _Files, written: Mapping[str, Path], new_folders: list[Path]) -> list[str]:
+    """Make the new weights the folder's model; return the names of their files."""
+    own = files.names()
+    entry = own[0] if files.is_single else files.kind.index
+    names = own
+    if not files.is_single and any(os.path.lexists(folder / name) for name in own):
+        names = files.names(secrets.token_hex(8))
+    new = list(written.values())
+    ready = False
+    try:
+        if not files.is_single:
+            write_file(written[entry], files.index(names))
+            for name, target in zip(own, names, strict=True):
+                os.replace(written[name], folder / target)
+                new.append(folder / target)
+                fault_point("rename", folder / target)
+            sync_folder(folder)
+        ready = True
+        rename(written[entry], folder / entry)
+    except BaseException as error:
+        if ready and not os.path.lexists(written[entry]):
+            raise  # what failed came after the rename that counts
+        _undo(new, new_folders)
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"the weights cannot be put into {folder}: {error.strerror or error}. It is as before."
+            ) from error
+        raise
+    return names
+
+
+def _remove_others(folder: Path, kept: set[str]) -> None:
+    """Remove what former models and killed saves have left, and first what would still lead to it."""
+    left = [name for name in os.listdir(folder) if name not in kept and _is_ours(name)]
+    entries = [name for name in left if _SHARD.search(name) is None and not name.startswith(".")]
+    for names in (sorted(entries, key=lambda name: not name.endswith(".json")), sorted(set(left) - set(entries))):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            fault_point("delete", folder / name)
+        if names:
+            sync_folder(folder)
+
+
+def _is_ours(name: str) -> bool:
+    split = split_hidden(name)
+    return _OURS.fullmatch(name if split is None else split[0]) is not None
+
+
+def _take_own_names(folder: Path, files: _Files, names: list[str]) -> list[str]:
+    """Give shards under longer names their own, if they have such; return what they are called now."""
+    own = files.names()
+    if names == own:
+        return names
+    linked: list[Path] = []
+    try:
+        for name, target in zip(names, own, strict=True):
+            os.link(folder / name, folder / target)
+            linked.append(folder / target)
+            fault_point("link", folder / target)
+    except OSError:  # no hard links here: the index names the longer ones, and every reader goes by it
+        _undo(linked, [])
+        return names
+    sync_folder(folder)
+    replace_file(folder / files.kind.index, files.index(own))
+    for name in names:
+        (folder / name).unlink()
+        fault_point("delete", folder / name)
+    sync_folder(folder)
+    return own
+
+
+def _undo(files: list[Path], folders: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # what matters is the first error
+        for file in files:
+            file.unlink(missing_ok=True)
+        for folder in folders:
+            folder.rmdir()
+
+
+def shards_of(path: Path) -> int:
+    """Return how many shards a file's name says that there are: 1 for `model.safetensors`."""
+    found = _SHARD.search(path.name)
+    return int(found[1]) if found else 1

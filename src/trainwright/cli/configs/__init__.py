@@ -1,0 +1,1 @@
+"""Configurations: read, overridden, built into objects, saved."""

@@ -1,0 +1,123 @@
+"""Give every class that a configuration names inside another its own defaults.
+
+A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. When a configuration puts SGD in
+its place, jsonargparse 4.53 hands that 0.5 to SGD as well, as it does with every argument whose name and type fit.
+Arguments that are written out are not replaced, so the defaults of the named class are written out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from trainwright.cli.configs.overrides import find_spec
+
+# Where a bare name of an optimizer or a schedule is looked up.
+_NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
+
+
+def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
+    """Write out, in place, the defaults of the classes named inside the arguments of those at `keys`.
+
+    Classes that cannot be found, and defaults that YAML cannot hold, are left to the parser.
+    """
+    for key in keys:
+        spec = config.get(key)
+        if isinstance(spec, dict) and "class_path" in spec:
+            _fill_below(spec.get("init_args"))
+
+
+def place_classes(
+    config: dict[str, Any], assignments: Sequence[tuple[str, str]], keys: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Move assignments that put a class where the configuration says nothing into it; return those that are left.
+
+    There they get their own defaults from `fill_nested_defaults`, which the parser would not give them.
+
+    Args:
+        config: changed in place.
+        assignments: dotted key → text.
+        keys: top-level keys that may hold a class.
+    """
+    return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
+
+
+def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", text) or text.endswith((".yaml", ".yml", ".json")):
+        return False
+    above, _, name = key.rpartition(".")
+    if key in keys:
+        place = config
+    else:
+        parent = find_spec(config, above.removesuffix(".init_args").split("."))
+        # Nothing is imported for the sake of a text that may well be a text.
+        if parent is None or not _takes_a_class(parent["class_path"], name):
+            return False
+        place = parent.setdefault("init_args", {})
+    if place.get(name) is not None or find_class(text) is None:
+        return False
+    place[name] = {"class_path": text}
+    return True
+
+
+def _takes_a_class(path: str, argument: str) -> bool:
+    """Tell whether an argument of a class is annotated as something else than text or anything at all."""
+    found = find_class(path)
+    if found is None:
+        return False
+    try:
+        hint = typing.get_type_hints(found.__init__).get(argument, Any)  # type: ignore[misc]  # looked at, not called
+    except NameError:  # an annotation that only a type checker can resolve
+        return False
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return not any(option in (Any, object, str) for option in (typing.get_args(hint) if is_union else (hint,)))
+
+
+def _fill_below(node: object) -> None:
+    if isinstance(node, list):
+        for item in node:
+            _fill_below(item)
+        return
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("class_path"), str):
+        found = find_class(node["class_path"])
+        if found is not None:
+            node["class_path"] = f"{found.__module__}.{found.__qualname__}"
+            node["init_args"] = own_defaults(found) | (node.get("init_args") or {})
+    for item in node.values():
+        _fill_below(item)
+
+
+def own_defaults(found: type) -> dict[str, Any]:
+    """Return the arguments of a class that have a default which YAML can hold, with it."""
+    parameters = inspect.signature(found).parameters.values()
+    return {p.name: _as_yaml(p.default) for p in parameters if p.default is not p.empty and _is_plain(p.default)}
+
+
+def find_class(path: str) -> type | None:
+    """Return the class at a path, or None; a bare name is looked up among torch's optimizers and schedules."""
+    module, _, name = path.rpartition(".")
+    for namespace in (module,) if module else _NAMESPACES:
+        try:
+            found = getattr(importlib.import_module(namespace), name, None)
+        except ImportError:
+            continue  # the parser says what is wrong with the path, and where it stands
+        if isinstance(found, type):
+            return found
+    return None
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _as_yaml(value: object) -> Any:
+    return [_as_yaml(item) for item in value] if isinstance(value, (list, tuple)) else value

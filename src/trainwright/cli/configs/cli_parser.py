@@ -1,0 +1,169 @@
+"""The parser of `CLI`: jsonargparse's, with groups of arguments for callbacks, optimizers and schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+
+AUTOMATIC = "AUTOMATIC"  # `link_to`: CLI makes configure_optimizers from it
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""Type of an argument that makes an optimizer from parameters: `optimizer: OptimizerCallable = torch.optim.Adam`."""
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
+"""Type of an argument that makes a learning-rate schedule from an optimizer."""
+
+
+class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """torch's ReduceLROnPlateau, with the metric that it watches as an argument, so that a file can name it.
+
+    Args:
+        optimizer: the optimizer.
+        monitor: the metric.
+        args, options: of torch's class.
+    """
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **options: Any) -> None:
+        super().__init__(optimizer, *args, **options)
+        self.monitor = monitor
+
+
+def class_of(cls: Any) -> Any:
+    """Return a class; for a function that makes one, a class with the function's arguments."""
+    if isinstance(cls, type):
+        return cls
+    from jsonargparse import class_from_function  # type: ignore[attr-defined]  # public, but not re-exported by name
+
+    return class_from_function(cls)
+
+
+class ComponentArguments:
+    """Groups of arguments that `CLI` builds and uses, beside those of jsonargparse's own methods."""
+
+    callback_keys: tuple[str, ...] = ()
+    optimizers: tuple[tuple[str, Any, str], ...] = ()
+    schedules: tuple[tuple[str, Any, str], ...] = ()
+
+    def add_lightning_class_args(
+        self, lightning_class: object, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a class below a key. A callback goes into the Trainer with them.
+
+        Args:
+            lightning_class: a class or a function that returns its instance.
+            nested_key: where its arguments are: `early_stopping.patience`.
+            subclass_mode: a sub-class may be named, as `class_path` with `init_args`.
+            required: with `subclass_mode`: a class must be named.
+        """
+        parser: Any = self
+        if isinstance(lightning_class, type) and issubclass(lightning_class, Callback):
+            self.callback_keys = (*self.callback_keys, nested_key)
+        if subclass_mode:
+            added = parser.add_subclass_arguments(lightning_class, nested_key, required=required, fail_untyped=False)
+            return list(added or [])
+        return list(
+            parser.add_class_arguments(class_of(lightning_class), nested_key, fail_untyped=False, sub_configs=True)
+        )
+
+    def add_optimizer_args(
+        self, optimizer_class: object = (Optimizer,), nested_key: str = "optimizer", link_to: str = AUTOMATIC
+    ) -> None:
+        """Add the arguments of an optimizer.
+
+        Args:
+            optimizer_class: one class, whose arguments are directly below the key; or a tuple of bases, of which a
+                configuration names a sub-class.
+            nested_key: where they are.
+            link_to: an argument that gets the settings, such as `model.optimizer_init`; `"AUTOMATIC"`: `CLI` makes the
+                task's `configure_optimizers` from them.
+        """
+        self._add_settings(optimizer_class, nested_key, {"params"})
+        self.optimizers = (*self.optimizers, (nested_key, optimizer_class, link_to))
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: object = (LRScheduler, ReduceLROnPlateau),
+        nested_key: str = "lr_scheduler",
+        link_to: str = AUTOMATIC,
+    ) -> None:
+        """Add the arguments of a learning-rate schedule; see `add_optimizer_args`.
+
+        A schedule that watches a metric is `trainwright.cli.ReduceLROnPlateau`, whose argument names it.
+        """
+        self._add_settings(lr_scheduler_class, nested_key, {"optimizer"})
+        self.schedules = (*self.schedules, (nested_key, lr_scheduler_class, link_to))
+
+    def _add_settings(self, cls: object, key: str, skip: set[str]) -> None:
+        parser: Any = self
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": skip}
+        if isinstance(cls, tuple):
+            parser.add_subclass_arguments(cls, key, required=False, **options)
+        else:
+            parser.add_class_arguments(cls, key, sub_configs=True, **options)
+
+    def link_settings(self) -> None:
+        """Link the optimizers and schedules that name a `link_to`."""
+        parser: Any = self
+        for key, cls, link_to in (*self.optimizers, *self.schedules):
+            if link_to == AUTOMATIC:
+                continue
+            if isinstance(cls, tuple):
+                parser.link_arguments(key, link_to)
+            else:
+                parser.link_arguments(key, link_to, compute_fn=_WithClass(f"{cls.__module__}.{cls.__qualname__}"))
+
+    def automatic(self) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None]:
+        """Return key and class of the optimizer and of the schedule that `CLI` makes `configure_optimizers` from.
+
+        Raises:
+            ConfigurationError: there are several of one kind.
+        """
+        chosen: list[tuple[str, Any] | None] = []
+        for kind, groups in (("optimizer", self.optimizers), ("lr_scheduler", self.schedules)):
+            found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]
+            if len(found) > 1:
+                raise ConfigurationError(
+                    f"{', '.join(key for key, _ in found)}: at most one {kind} can be automatic. Give each link_to=… "
+                    "an argument of the task, and define configure_optimizers there."
+                )
+            chosen.append(found[0] if found else None)
+        return chosen[0], chosen[1]
+
+
+class _WithClass:
+    """Turn the settings of a fixed class into those of a named one."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self, settings: dict[str, Any] | Namespace) -> dict[str, Any]:
+        values = settings if isinstance(settings, dict) else settings.as_dict()
+        return {"class_path": self.path, "init_args": values}
+
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
+
+    class CLIParser(ComponentArguments, ArgumentParser):
+        """jsonargparse's parser with `ComponentArguments`."""
+
+
+@cache
+def _parser_class() -> type[Any]:
+    """Make the class when it is first used: jsonargparse is imported then."""
+    from jsonargparse import ArgumentParser
+
+    text = "jsonargparse's parser with the groups that CLI builds and uses."
+    return type("CLIParser", (ComponentArguments, ArgumentParser), {"__doc__": text, "__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "CLIParser":
+        return _parser_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,165 @@
+"""Say in one line what is wrong with a setting: the key, the nearest key, the type that is accepted.
+
+jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The one that
+comes furthest is what the user meant. A text that is not understood is passed on as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainwright.cli.configs.class_defaults import find_class
+from trainwright.core.errors import nearest
+
+_KEY = re.compile(r'Parser key "(?P<key>[^"]*)":')
+_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']*)':")
+_UNION = re.compile(r"Subtypes: \[(?P<types>.*)\]")
+_VALUE = re.compile(r"(?:Given value: |.*Got value: )(?P<value>.*)", re.DOTALL)
+_NESTED = re.compile(r"NestedArg\(key='(?P<key>[^']*)', val=(?P<value>.*)\)")
+_EXPECTED = re.compile(r"Expected an? (?P<type><class '[^']*'>|[\w.\[\], |]+?)(?:\. Got value.*)?")
+_FILLING = ("Does not validate against any of the Union subtypes", "Errors:", "Given value type:", "Given value:")
+_UNKNOWN = re.compile(r"Option '(?P<name>[^']*)' is not accepted")
+_NO_NAME = re.compile(r"module '(?P<module>[^']*)' has no attribute '(?P<name>[^']*)'")
+_NOT_A = re.compile(r"Import path (?P<path>\S+) does not correspond to a subclass of (?P<base>.+)")
+_NOT_A_PATH = re.compile(r"Expected a dot import path string: (?P<name>.*)")
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """One reason of the parser, and where in the settings it applies."""
+
+    text: str = ""
+    keys: tuple[str, ...] = ()
+    class_path: str = ""
+    types: str = ""
+    value: str = ""
+    depth: int = 0
+
+
+@dataclass
+class _Line:
+    text: str
+    below: list[_Line] = field(default_factory=list)
+
+
+def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
+    """Return one line for what the parser says about a value; the message itself where it is not understood.
+
+    Args:
+        message: of jsonargparse.
+        known_names: key → the short names of classes that may be written there.
+    """
+    reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
+    if not reasons:
+        return message
+    wanted = [reason for reason in reasons if not _is_absence(reason.text)] or reasons
+    reason = max(wanted, key=lambda reason: reason.depth)  # the first of equals
+    return _sentence(reason, known_names) or message
+
+
+def _is_absence(text: str) -> bool:
+    return text.startswith("Expected a <class 'NoneType'>")
+
+
+def _tree(message: str) -> _Line:
+    """Return the lines of a message, each with those that are indented below it."""
+    root = _Line("")
+    open_lines = [(-1, root)]
+    for line in textwrap.dedent(message).splitlines():
+        text = line.strip()
+        if not text:
+            continue
+        bullet = text.startswith("- ")
+        indent = len(line) - len(line.lstrip()) + bullet
+        while open_lines[-1][0] >= indent:
+            open_lines.pop()
+        entry = _Line(text[2:] if bullet else text)
+        open_lines[-1][1].below.append(entry)
+        open_lines.append((indent, entry))
+    return root
+
+
+def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
+    """Yield every reason below `place`."""
+    for line in lines:  # what is said about all alternatives stands beside them
+        if match := _UNION.fullmatch(line.text):
+            place = replace(place, types=match["types"])
+        if line.text.startswith("Given value: "):
+            value = line.text.removeprefix("Given value: ")
+            nested = _NESTED.fullmatch(value)
+            place = replace(place, value=_plain(nested["value"]) if nested else value)
+    for line in lines:
+        if match := _KEY.fullmatch(line.text):
+            inner = replace(place, keys=(*place.keys, match["key"]), types="", depth=place.depth + 1)
+            yield from _reasons(line.below, inner)
+        elif match := _CLASS.fullmatch(line.text):
+            inner = replace(place, class_path=match["path"], types="", depth=place.depth + 1)
+            yield from _reasons(line.below, inner)
+        elif line.text.startswith(_FILLING):
+            yield from _reasons(line.below, place)
+        elif not _UNION.fullmatch(line.text):
+            said = _VALUE.fullmatch(line.text)
+            yield replace(place, text=line.text, value=said["value"] if said else place.value)
+
+
+def _sentence(reason: _Reason, known_names: Callable[[str], Sequence[str]]) -> str | None:
+    key = ".".join(reason.keys)
+    if match := _UNKNOWN.fullmatch(reason.text):
+        names = _arguments_of(reason.class_path)
+        close = nearest(match["name"], names) or _listed("Its arguments", names)
+        return f"{key}.{match['name']}: {reason.class_path} has no argument {match['name']!r}.{close}"
+    if match := _NO_NAME.fullmatch(reason.text):
+        close = nearest(match["name"], _names_in(match["module"]))
+        return f"{key}={reason.class_path}: the module {match['module']!r} has no {match['name']!r}.{close}"
+    if match := _NOT_A.fullmatch(reason.text):
+        return f"{key}={match['path']} is not a {match['base']}. Name a sub-class of {match['base']}."
+    if reason.text.startswith("No module named") and reason.class_path:
+        return f"{key}={reason.class_path} cannot be imported: {reason.text}."
+    if match := _NOT_A_PATH.fullmatch(reason.text):
+        known = known_names(key)
+        close = nearest(match["name"], known) or _listed("Known here", known)
+        return f"{key}={match['name']}: write the path of a class, such as module.Class.{close}"
+    if match := _EXPECTED.fullmatch(reason.text):
+        return f"{key}={reason.value}: expected {_types_text(reason.types or match['type'])}."
+    return None
+
+
+def _listed(title: str, names: Sequence[str]) -> str:
+    return f" {title}: {', '.join(names)}." if names else ""
+
+
+def _types_text(types: str) -> str:
+    """Return `int or null` for `<class 'int'>, <class 'NoneType'>`."""
+    names = re.sub(r"<class '(?:[\w.]*\.)?(\w+)'>", r"\1", types).replace("NoneType", "null")
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", names)]
+    return " or ".join(re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", part) for part in parts)
+
+
+def _plain(value: str) -> str:
+    try:
+        return str(ast.literal_eval(value))
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _arguments_of(path: str) -> list[str]:
+    from jsonargparse import ArgumentParser
+
+    found = find_class(path)
+    if found is None:
+        return []
+    parser = ArgumentParser(exit_on_error=False)
+    return [name.rpartition(".")[2] for name in parser.add_class_arguments(found, "x", fail_untyped=False)]
+
+
+def _names_in(module: str) -> list[str]:
+    try:
+        found = vars(importlib.import_module(module))
+    except ImportError:
+        return []
+    return [name for name, value in found.items() if isinstance(value, type)]

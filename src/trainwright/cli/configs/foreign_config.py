@@ -1,0 +1,101 @@
+"""Read configuration files that were written for Lightning: its class paths, and its arguments that say nothing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.foreign_names import LIBRARIES, RENAMED, answer, own_module
+
+# Arguments of Lightning's Trainer that a saved configuration holds, with the default that means "not used".
+UNUSED = {"profiler": None, "plugins": None, "model_registry": None, "enable_autolog_hparams": True}
+
+
+def public_names(module: str) -> Iterable[str]:
+    """Return the names that one of our packages promises; none where there is no such package."""
+    try:
+        found: Iterable[str] = import_module(module).__all__
+    except ImportError:
+        return ()
+    return found
+
+
+def own_name(path: str) -> str | None:
+    """Return the full name here of what has the dotted `path` in Lightning or Accelerate; None if it is not here."""
+    module, _, name = path.rpartition(".")
+    library = LIBRARIES[path.partition(".")[0]]
+    if name in RENAMED[library]:
+        return RENAMED[library][name]
+    own = own_module(module)
+    if own is None:
+        return None
+    return f"{own}.{name}" if name in public_names(own) else None
+
+
+def is_unused(name: str, text: str) -> bool:
+    """Tell whether an argument of Lightning's Trainer, given as this text, says that nothing is used."""
+    return name in UNUSED and str(UNUSED[name]) == text
+
+
+def translate_config(config: dict[str, Any]) -> None:
+    """Replace class paths of Lightning by ours, in place, and drop arguments of its Trainer that are unused.
+
+    Raises:
+        ConfigurationError: a class that is not here; the message says what takes its place.
+    """
+    from trainwright import Trainer
+
+    _translate(config, "")
+    settings = config.get("trainer")
+    if isinstance(settings, dict):
+        ours = inspect.signature(Trainer).parameters
+        for name, value in UNUSED.items():
+            if name not in ours and settings.get(name, ...) == value:
+                del settings[name]
+
+
+def name_torch_classes(config: dict[str, Any], keys: Iterable[str]) -> None:
+    """Replace bare names of torch's optimizers and schedules by their paths, in place: other packages have some too.
+
+    Args:
+        config: settings.
+        keys: of the settings that are a class, or `class_path` with `init_args`.
+    """
+    for key in keys:
+        spec = config.get(key)
+        name = spec.get("class_path") if isinstance(spec, dict) else spec
+        path = _of_torch(name) if isinstance(name, str) else None
+        if path is not None:
+            config[key] = {**spec, "class_path": path} if isinstance(spec, dict) else {"class_path": path}
+
+
+def _of_torch(name: str) -> str | None:
+    if not name.isidentifier():
+        return None
+    import torch
+
+    for module in (torch.optim, torch.optim.lr_scheduler):
+        if isinstance(getattr(module, name, None), type):
+            return f"{module.__name__}.{name}"
+    return None
+
+
+def _translate(node: object, place: str) -> None:
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            _translate(item, f"{place}[{index}]")
+        return
+    if not isinstance(node, dict):
+        return
+    path = node.get("class_path")
+    if isinstance(path, str) and path.partition(".")[0] in LIBRARIES:
+        own = own_name(path)
+        if own is None:
+            told = answer(path.rpartition(".")[2], LIBRARIES[path.partition(".")[0]])
+            raise ConfigurationError(f"{place}.class_path={path}: {told or 'there is no such class here.'}")
+        node["class_path"] = own
+    for key, item in node.items():
+        _translate(item, f"{place}.{key}" if place else str(key))

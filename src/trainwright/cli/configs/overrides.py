@@ -1,0 +1,224 @@
+"""Configuration files and the command line after them: read, merge, and apply what swaps a class.
+
+What is left for the parser of types is one dict and a list of `--key=value`. The classes of the run are not imported
+here, so that this can be reasoned about (and tested) as plain text and dicts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+
+_ASSIGNMENT = re.compile(r"(?:--)?(?P<key>[A-Za-z_][\w.]*\+?)=(?P<value>.*)", re.DOTALL)
+_OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
+_CONFIG_OPTIONS = ("--config", "-c")
+# Options without a value; everything else that begins with two dashes takes one.
+_FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
+# What a configuration may be; those of people have some hundred values, ten deep.
+_MAX_CHARACTERS = 2**22
+_MAX_VALUES = 100_000
+_MAX_DEPTH = 100
+_SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
+
+
+@dataclass(slots=True)
+class CommandLine:
+    """What stands after `trainwright fit`.
+
+    Attributes:
+        configs: the configuration files, in order; later ones win.
+        assignments: dotted key → text, in order; from `key=value`, `--key=value` and `--key value`.
+        flags: options without a value, such as `--print_config`.
+    """
+
+    configs: list[Path] = field(default_factory=list)
+    assignments: list[tuple[str, str]] = field(default_factory=list)
+    flags: list[str] = field(default_factory=list)
+
+
+def read_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Sort the arguments into files, assignments and flags.
+
+    Raises:
+        ConfigurationError: an option that lacks its value, or a word that is none of the three.
+    """
+    line = CommandLine()
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if _FLAGS.fullmatch(word):
+            line.flags.append(word)
+            continue
+        if word in _CONFIG_OPTIONS:
+            line.configs.append(Path(_value_of(word, words)))
+            continue
+        assignment = _ASSIGNMENT.fullmatch(word)
+        if assignment is not None:
+            key, value = assignment["key"], assignment["value"]
+        else:
+            option = _OPTION.fullmatch(word)
+            if option is None:
+                raise ConfigurationError(
+                    f"cannot read the argument {word!r}. Write key=value or --key value: trainer.max_epochs=3."
+                )
+            key, value = option["key"], _value_of(word, words)
+        if key == "config":
+            line.configs.append(Path(value))
+        else:
+            line.assignments.append((key, value))
+    return line
+
+
+def _value_of(option: str, words: list[str]) -> str:
+    """Take the next word as an option's value; a negative number is a value, another option is not."""
+    if not words or words[0].startswith("--"):
+        raise ConfigurationError(f"{option} has no value. Write {option} VALUE.")
+    return words.pop(0)
+
+
+def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
+    """Read YAML files and merge them: mappings key by key, later files winning; anything else is replaced as a whole.
+
+    A class specification whose `class_path` a later file changes is replaced as a whole too: arguments of the old
+    class mean nothing to the new one, even where the names agree.
+
+    Raises:
+        ConfigurationError: a file that is missing, is not YAML or does not hold a mapping; the message names it.
+    """
+    import yaml
+
+    merged: dict[str, Any] = {}
+    for path in paths:
+        text = _read_text(path)
+        try:
+            content = yaml.safe_load(text)
+            _check_finite(content, path)
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
+        except RecursionError:
+            raise ConfigurationError(f"--config {path} is nested too deeply to be a configuration.") from None
+        except (ValueError, OverflowError) as error:  # a date that there is not, an integer of too many digits
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"--config {path} holds a value that cannot be read: {error}") from None
+        if content is not None and not isinstance(content, dict):
+            raise ConfigurationError(f"--config {path} holds a {type(content).__name__}, not a mapping of settings.")
+        merged = _merge(merged, content or {})
+    return merged
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.exists() and not path.is_file() and not path.is_fifo():  # a shell hands over what a program prints so
+            raise ConfigurationError(f"--config {path} is not a file.")
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_MAX_CHARACTERS + 1)
+    except OSError as error:
+        raise ConfigurationError(f"--config {path}: cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
+    if len(text) > _MAX_CHARACTERS:
+        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, which are read.")
+    return text
+
+
+def _check_finite(content: object, path: Path) -> None:
+    """Check that aliases make neither a loop nor more than a configuration can be.
+
+    Raises:
+        ConfigurationError: a value contains itself, or all of them are too many.
+        RecursionError: it is nested too deeply.
+    """
+    count = 0
+    inside: set[int] = set()
+
+    def visit(value: object) -> None:
+        nonlocal count
+        count += 1
+        if count > _MAX_VALUES:
+            raise ConfigurationError(f"--config {path} comes to more than {_MAX_VALUES} values, which are read.")
+        if not isinstance(value, (dict, list, set, tuple)):
+            return
+        if id(value) in inside:
+            raise ConfigurationError(f"--config {path}: an alias (*name) stands within what it refers to.")
+        if len(inside) >= _MAX_DEPTH:
+            raise RecursionError
+        inside.add(id(value))
+        for item in (*value, *value.values()) if isinstance(value, dict) else value:
+            visit(item)
+        inside.remove(id(value))
+
+    visit(content)
+
+
+def _merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(old)
+    for key, value in new.items():
+        before = merged.get(key)
+        if isinstance(before, dict) and isinstance(value, dict) and not _changes_class(before, value):
+            merged[key] = _merge(before, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _changes_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return "class_path" in new and "class_path" in old and not _same_class(old["class_path"], new["class_path"])
+
+
+def _same_class(old: object, new: object) -> bool:
+    """Tell whether two class paths name one class; a bare name means the class of that name, wherever it lives."""
+    if not isinstance(old, str) or not isinstance(new, str):
+        return old == new
+    return old == new or ("." not in new and old.rpartition(".")[2] == new)
+
+
+def swap_classes(
+    config: dict[str, Any], assignments: Sequence[tuple[str, str]]
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Apply, in `config`, the assignments that give a place which holds a class specification another class.
+
+    The new class starts from its own defaults: the old one's arguments (a learning rate that suits Adam, its weight
+    decay) would otherwise be handed to it wherever the names agree.
+
+    Args:
+        config: changed in place.
+        assignments: dotted key → text; a key may leave `init_args` out (`task.optimizer.lr`).
+
+    Returns:
+        The assignments that are left, and a sentence for each set of arguments that was dropped.
+    """
+    left: list[tuple[str, str]] = []
+    notes: list[str] = []
+    for key, value in assignments:
+        spec = find_spec(config, key.removesuffix(".class_path").split("."))
+        if spec is None or not re.fullmatch(r"[A-Za-z_][\w.]*", value) or value in ("null", "true", "false"):
+            left.append((key, value))
+            continue
+        if not _same_class(spec["class_path"], value):
+            dropped = spec.get("init_args") or {}
+            if dropped:
+                told = ", ".join(f"{name}={argument!r}" for name, argument in dropped.items())
+                notes.append(
+                    f"{key}: {spec['class_path']} became {value}, and its arguments were dropped with it ({told})."
+                )
+            spec.clear()
+            spec["class_path"] = value
+    return left, notes
+
+
+def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
+    """Return the class specification at a dotted key, through `init_args` where the key leaves them out."""
+    node = config
+    for part in parts:
+        if not isinstance(node, dict):
+            return None
+        if "class_path" in node and part not in _SPEC_KEYS:
+            node = node.get("init_args") or {}
+        node = node.get(part)
+    return node if isinstance(node, dict) and "class_path" in node else None

@@ -1,0 +1,128 @@
+"""From configuration files and a command line to typed settings, for `trainwright fit` and for `CLI`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainwright.cli.configs.class_defaults import fill_nested_defaults, place_classes
+from trainwright.cli.configs.explain_errors import explain
+from trainwright.cli.configs.foreign_config import name_torch_classes, translate_config
+from trainwright.cli.configs.overrides import CommandLine, swap_classes
+from trainwright.cli.configs.short_names import expand_assignments, expand_config, short_names
+from trainwright.core.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser
+
+_CLASS_KEYS = ("task", "model", "data", "optimizer", "lr_scheduler")
+_GROUP = re.compile(r"Group '(?P<group>[^']*)' does not accept option '(?P<name>[^']*)'")
+_MODEL_KEYS = {"task": "model", "model": "task"}  # what this project and Lightning call the same setting
+
+
+def parse(
+    parser: ArgumentParser,
+    config: dict[str, Any],
+    line: CommandLine,
+    *,
+    known: Sequence[str],
+    classes: Mapping[str, type] | None = None,
+) -> Any:
+    """Return the settings that a parser can build.
+
+    Args:
+        parser: jsonargparse's.
+        config: what the files say; changed in place.
+        line: what overrides it; its files are not read here.
+        known: the top-level keys that a file may hold.
+        classes: key → the class whose arguments are written directly below that key (`model.lr`).
+
+    Raises:
+        ConfigurationError: a key, a value or a class that cannot be used; one line.
+    """
+    import argparse
+
+    import yaml
+
+    assignments = _use_own_model_key(config, line.assignments, known)
+    _check_top_level(config, known)
+    translate_config(config)
+    expand_config(config)
+    fixed = {key: cls for key, cls in (classes or {}).items() if isinstance(config.get(key, {}), dict)}
+    _wrap(config, fixed)
+    assignments, notes = swap_classes(config, expand_assignments(assignments))
+    open_keys = [key for key in _CLASS_KEYS if key in known and key not in (classes or {})]
+    assignments = place_classes(config, assignments, keys=open_keys)
+    fill_nested_defaults(config, keys=known)
+    _unwrap(config, fixed)
+    name_torch_classes(config, open_keys)
+    for note in notes:
+        print(f"trainwright: note: {note}", file=sys.stderr)
+    try:
+        # As one text, so that defaults, files and words are read in one go: links and required arguments see them all.
+        arguments = [f"--config={yaml.safe_dump(config)}"] if config else []
+        arguments += [*line.flags, *(f"--{key}={value}" for key, value in assignments)]
+        settings = parser.parse_args(arguments)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"the configuration holds what YAML cannot: {error}") from None
+    except argparse.ArgumentError as error:
+        raise ConfigurationError(_explained(parser, str(error), known)) from None
+    settings.pop("config", None)
+    return settings
+
+
+def _use_own_model_key(
+    config: dict[str, Any], assignments: Sequence[tuple[str, str]], known: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Let a file or a command line say `model` where this command says `task`, and the other way round."""
+    own = "task" if "task" in known else "model"
+    other = _MODEL_KEYS[own]
+    if other in config:
+        if own in config:
+            raise ConfigurationError(f"the configuration has {own!r} and {other!r}, which mean the same. Keep {own!r}.")
+        config[own] = config.pop(other)
+    return [
+        (own + key.removeprefix(other), text) if key.partition(".")[0] == other else (key, text)
+        for key, text in assignments
+    ]
+
+
+def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
+    """Write the settings of a fixed class as those of a class that is named, so that both are treated alike."""
+    for key, cls in classes.items():
+        config[key] = {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": config.get(key) or {}}
+
+
+def _unwrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
+    for key in classes:
+        config[key] = config[key].get("init_args") or {}
+        if not config[key]:
+            del config[key]
+
+
+def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
+    for key in config:
+        if key not in known:
+            raise ConfigurationError(
+                f"the configuration has a key {key!r}.{nearest(str(key), known)} Known: {', '.join(known)}."
+            )
+
+
+def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> str:
+    """Return a parser's message as one line, with the key that was probably meant."""
+    options = {option for action in parser._actions for option in action.option_strings}
+    words = [word.partition("=")[0].strip("'\",") for word in message.split()]
+    unknown = [word for word in words if word.startswith("--") and word not in options]
+    if group := _GROUP.fullmatch(message.strip()):
+        unknown = [f"--{group['group']}.{group['name']}"]
+        message = f"{unknown[0][2:]}: {group['group']!r} has no argument {group['name']!r}."
+    if not unknown:
+        return explain(message, short_names)
+    head, dot, rest = unknown[0].removeprefix("--").partition(".")
+    if dot and head not in known:
+        close = nearest(head, known)
+        return message + close.replace("'?", f".{rest}'?")
+    close = nearest(unknown[0], [option for option in options if not option.endswith(".help")])
+    return message + (close.replace("--", "") if group else close)

@@ -1,0 +1,76 @@
+"""Let a configuration name our callbacks and loggers without their module: `EarlyStopping` or `early_stopping`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+# Key of `trainer:` → the package whose public classes it takes, and the name of that package's registry.
+_PACKAGES = {
+    "callbacks": ("trainwright.callbacks", "CALLBACKS"),
+    "logger": ("trainwright.loggers", "LOGGERS"),
+}
+
+
+def expand_config(config: dict[str, Any]) -> None:
+    """Replace short names in `trainer.callbacks` and `trainer.logger` by class paths, in place.
+
+    An item may be a name, or a mapping whose `class_path` is a name; whatever is no name of ours is left as it is.
+    """
+    settings = config.get("trainer")
+    if not isinstance(settings, dict):
+        return
+    for key in _PACKAGES:
+        value = settings.get(key)
+        if isinstance(value, list):
+            settings[key] = [_expand_item(key, item) for item in value]
+        elif value is not None:
+            settings[key] = _expand_item(key, value)
+
+
+def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the assignments with short names replaced likewise: `trainer.callbacks+=EarlyStopping`."""
+    expanded = []
+    for key, text in assignments:
+        match = re.fullmatch(r"trainer\.(\w+)\+?(\.class_path)?", key)
+        path = class_path(match[1], text) if match is not None and match[1] in _PACKAGES else None
+        expanded.append((key, text if path is None else path))
+    return expanded
+
+
+def class_path(key: str, name: str) -> str | None:
+    """Return the full path of the class that `name` means under `trainer.<key>`; None when it is no name of ours."""
+    module, registry_name = _PACKAGES[key]
+    package = import_module(module)
+    registry = getattr(package, registry_name)
+    if name in registry:
+        found = registry.get(name)
+    elif name in package.__all__:
+        found = getattr(package, name)
+    else:
+        return None
+    return f"{found.__module__}.{found.__qualname__}" if isinstance(found, type) else None
+
+
+def short_names(key: str) -> list[str]:
+    """Return the names that may be written at a key: those of `trainer.callbacks` or `trainer.logger`, else none."""
+    _, _, name = key.rpartition("trainer.")
+    if name not in _PACKAGES:
+        return []
+    module, registry_name = _PACKAGES[name]
+    package = import_module(module)
+    classes = {public for public in package.__all__ if isinstance(getattr(package, public), type)}
+    known = {getattr(package, registry_name).get(short) for short in getattr(package, registry_name)}
+    return sorted(name for name in classes if getattr(package, name) in known)
+
+
+def _expand_item(key: str, item: object) -> Any:
+    if isinstance(item, str):
+        path = class_path(key, item)
+        return item if path is None else {"class_path": path}
+    if isinstance(item, dict) and isinstance(item.get("class_path"), str):
+        path = class_path(key, item["class_path"])
+        return item if path is None else {**item, "class_path": path}
+    return item

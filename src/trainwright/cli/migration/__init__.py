@@ -1,0 +1,1 @@
+"""`trainwright migrate`: programs of Lightning and Accelerate, rewritten."""

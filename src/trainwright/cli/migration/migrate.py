@@ -1,0 +1,99 @@
+"""`trainwright migrate FILE…`: rewrite programs of Lightning or Accelerate for Trainwright."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainwright.cli.migration.object_uses import find_unanswered
+from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
+from trainwright.core.errors import ConfigurationError
+
+_UNSETTLED = 1  # exit code: something is left to do by hand
+
+
+def migrate(argv: Sequence[str]) -> int:
+    """Rewrite files in place, or show what would change with `--diff`; print what is left to do, with file and line.
+
+    Returns:
+        0; 1 where something is left to do.
+
+    Raises:
+        ConfigurationError: a file that cannot be read, is not Python or may not be written; then no file is written. Or
+            the disk has failed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="trainwright migrate",
+        description="Rewrite the imports and names of Lightning and Accelerate in Python files, in place.",
+        epilog="Exit code: 0, or 1 if something is left to do by hand, or 2 for a file that cannot be read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a Python file")
+    parser.add_argument("--diff", action="store_true", help="print what would change, and write nothing")
+    arguments = parser.parse_args(list(argv))
+    done = [(path, *_rewritten(path)) for path in dict.fromkeys(arguments.files)]
+    if not arguments.diff:
+        _check_writable([path for path, before, after in done if before != after.code])
+    for path, before, after in done:
+        if arguments.diff:
+            _print_diff(path, before, after.code)
+        elif before != after.code:
+            try:
+                _write(path, after.code)
+            except OSError as error:
+                raise ConfigurationError(
+                    f"{path}: cannot be written ({error.strerror}) and is as it was. Those named above are rewritten."
+                ) from None
+            print(f"{path}: rewritten")
+    left = [(path, each) for path, _, after in done for each in after.unsettled]
+    for path, each in left:
+        print(f"{path}:{each.line}: {each.text}", file=sys.stderr)
+    return _UNSETTLED if left else 0
+
+
+def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
+    if path.suffix != ".py":
+        raise ConfigurationError(f"{path} is not a Python file. Name files that end with .py.")
+    try:
+        before = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read ({error.strerror}). No file has been changed.") from None
+    try:
+        done = rewrite(before)
+        done.unsettled = sorted({*done.unsettled, *find_unanswered(before)})
+        return before, done
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not Python: {error}. No file has been changed.") from None
+
+
+def _check_writable(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if not path.stat().st_mode & 0o222 or not os.access(path, os.W_OK):
+            raise ConfigurationError(f"{path} may not be written. No file has been changed.")
+
+
+def _print_diff(path: Path, before: bytes, after: bytes) -> None:
+    old, new = (text.decode("utf-8", "replace").splitlines(keepends=True) for text in (before, after))
+    sys.stdout.writelines(difflib.unified_diff(old, new, str(path), str(path)))
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Replace a file by one rename, with its permissions; a link stays a link."""
+    target = path.resolve()
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(code)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.copymode(target, name)
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,87 @@
+"""What a program asks of the Trainer and the Accelerator that it makes, and what these do not have here."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from trainwright.cli.migration.counterparts import counterpart
+from trainwright.cli.migration.rewrite_imports import Unsettled
+from trainwright.core.names.foreign_names import LIBRARIES
+
+_FOLDERS = ("best_model_path", "last_model_path")
+
+
+def find_unanswered(code: bytes) -> list[Unsettled]:
+    """Return attributes of these objects that are not here, by line, and reads of a checkpoint as if it were a file.
+
+    An object is known by the names that it is assigned to, wherever in the program they are read.
+
+    Args:
+        code: a program of Lightning or Accelerate, before its rewrite.
+    """
+    tree = ast.parse(code)
+    paths = dict(_imported(tree))
+    made = dict(_made(tree, paths))
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _dotted(node.value) in made:
+            text = _about(made[_dotted(node.value)], node.attr)
+            if text is not None:
+                found.append(Unsettled(node.lineno, text))
+        if paths and isinstance(node, ast.Call) and _dotted(node.func) == "torch.load":
+            named = {each.attr for given in node.args for each in ast.walk(given) if isinstance(each, ast.Attribute)}
+            if named & set(_FOLDERS):
+                text = "a checkpoint is a folder here: load_from_checkpoint of your task reads it, torch.load does not."
+                found.append(Unsettled(node.lineno, text))
+    return found
+
+
+def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Local name → foreign path, of what is imported from the other libraries."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] in LIBRARIES:
+            yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] in LIBRARIES:
+                    root = alias.name.partition(".")[0]
+                    yield (alias.asname, alias.name) if alias.asname else (root, root)
+
+
+def _made(tree: ast.AST, paths: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Name → `"Trainer"` or `"Accelerator"`, of what is assigned from a call of it."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(node.value, ast.Call):
+            continue
+        local, _, rest = _dotted(node.value.func).partition(".")
+        own = counterpart(f"{paths[local]}.{rest}".removesuffix(".")) if local in paths else None
+        if own in ("trainwright.Trainer", "trainwright.Accelerator"):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((name, own.rpartition(".")[2]) for target in targets if (name := _dotted(target)))
+
+
+def _about(kind: str, name: str) -> str | None:
+    """Say what to do about an attribute that an object of ours does not have; None: it has it."""
+    if kind == "Trainer":
+        from trainwright.trainer.lightning_names import INTERNALS
+        from trainwright.trainer.trainer import Trainer
+
+        if name not in INTERNALS:
+            return None  # also what is assigned in __init__, and what a program sets itself
+        return None if hasattr(Trainer, name) else f"trainer.{name} does not exist here: {INTERNALS[name]}."
+    from trainwright.processes.partial_state import PartialState
+    from trainwright.trainer.accelerator.accelerator import Accelerator
+    from trainwright.trainer.accelerator.settings import METHODS
+
+    if name not in METHODS or hasattr(Accelerator, name) or hasattr(PartialState, name):
+        return None
+    return f"accelerator.{name} does not exist here. Instead: {METHODS[name]}."
+
+
+def _dotted(node: ast.AST) -> str:
+    """Return the text of a dotted name; empty for anything else."""
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""

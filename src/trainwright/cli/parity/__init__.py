@@ -1,0 +1,1 @@
+"""`trainwright parity`: strategies compared step by step."""

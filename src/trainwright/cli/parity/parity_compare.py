@@ -1,0 +1,233 @@
+"""Compare what two strategies have done, step by step, until the first step in which they differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from trainwright.cli.parity.parity_tape import StepTensors, Tape
+
+LOSS, NORM, GRADIENT, PARAMETER, COPY = "loss", "gradient norm", "gradient", "parameter", "copy"
+KINDS = (LOSS, NORM, GRADIENT, PARAMETER)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far apart two tensors may be: `atol + rtol × the largest absolute element of the reference`.
+
+    A bound for each tensor, not for each element: rounding in a sum is relative to its largest terms.
+    """
+
+    atol: float
+    rtol: float
+
+    @classmethod
+    def of(cls, precision: str, atol: float | None, rtol: float | None) -> Tolerance:
+        """Return what was asked for, or what rounding in this precision explains."""
+        default = {"64-true": cls(1e-10, 1e-8), "32-true": cls(1e-6, 1e-4)}.get(precision, cls(1e-3, 3e-2))
+        return cls(default.atol if atol is None else atol, default.rtol if rtol is None else rtol)
+
+    def bound(self, reference: torch.Tensor) -> float:
+        """Return the largest absolute difference from `reference` that is allowed."""
+        return self.atol + self.rtol * _largest(reference)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two strategies differ.
+
+    Attributes:
+        step: counted from 1; 0 is the initial state.
+        kind: one of `KINDS`, or `COPY`: another rank's copy of a parameter.
+        name: of the tensor; empty for numbers.
+        absolute, relative: the greatest difference, and the same divided by the largest element of the reference.
+        bound: what was allowed.
+        index: of the greatest difference; None where there is none to show.
+        values: there, of the reference and of the other.
+        ratio: by what factor the other tensor is a multiple of the reference; None: it is none.
+        note: said instead of the numbers.
+    """
+
+    step: int
+    kind: str
+    name: str = ""
+    absolute: float = 0.0
+    relative: float = 0.0
+    bound: float = 0.0
+    index: tuple[int, ...] | None = None
+    values: tuple[float, float] | None = None
+    ratio: float | None = None
+    note: str = ""
+
+    @property
+    def what(self) -> str:
+        """What differs, in words."""
+        return f"{self.kind} of {self.name}" if self.name else self.kind
+
+
+@dataclass
+class Comparison:
+    """A strategy beside the reference.
+
+    Attributes:
+        reference, other: the two runs.
+        num_steps: how many were compared, the first different one included.
+        worst: kind → greatest relative difference over these steps; a kind that neither has is missing.
+        found: all that differs in the first step in which anything does, in the order of its coming.
+        other_data: `"epoch/micro-batch"` of those whose tensors were not the same, in these steps.
+        noise: parameter → elements left out, since their gradients are within the tolerance of zero and not equal.
+        buffers: names of buffers that differ after the last step compared.
+    """
+
+    reference: Tape
+    other: Tape
+    num_steps: int = 0
+    worst: dict[str, float] = field(default_factory=dict)
+    found: list[Difference] = field(default_factory=list)
+    other_data: list[str] = field(default_factory=list)
+    noise: dict[str, int] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs by more than was allowed."""
+        return not self.found
+
+
+def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
+    """Compare two runs until the first step in which they differ. Reads a step's tensors at a time."""
+    comparing = _Comparing(Comparison(reference, other), tolerance)
+    for step in range(min(len(reference.steps), len(other.steps))):
+        comparing.take_step(step)
+        if comparing.result.found:
+            break
+    result = comparing.result
+    if not result.found and len(reference.steps) != len(other.steps):
+        ours, theirs = len(reference.steps) - 1, len(other.steps) - 1
+        note = f"{reference.label} made {ours} step(s), {other.label} {theirs}"
+        result.found.append(Difference(min(ours, theirs) + 1, LOSS, note=note))
+    result.noise = {name: int(mask.sum()) for name, mask in comparing.noisy.items() if mask.any()}
+    return result
+
+
+class _Comparing:
+    """A comparison under way.
+
+    Attributes:
+        result: what has been found.
+        noisy: parameter → where its gradients have been within the tolerance of zero, and not equal. An optimizer that
+            divides a gradient by its own size, as Adam does, makes whole steps of such noise.
+    """
+
+    def __init__(self, result: Comparison, tolerance: Tolerance) -> None:
+        self.result = result
+        self.noisy: dict[str, torch.Tensor] = {}
+        self._tolerance = tolerance
+        self._step = 0
+
+    def take_step(self, step: int) -> None:
+        """Compare one step, in the order in which things come about."""
+        result, self._step = self.result, step
+        mine, other = result.reference.steps[step], result.other.steps[step]
+        ours, theirs = result.reference.tensors(step), result.other.tensors(step)
+        result.num_steps = step
+        shared = mine.data.keys() & other.data.keys()
+        result.other_data += sorted(place for place in shared if mine.data[place][0] != other.data[place][0])
+        self._number(LOSS, mine.loss, other.loss)
+        if ours.gradients and theirs.gradients:  # neither engine hides them
+            self._gradients(ours, theirs)
+        if mine.norm is not None and other.norm is not None:
+            self._number(NORM, mine.norm, other.norm)
+        elif ours.gradients and theirs.gradients:
+            self._number(NORM, _norm(ours.gradients), _norm(theirs.gradients))
+        self._parameters(ours, theirs)
+        for rank, name in other.strayed:
+            result.found.append(Difference(step, COPY, name, note=f"rank {rank}'s copy is not rank 0's"))
+        result.buffers = [n for n, b in ours.buffers.items() if self._differs(b, theirs.buffers.get(n))]
+
+    def _number(self, kind: str, mine: float | None, other: float | None) -> None:
+        if mine is not None and other is not None:
+            self._take(kind, "", torch.tensor(mine), torch.tensor(other))
+
+    def _gradients(self, ours: StepTensors, theirs: StepTensors) -> None:
+        for name in ours.parameters:
+            like = ours.gradients.get(name, theirs.gradients.get(name))
+            if like is None:
+                continue
+            # A parameter that nothing has used has no gradient here and one of zeros there.
+            mine = ours.gradients.get(name, torch.zeros_like(like))
+            other = theirs.gradients.get(name, torch.zeros_like(like))
+            if not self._take(GRADIENT, name, mine, other):
+                noise = (mine.double() != other.double()) & (mine.double().abs() <= self._tolerance.bound(mine))
+                self.noisy[name] = self.noisy[name] | noise if name in self.noisy else noise
+
+    def _parameters(self, ours: StepTensors, theirs: StepTensors) -> None:
+        for name in dict.fromkeys([*ours.parameters, *theirs.parameters]):
+            mine, other = ours.parameters.get(name), theirs.parameters.get(name)
+            if mine is None or other is None:
+                without = self.result.reference if mine is None else self.result.other
+                self._note(PARAMETER, name, f"{without.label} has none")
+                continue
+            mask = self.noisy.get(name)
+            if mask is not None and mask.shape == other.shape:
+                other = torch.where(mask, mine, other)
+            self._take(PARAMETER, name, mine, other)
+
+    def _take(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
+        """Compare two tensors and note what is found; returns whether they differ by more than is allowed."""
+        result = self.result
+        if mine.shape != other.shape:
+            where = f"{result.reference.label}, {tuple(other.shape)} under {result.other.label}"
+            self._note(kind, name, f"its shape is {tuple(mine.shape)} under {where}")
+            return True
+        mine, other = mine.double(), other.double()
+        apart, bound = _apart(mine, other), self._tolerance.bound(mine)
+        absolute = float(apart.max()) if apart.numel() else 0.0
+        largest = _largest(mine)
+        relative = absolute / largest if largest else (math.inf if absolute else 0.0)
+        telling = relative if largest > self._tolerance.atol or absolute > bound else 0.0
+        result.worst[kind] = max(result.worst.get(kind, 0.0), telling)
+        if absolute <= bound:
+            return False
+        index = tuple(int(i) for i in torch.unravel_index(apart.argmax(), apart.shape))
+        values = (float(mine[index]), float(other[index]))
+        result.found.append(
+            Difference(self._step, kind, name, absolute, relative, bound, index, values, _ratio(mine, other, bound))
+        )
+        return True
+
+    def _note(self, kind: str, name: str, note: str) -> None:
+        self.result.found.append(Difference(self._step, kind, name, note=note))
+
+    def _differs(self, mine: torch.Tensor, other: torch.Tensor | None) -> bool:
+        if other is None or mine.shape != other.shape:
+            return True
+        mine, other = mine.double(), other.double()
+        return bool(mine.numel()) and float(_apart(mine, other).max()) > self._tolerance.bound(mine)
+
+
+def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return absolute differences; none where both are the same infinity or both NaN, infinite where only one is."""
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    return torch.where(same, 0.0, (mine - other).abs().nan_to_num(math.inf))
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _ratio(mine: torch.Tensor, other: torch.Tensor, bound: float) -> float | None:
+    square = float((mine * mine).sum())
+    if not square or not math.isfinite(square):
+        return None
+    ratio = float((mine * other).sum()) / square
+    rest = float((other - ratio * mine).abs().max())
+    return ratio if rest <= bound * max(1.0, abs(ratio)) and abs(ratio) > 1e-3 else None
+
+
+def _norm(gradients: Mapping[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))

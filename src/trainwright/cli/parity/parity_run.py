@@ -1,0 +1,127 @@
+"""One strategy's run for `trainwright parity`: `python -m trainwright.cli.parity.parity_run FOLDER`, its own process.
+
+The folder holds `plan.json`; the steps are written beside it (see `parity_tape`), or `error.txt` with what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainwright.cli.configs.overrides import CommandLine
+from trainwright.core.errors import ConfigurationError, TrainwrightError
+from trainwright.core.registry import import_object
+
+# Arguments of the Trainer that belong to the step, so that those of the configuration hold.
+STEP_ARGUMENTS = (
+    *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
+    *("compile", "use_distributed_sampler", "per_sample_rng", "uneven_batches"),
+    *("limit_train_batches", "overfit_batches", "reload_dataloaders_every_n_epochs"),
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run shall do, JSON-able.
+
+    Attributes:
+        strategy: a name, or `"module:name"` of a class or function that makes one.
+        devices: processes, where the strategy can run several.
+        steps: optimizer steps.
+        seed: of everything.
+        defaults: configuration under that of the files.
+        configs: the configuration's files.
+        assignments: what the command line overrides, as `[key, text]`.
+    """
+
+    strategy: str
+    devices: int
+    steps: int
+    seed: int
+    defaults: dict[str, Any]
+    configs: list[str]
+    assignments: list[list[str]]
+
+    def write(self, folder: Path) -> None:
+        """Leave it where `main` looks for it."""
+        (folder / "plan.json").write_text(json.dumps(asdict(self)))
+
+
+def main(folder: Path) -> int:
+    """Run the plan that lies in a folder; returns 0, or 1 with `error.txt` beside it."""
+    plan = Plan(**json.loads((folder / "plan.json").read_text()))
+    try:
+        _record(plan, folder)
+    except TrainwrightError as error:
+        (folder / "error.txt").write_text(str(error))
+        return 1
+    except Exception:  # noqa: BLE001  # whatever the task raised is shown beside the other strategies' results
+        (folder / "error.txt").write_text(traceback.format_exc())
+        return 1
+    return 0
+
+
+def _record(plan: Plan, folder: Path) -> None:
+    from trainwright import Trainer
+    from trainwright.cli.configs.building import build
+    from trainwright.cli.fit import read_settings
+    from trainwright.cli.parity.parity_tape import StepTape
+    from trainwright.core.rng import seed_everything
+
+    assignments = [(key, text) for key, text in plan.assignments]
+    line = CommandLine([Path(config) for config in plan.configs], assignments)
+    parser, settings = read_settings("fit", line, defaults=plan.defaults)
+    given = settings.pop("trainer").as_dict()
+    if given.get("callbacks"):
+        print("trainwright: note: the configuration's callbacks are left out of the comparison.", file=sys.stderr)
+    seed_everything(plan.seed)
+    built = build(parser, settings)
+    strategy, devices = load_strategy(plan)
+    tape = StepTape(folder, (given["accumulate_grad_batches"] or 1) * plan.devices, plan.seed)
+    trainer = Trainer(
+        **{name: given[name] for name in STEP_ARGUMENTS},
+        strategy=strategy,
+        devices=devices,
+        max_steps=plan.steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        preemption_grace=None,
+        default_root_dir=folder / "files",
+        seed=plan.seed,
+        callbacks=[tape],
+    )
+    trainer.fit(built.task, datamodule=built.data)
+
+
+def load_strategy(plan: Plan) -> tuple[Any, int]:
+    """Return the strategy to hand to the Trainer, and its number of processes.
+
+    Raises:
+        ConfigurationError: there is none of this name, or what it names is no strategy.
+    """
+    from trainwright.strategies.registry import STRATEGIES
+    from trainwright.strategies.strategy import Strategy
+
+    name = plan.strategy
+    if name == "auto":
+        return name, plan.devices
+    make = import_object(name) if ":" in name else STRATEGIES.get(name)
+    made = make() if callable(make) else make
+    if not isinstance(made, Strategy):
+        raise ConfigurationError(
+            f"--strategies {name}: a {type(made).__name__} is no Strategy. Name one, or its class."
+        )
+    return made, plan.devices if made.is_distributed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""The host: its memory, its folders and addresses, and which process speaks."""

@@ -1,0 +1,133 @@
+"""Folders: which can be written, which are addresses elsewhere, and locks that end with the process that holds them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeGuard
+
+from trainwright.core.errors import ConfigurationError
+
+
+def check_writable(folder: Path) -> None:
+    """Try whether a folder, which may not be there yet, can be made and written into. Leaves nothing behind.
+
+    A folder that is there and open to this process is not touched: its time of change stays.
+
+    Args:
+        folder: of checkpoints.
+
+    Raises:
+        ConfigurationError: it cannot; says why.
+    """
+    folder = folder.absolute()
+    if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # also false on a read-only disk
+        return
+    nearest = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".trainwright-", dir=nearest))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigurationError(
+            f"nothing can be written into {folder}: {nearest}: {why}. Pass another dirpath or "
+            "Trainer(default_root_dir=…)."
+        ) from error
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
+
+
+def is_url(path: object) -> TypeGuard[str]:
+    """Tell whether `path` is text such as `s3://bucket/run`, and not a place on this machine's disk."""
+    return isinstance(path, str) and _URL.match(path) is not None
+
+
+def last_part(url: str) -> str:
+    """Return what stands behind the last slash: a checkpoint's name."""
+    return url.rstrip("/").rpartition("/")[2]
+
+
+def local_folder(root: Path, url: str) -> Path:
+    """Return the folder below `root` that stands for `url`: readable, and another one for every URL."""
+    url = url.rstrip("/")
+    words = re.sub(r"[^A-Za-z0-9_.]+", "-", url.rpartition("@")[2]).strip("-.")[-60:]  # no password in a path
+    return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Mark `folder` as in use by this process until the block ends or the process dies; see `is_held`."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # A file system without locks only loses the protection against a cleaner that runs at the same moment.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        yield
+    finally:
+        _let_go(handle)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
+    """Let one process at a time through this block, of those that name the same folder.
+
+    Blocks until the others are through, for so many seconds at most: one that was stopped holds nobody up for ever. On
+    file systems without locks nobody waits.
+    """
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        end = time.monotonic() + patience_s
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.002)
+            except OSError:
+                break
+        yield
+    finally:
+        _let_go(handle)
+
+
+def is_held(folder: Path) -> bool:
+    """Tell whether a living process holds `folder`."""
+    if os.name == "nt":
+        return False
+    import fcntl
+
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # this file system has no locks
+    finally:
+        _let_go(handle)
+    return False
+
+
+def _let_go(handle: int) -> None:
+    """Unlock and close; closing alone would leave a lock with processes that were forked while it was held."""
+    import fcntl
+
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)

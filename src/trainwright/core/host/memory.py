@@ -1,0 +1,205 @@
+"""Running out of memory: tell it from other errors, give back what is not used, and try again with less."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import BatchSizeError, ConfigurationError
+
+# What libraries say when an allocation failed, where they raise a plain RuntimeError.
+_OUT_OF_MEMORY = (
+    "out of memory",  # torch's allocators of accelerators, in several spellings of the device
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",  # the same on Windows
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # no workspace could be allocated for any algorithm
+)
+
+
+def is_out_of_memory(exception: BaseException) -> bool:
+    """Tell whether an exception, or one that it was raised from, says that memory ran out, of a device or of the host.
+
+    Known: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
+    process that the operating system kills for its memory raises nothing, so that nobody can tell.
+    """
+    return any(_says_so(error) for error in _chain(exception))
+
+
+def _says_so(error: BaseException) -> bool:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__
+
+
+def available_host_memory_bytes() -> int:
+    """Return the bytes of host memory that this process may still take, without making others swap.
+
+    On Linux what the kernel says is available, or what is left of the control group (the container) if that is less;
+    elsewhere all of the machine's memory.
+
+    Raises:
+        ConfigurationError: the system does not say.
+    """
+    try:
+        machine = _available_in_meminfo() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError) as error:
+        raise ConfigurationError("the size of this machine's memory is not known. Pass max_memory.") from error
+    group = _left_in_control_group()
+    return machine if group is None else min(machine, group)
+
+
+def _available_in_meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        return None
+    found = [line.split() for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0][1]) * 1024 if found else None
+
+
+def _left_in_control_group() -> int | None:
+    """Return what is left of this container's memory; None without a limit."""
+    for folder, limit_name, used_name, cache_name in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = (int(Path(folder, name).read_text(encoding="ascii")) for name in (limit_name, used_name))
+            facts = dict(line.split() for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines())
+        except (OSError, ValueError):  # another version of control groups, or no limit ("max")
+            continue
+        # Pages of files that were only read are given back when somebody needs memory.
+        return max(0, limit - used + int(facts.get(cache_name, 0)))
+    return None
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give memory that torch's allocator keeps for later back to the device.
+
+    Args:
+        garbage_collection: collect reference cycles first, which may hold tensors; takes tens of milliseconds.
+
+    May wait for the device. Does nothing to the device's memory where there is no accelerator.
+    """
+    if garbage_collection:
+        gc.collect()
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+def release_memory(*objects: object) -> list[Any]:
+    """Drop this function's references to `objects`, collect cycles and clear the device's cache.
+
+    The caller's own references must go too, so assign the result to them: `a, b = release_memory(a, b)`.
+
+    Returns:
+        A None for each object.
+    """
+    found: list[Any] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return found
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Callable[..., Any]:
+    """Decorate a function so that it is tried again with a smaller batch size whenever memory runs out.
+
+    `function` takes the batch size as its first argument; callers leave it out. Everything that needs memory (model,
+    optimizer, loaders) has to be made inside of it, so that a failed try can be freed. A later call begins with the
+    size that worked last. Each process decides alone: with several, use `BatchSizeFinder`, where ranks agree.
+
+    Args:
+        function: what to call; without it the decorator is returned: `@find_executable_batch_size(...)`.
+        starting_batch_size: the first size to try, at least 1.
+        reduce_batch_size_fn: returns the next size to try after a failure, without arguments; unless told, half of
+            the last one, rounded down.
+
+    Raises:
+        TypeError: in a call: the batch size was handed over too.
+        BatchSizeError: in a call: not even the smallest batch size fits; it is a RuntimeError, raised from the last
+            error. Other errors of `function` pass through.
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    tried = function
+    batch_size = starting_batch_size
+
+    @functools.wraps(tried)
+    def call(*args: object, **options: object) -> Any:
+        nonlocal batch_size
+        _refuse_batch_size(tried, args, options)
+        failure: Exception | None = None
+        while batch_size > 0:
+            clear_device_cache(garbage_collection=True)
+            try:
+                return tried(batch_size, *args, **options)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = _without_frames(error)
+            batch_size = batch_size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        name = getattr(tried, "__name__", type(tried).__name__)
+        raise BatchSizeError(
+            f"no batch size fits: {name} ran out of memory down to the smallest one, starting from "
+            f"{starting_batch_size}. Use a smaller model, a lower precision or a larger device."
+        ) from failure
+
+    return call
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Return an error without its tracebacks, nor those that it was raised from: their frames would keep the failed
+    try's tensors alive.
+    """
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            each.__traceback__ = None
+            left += [each.__cause__, each.__context__]
+    return error
+
+
+def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Say what is wrong with a call that has one argument too many, which a TypeError from inside would not."""
+    parameters = list(inspect.signature(function).parameters.values())
+    name = getattr(function, "__name__", type(function).__name__)
+    first = next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if first is None and not takes_any:
+        raise TypeError(f"{name} takes no batch size. Make it the first argument: def {name}(batch_size, ...).")
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if first in options or (not takes_any and len(args) + 1 > len(positional)):
+        raise TypeError(
+            f"{name} was called with a batch size, which find_executable_batch_size hands it already. Call it without: "
+            f"{name}({', '.join(f'{p.name}=...' for p in positional[1:])})."
+        )

@@ -1,0 +1,58 @@
+"""Do something on the main process only, without a Trainer at hand: the launcher's variables say which one it is."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from trainwright.core.process import detect
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D")
+
+_LOG = logging.getLogger("trainwright")
+
+
+def rank_zero_only(fn: Callable[P, T], default: D | None = None) -> Callable[P, T | D | None]:
+    """Decorate a function that only the main process is to run.
+
+    Args:
+        fn: the function or method.
+        default: what the others return. Default: None.
+    """
+
+    @functools.wraps(fn)
+    def on_rank_zero(*args: P.args, **kwargs: P.kwargs) -> T | D | None:
+        return fn(*args, **kwargs) if detect().rank == 0 else default
+
+    return on_rank_zero
+
+
+def rank_zero_info(message: str, *args: Any, **options: Any) -> None:
+    """Log a message at level INFO to the logger `trainwright`, on the main process only."""
+    if detect().rank == 0:
+        _LOG.info(message, *args, stacklevel=2, **options)
+
+
+def rank_zero_warn(
+    message: str | Warning, stacklevel: int = 2, category: type[Warning] = UserWarning, **options: object
+) -> None:
+    """Issue a warning on the main process only.
+
+    Args:
+        message: its text.
+        stacklevel: as in `warnings.warn`: 2 is the caller's line. Default: 2.
+        category: its class. Default: UserWarning.
+        options: further arguments of `warnings.warn`.
+    """
+    if detect().rank == 0:
+        warnings.warn(message, category, stacklevel=stacklevel, **options)
+
+
+def rank_zero_deprecation(message: str | Warning, stacklevel: int = 2, **options: object) -> None:
+    """Issue a DeprecationWarning on the main process only; see `rank_zero_warn`."""
+    rank_zero_warn(message, stacklevel + 1, DeprecationWarning, **options)

@@ -1,0 +1,262 @@
+"""What Lightning's and Accelerate's names are called here, and what takes the place of those that are not here.
+
+The one table of other libraries' names: for the errors of `trainwright.<name>`, for objects of those libraries that
+are handed to a Trainer, for class paths in configuration files, and for `trainwright migrate`. What has the same name
+here is not listed: the packages' own lists of public names say that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+
+from trainwright.core.errors import ConfigurationError, nearest
+
+LIBRARIES = {
+    "lightning": "Lightning",
+    "pytorch_lightning": "Lightning",
+    "lightning_fabric": "Lightning",
+    "accelerate": "Accelerate",
+}
+"""Top-level package → the library's name."""
+
+_CANONICAL = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightning.fabric"}
+
+MODULES: Mapping[str, str | None] = {
+    "accelerate": "trainwright",
+    "lightning": "trainwright",
+    "lightning.fabric": None,
+    "lightning.pytorch": "trainwright",
+    "lightning.pytorch.accelerators": None,
+    "lightning.pytorch.callbacks": "trainwright.callbacks",
+    "lightning.pytorch.cli": "trainwright.cli",
+    "lightning.pytorch.demos": None,
+    "lightning.pytorch.loggers": "trainwright.loggers",
+    "lightning.pytorch.loops": None,
+    "lightning.pytorch.plugins": None,
+    "lightning.pytorch.profilers": None,
+    "lightning.pytorch.strategies": "trainwright.strategies",
+    "lightning.pytorch.utilities": "trainwright.utilities",
+}
+"""Module (and all below it) → where names of the same name are here; None: what has the same name is another thing."""
+
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "Lightning": {
+        "CombinedLoader": "trainwright.CombinedLoader",
+        "LightningArgumentParser": "trainwright.cli.CLIParser",
+        "LightningCLI": "trainwright.CLI",
+        "LightningDataModule": "trainwright.DataModule",
+        "LightningModule": "trainwright.TaskModule",
+        "MisconfigurationException": "trainwright.ConfigurationError",
+        "RichModelSummary": "trainwright.callbacks.ModelSummary",
+        "SpikeDetection": "trainwright.callbacks.LossSpikeDetector",
+        "seed_everything": "trainwright.seed_everything",
+        "ThroughputMonitor": "trainwright.callbacks.Throughput",
+    },
+    "Accelerate": {
+        "set_seed": "trainwright.seed_everything",
+    },
+}
+"""Library → its name → the full name here, where it differs or lies elsewhere than `MODULES` says."""
+
+
+def _each(names: str, answer: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), answer)
+
+
+_LIGHTNING = {
+    **_each("BackboneFinetuning BaseFinetuning", "set requires_grad_ in a callback's on_train_epoch_start."),
+    "ModelPruning": "call torch.nn.utils.prune in a callback's on_train_epoch_end.",
+    "Checkpoint": "sub-class trainwright.callbacks.ModelCheckpoint, or Callback.",
+    **_each(
+        "CometLogger MLFlowLogger LitLogger NeptuneLogger",
+        "sub-class trainwright.loggers.Logger (docs/logging.md, Writing a logger).",
+    ),
+    **_each(
+        "Profiler AdvancedProfiler PassThroughProfiler PyTorchProfiler SimpleProfiler XLAProfiler profilers",
+        "enter torch.profiler.profile in a callback's on_train_start.",
+    ),
+    **_each("XLAStrategy SingleDeviceXLAStrategy", "there is no strategy for TPUs yet."),
+    "ParallelStrategy": "sub-class trainwright.Strategy (docs/extending.md).",
+    **_each(
+        "BitsandbytesPrecision DeepSpeedPrecision DoublePrecision HalfPrecision MixedPrecision FSDPPrecision "
+        "TransformerEnginePrecision XLAPrecision",
+        "pass Trainer(precision=…), for example 'bf16-mixed'; for 8 and 4 bits load_and_quantize_model.",
+    ),
+    **_each(
+        "AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO",
+        "a checkpoint is a folder of safetensors and JSON, written while training continues: Trainer(async_save=…).",
+    ),
+    **_each(
+        "ClusterEnvironment KubeflowEnvironment LSFEnvironment LightningEnvironment MPIEnvironment SLURMEnvironment "
+        "TorchElasticEnvironment XLAEnvironment",
+        "launchers are found by their environment variables; Trainer(launcher='torchrun' | 'slurm' | 'mpi') names one.",
+    ),
+    **_each("LayerSync TorchSyncBatchNorm", "pass Trainer(sync_batchnorm=True)."),
+    **_each(
+        "CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices",
+        "pass Trainer(accelerator='cpu'), 'gpu' or 'auto', and devices=….",
+    ),
+    **_each("plugins", "strategies, precision and launchers are arguments of Trainer."),
+    **_each("accelerators", "pass Trainer(accelerator='cpu'), 'gpu' or 'auto'."),
+    **_each("loops", "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator."),
+    **_each("demos", "write the small model or data set yourself; `trainwright new` makes a project to start from."),
+    "Fabric": "use trainwright.Accelerator: prepare() for setup() and setup_dataloaders(), accelerator.backward(loss).",
+    **_each(
+        "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType",
+        "annotate with typing.Any.",
+    ),
+    **_each("find_shared_parameters set_shared_parameters", "use find_tied_parameters and retie_parameters."),
+    **_each(
+        "disable_possible_user_warnings is_picklable is_shared_filesystem suggested_max_num_workers LightningEnum "
+        "GradClipAlgorithmType",
+        "nothing takes its place; delete the use.",
+    ),
+}
+
+_ACCELERATE = {
+    **_each(
+        "DeepSpeedPlugin HfDeepSpeedConfig",
+        "pass Trainer(strategy=DeepSpeedStrategy(…)); DeepSpeedStrategy.from_config reads the same configuration.",
+    ),
+    "FullyShardedDataParallelPlugin": "pass Trainer(strategy=FSDPStrategy(…)).",
+    **_each("ParallelismConfig TorchTensorParallelPlugin", "pass Trainer(strategy=TensorParallelStrategy(…))."),
+    **_each(
+        "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
+        "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm",
+        "Megatron-LM is not served; tensor parallelism is Trainer(strategy='tp').",
+    ),
+    **_each(
+        "FP8RecipeKwargs TERecipeKwargs AORecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast "
+        "has_transformer_engine_layers",
+        "training in 8 bits is not served; use mixed_precision='bf16'.",
+    ),
+    **_each(
+        "AutocastKwargs GradScalerKwargs", "pass mixed_precision='fp16' or 'bf16'; the scale is adapted by itself."
+    ),
+    "InitProcessGroupKwargs": "the launcher and PartialState start the process group; delete it.",
+    "ProfileKwargs": "enter torch.profiler.profile around your loop.",
+    "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
+    **_each("ProjectConfiguration", "pass the folders to save_state and to your loggers."),
+    **_each("TorchDynamoPlugin DynamoBackend", "call torch.compile on the model before prepare()."),
+    **_each("AcceleratorState GradientState", "its values are attributes of Accelerator, and of PartialState."),
+    **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
+    "skip_first_batches": "call accelerator.skip_first_batches(loader, n).",
+    **_each("synchronize_rng_states synchronize_rng_state", "prepared loaders draw the same order on every process."),
+    "LocalSGD": "use LocalSGDStrategy with Trainer or with Accelerator(strategy=…).",
+    **_each(
+        "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
+        "SwanLabTracker TrackioTracker LoggerType",
+        "use a logger of trainwright.loggers: start(), log_metrics(), finish().",
+    ),
+    "get_logger": "use logging.getLogger, and PartialState().is_main_process to write once.",
+    **_each(
+        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler",
+        "prepare() divides the data; ShardedIterable divides an iterable data set.",
+    ),
+    "prepare_data_loader": "call accelerator.prepare_data_loader(loader).",
+    "extract_model_from_parallel": "call accelerator.unwrap_model(model).",
+    "merge_fsdp_weights": "run `trainwright checkpoint export`.",
+    **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
+    **_each(
+        "MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SCALER_NAME RNG_STATE_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME "
+        "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_INDEX_NAME",
+        "write the file's name; a checkpoint here is a folder (docs/checkpoint-format.md).",
+    ),
+    **_each(
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper get_active_deepspeed_plugin",
+        "DeepSpeedStrategy holds the engine; it is not reached by hand.",
+    ),
+    **_each(
+        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType KwargsHandler is_bf16_available "
+        "is_mps_available is_torch_version install_xla listify convert_model convert_outputs_to_fp32 convert_to_fp32 "
+        "get_grad_scaler get_mixed_precision_context_manager clear_environment patch_environment slice_tensors "
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading is_rich_available",
+        "nothing takes its place; delete the use, or write the few lines yourself.",
+    ),
+}
+
+ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}
+"""Library → its name that is not here → what to do instead."""
+
+
+def canonical(path: str) -> str:
+    """Return a dotted path with the library's present-day package: `pytorch_lightning.x` → `lightning.pytorch.x`."""
+    root, dot, rest = path.partition(".")
+    return _CANONICAL.get(root, root) + dot + rest
+
+
+def own_module(module: str) -> str | None:
+    """Return where a foreign module's names of the same name are here; None: nowhere."""
+    path = canonical(module)
+    while path and path not in MODULES:
+        path = path.rpartition(".")[0]
+    return MODULES.get(path)
+
+
+def answer(name: str, library: str | None = None) -> str | None:
+    """Return what to write in place of another library's name; None for a name that is not known."""
+    for known in [library] if library else ANSWERS:
+        if name in RENAMED[known]:
+            return f"{name} of {known} is {RENAMED[known][name]} here."
+        if name in ANSWERS[known]:
+            return f"{name} of {known} is not here: {ANSWERS[known][name]}"
+    return None
+
+
+def missing(module: str, name: str, public: Iterable[str]) -> Exception:
+    """Return the error for a name that a module of ours does not have, to be raised by its `__getattr__`.
+
+    Returns:
+        An ImportError for `from module import name`, whose text Python would replace otherwise; else an AttributeError.
+    """
+    text = f"module {module!r} has no attribute {name!r}."
+    told = None if name.startswith("_") else answer(name)
+    text = f"{text} {told}" if told else text.removesuffix(".") + (nearest(name, public).replace(" Did", ". Did", 1))
+    return ImportError(text, name=module) if _importing() else AttributeError(text, name=name)
+
+
+def _importing() -> bool:
+    """Tell whether the caller's caller's caller runs `from … import …`: its instruction is IMPORT_FROM."""
+    import dis
+
+    frame = sys._getframe(3)
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+
+
+def foreign_object(value: object) -> str | None:
+    """Return whose object this is, if it is Lightning's or Accelerate's, and which line to change; else None."""
+    for cls in type(value).__mro__:
+        library = LIBRARIES.get(cls.__module__.partition(".")[0])
+        if library is not None:
+            return _foreign_text(type(value), cls, library)
+    return None
+
+
+def check_owner(value: object) -> None:
+    """Refuse an object of Lightning or Accelerate where one of ours is needed.
+
+    Raises:
+        ConfigurationError: it is theirs; the message names the line to change.
+    """
+    told = foreign_object(value)
+    if told is not None:
+        raise ConfigurationError(told)
+
+
+def _foreign_text(given: type, cls: type, library: str) -> str:
+    module, name = canonical(cls.__module__), cls.__name__
+    home = module
+    while home not in MODULES:
+        home = home.rpartition(".")[0]
+    own = RENAMED[library].get(name) or (f"{MODULES[home]}.{name}" if name not in ANSWERS[library] else None)
+    text = f"{given.__name__} is a {name} of {library}, not of Trainwright"
+    if own is None or own.startswith("None."):
+        return f"{text}. {answer(name, library) or 'Trainwright cannot use it.'}"
+    where = getattr(sys.modules.get(given.__module__), "__file__", None)
+    file = where if where is not None and given is not cls else None
+    target, _, new = own.rpartition(".")
+    return (
+        f"{text}. Change `from {home} import {name}` to `from {target} import {new}`"
+        f"{f' in {file}' if file else ''}, or run: trainwright migrate {file or 'FILE'}"
+    )

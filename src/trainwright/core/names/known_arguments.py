@@ -1,0 +1,41 @@
+"""Keywords that a function does not have, told by name; type checkers and editors see its own signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Refuse(Protocol):
+    """Called for each keyword that a function does not have."""
+
+    def __call__(self, name: str, value: object, known: list[str], /) -> None:
+        """Raise an error that says what to write; or return, and the keyword is left out.
+
+        Args:
+            name: the keyword.
+            value: what it was given.
+            known: the function's own parameters.
+        """
+
+
+def known_arguments(refuse: Refuse) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that calls `refuse` for each keyword that the function does not have."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = list(inspect.signature(function).parameters)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs.keys() - known:
+                refuse(name, kwargs.pop(name), known)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

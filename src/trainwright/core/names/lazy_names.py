@@ -1,0 +1,53 @@
+"""A package's public names, imported when they are first touched (PEP 562), and listed once: in its `__init__.pyi`.
+
+Editors and type checkers read that stub, and so does the package when somebody asks it for a name.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# One line for each name, as type checkers want it of what a stub hands on.
+_LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", re.MULTILINE)
+
+
+def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package that has a stub.
+
+    An unknown name is an AttributeError that knows other libraries' names, see `foreign_names.missing`.
+
+    Args:
+        package: its `__name__`.
+        file: its `__file__`; the stub `__init__.pyi` lies beside it.
+    """
+
+    @cache
+    def homes() -> dict[str, str]:
+        text = Path(file).with_suffix(".pyi").read_text(encoding="utf-8")
+        return {name: home for home, name in _LINE.findall(text)}
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            value: Any = sorted(homes())
+        elif name in homes():
+            home = homes()[name]
+            value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
+        elif name.startswith("__"):  # that Python and tools ask every module for
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        else:
+            from trainwright.core.names.foreign_names import missing
+
+            raise missing(package, name, homes())
+        setattr(sys.modules[package], name, value)  # the next access does not come here
+        return value
+
+    def names() -> list[str]:
+        return sorted({*homes(), *(name for name in vars(sys.modules[package]) if name.startswith("__"))})
+
+    return get, names

@@ -1,0 +1,95 @@
+"""What preparing a loader depends on besides the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.data.workers import Workers, WorkerStart
+
+Stage = Literal["train", "validate", "test", "predict"]
+Uneven = Literal["pad", "stop", "error"]
+Agree = Callable[[list[int]], list[list[int]]]
+
+_HOOKS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderOptions:
+    """How loaders are made ready for one data-parallel rank.
+
+    Args:
+        stage: `"train"` (default), `"validate"`, `"test"` or `"predict"`. Evaluation is never shuffled, unless the
+            user's own loader shuffles and there is one rank.
+        rank: this rank on the data axis. Default: 0.
+        world: number of data-parallel ranks. Default: 1.
+        seed: of the order; the same on every rank. A `generator` of the user's DataLoader keeps seeding its workers
+            but does not change the order. Default: 0.
+        use_distributed_sampler: False: each rank's loader is its own affair and nothing is dealt. Default: True.
+        uneven: what to do when ranks hold different numbers of batches; see `trainwright.data.prepared`. Default:
+            `"pad"`.
+        lockstep: all ranks do the same number of rounds; None (default): in training, and elsewhere as
+            `lockstep_evaluation` says.
+        lockstep_evaluation: every forward communicates, so that evaluations go in lock step too. Default: False.
+        agree: gathers a short list of integers from every rank, in rank order, over the host. None (default) with
+            several ranks: the caller vouches that loaders which are not dealt have the same number of batches
+            everywhere.
+        shuffle: overrides whether a default sampler shuffles; None (default): as the loader says.
+        per_sample_rng: what `random`, numpy's global generator and torch's CPU generator give while a sample is fetched
+            depends on (seed, epoch, the sample's index) alone, and while a batch is collated on its first sample; this
+            process's generators are left alone. Costs some 20 µs a sample. For data with indices only. Default: False.
+        workers: takes the loaders' workers, which outlive the signals of a run's end; the caller ends them by `close`.
+        name: of the loader, for messages; None (default): that of the stage's hook.
+
+    Raises:
+        ConfigurationError: a stage, policy or rank that there is not.
+    """
+
+    stage: Stage = "train"
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+    use_distributed_sampler: bool = True
+    uneven: Uneven = "pad"
+    lockstep: bool | None = None
+    lockstep_evaluation: bool = False
+    agree: Agree | None = None
+    shuffle: bool | None = None
+    per_sample_rng: bool = False
+    workers: Workers | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage not in _HOOKS:
+            raise ConfigurationError(f"stage={self.stage!r} is not one of 'train', 'validate', 'test', 'predict'.")
+        if self.uneven not in ("pad", "stop", "error"):
+            raise ConfigurationError(f"uneven={self.uneven!r} is not one of 'pad', 'stop', 'error'.")
+        if not 0 <= self.rank < self.world:
+            raise ConfigurationError(f"rank={self.rank} is not in [0, world={self.world}).")
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether all ranks do the same number of rounds."""
+        if self.lockstep is not None:
+            return self.lockstep
+        return self.stage == "train" or self.lockstep_evaluation
+
+    @property
+    def title(self) -> str:
+        """What messages call the loader."""
+        return self.name or _HOOKS[self.stage]
+
+    def evaluating(self, stage: Stage) -> LoaderOptions:
+        """Return the options of an evaluation in the same run, which counts every sample."""
+        return replace(self, stage=stage, uneven="pad")
+
+    def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
+        """Return what a worker does first, with the user's own function."""
+        return WorkerStart(own) if self.workers is not None else own

@@ -1,0 +1,380 @@
+"""Operations on tensors and objects across the processes of a script, by Accelerate's names.
+
+They look into lists, tuples (named ones too), mappings and dataclasses; every tensor in them is exchanged by itself.
+All but `send_to_device`, `recursively_apply` and `concatenate` are collective: every process calls them, in the same
+order, with the same structure. They use the processes of `PartialState`, which they make where there is none yet. For
+a process that is alone they are the identity. What the processes hand over is compared first, by one number from each
+on the host: where operations, shapes or dtypes differ, every process gets an error that shows them all, instead of
+what torch's backends make of it (the end of the process, a wait, or wrong values).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.tree import is_container, rebuild
+from trainwright.processes.partial_state import PartialState
+from trainwright.processes.process_group import Processes
+from trainwright.processes.same_calls import compare_calls
+
+_REDUCTIONS = ("mean", "sum", "none")
+_UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = _is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return `data` with `func` applied to its leaves; containers keep their types. Not collective.
+
+    Args:
+        func: called as `func(leaf, *args, **kwargs)`.
+        data: nested lists, tuples, mappings and dataclasses.
+        args: handed on.
+        test_type: which leaves; tensors unless told.
+        error_on_other_type: whether other leaves are an error; they stay as they are unless told.
+        kwargs: handed on.
+
+    Raises:
+        TypeError: a leaf of another type.
+    """
+
+    def visit(part: Any) -> Any:
+        if is_container(part):
+            return rebuild(part, visit)
+        if test_type(part):
+            return func(part, *args, **kwargs)
+        if error_on_other_type:
+            name = getattr(func, "__name__", type(func).__name__).strip("_")
+            raise TypeError(
+                f"{name} got a value of type {type(part).__name__}. It takes tensors, and lists, tuples, mappings and "
+                "dataclasses of them; for other objects there are gather_object and broadcast_object_list."
+            )
+        return part
+
+    return visit(data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
+) -> Any:
+    """Return nested tensors on a device; also other objects that have a `to` method. Not collective.
+
+    Args:
+        tensor: what is to move.
+        device: where to.
+        non_blocking: do not wait for copies from pinned memory, or to the host: read those after a synchronization.
+        skip_keys: keys of mappings whose values stay where they are, at every depth.
+    """
+    place = torch.device(device)
+    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part.to(place, non_blocking=non_blocking)
+        if callable(getattr(part, "to", None)):  # before containers: a PackedSequence is one
+            try:
+                return part.to(place, non_blocking=non_blocking)
+            except TypeError:  # it knows no such argument
+                return part.to(place)
+        return rebuild(part, visit, skip_keys=skipped)
+
+    return visit(tensor)
+
+
+def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
+    """Return the tensors of several equally built structures, concatenated leaf by leaf. Not collective.
+
+    Args:
+        data: the structures, at least one.
+        dim: along which the tensors are concatenated.
+
+    Raises:
+        ConfigurationError: nothing to concatenate, or structures that differ.
+        TypeError: a leaf that is no tensor.
+    """
+    if not data:
+        raise ConfigurationError("concatenate got nothing to concatenate. Hand over one structure at least.")
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim)
+    if isinstance(first, Mapping):
+        if any(set(other) != set(first) for other in data):
+            raise ConfigurationError(f"concatenate got mappings of different keys: {[list(other) for other in data]}.")
+        joined: Any = copy.copy(first)
+        for key in first:
+            joined[key] = concatenate([other[key] for other in data], dim)
+        return joined
+    if isinstance(first, (list, tuple)):
+        if any(len(other) != len(first) for other in data):
+            raise ConfigurationError(f"concatenate got sequences of different lengths: {[len(each) for each in data]}.")
+        columns = iter([concatenate(column, dim) for column in zip(*data, strict=True)])
+        return rebuild(first, lambda _: next(columns))
+    raise TypeError(f"concatenate got a value of type {type(first).__name__}, and it takes tensors.")
+
+
+def wait_for_everyone() -> None:
+    """Wait for every process. Collective; blocks on the host and not on the device."""
+    PartialState().wait_for_everyone()
+
+
+def gather(tensor: Any) -> Any:
+    """Return nested tensors with those of all processes, along the first dimension, in the order of the processes.
+
+    Collective. No gradient goes through it.
+
+    Args:
+        tensor: each tensor of the same shape and dtype on every process, `[n, ...]`; one without a dimension counts as
+            `[1]`. For unequal lengths there are `Accelerator.gather_for_metrics` and `pad_across_processes`.
+
+    Returns:
+        Tensors `[num_processes * n, ...]`, on every process; for a process that is alone what it handed over, as it is.
+
+    Raises:
+        TypeError: a leaf that is no tensor.
+        ConfigurationError: different shapes or dtypes, on every process.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return tensor
+    processes = _ready("gather", state, tensor)
+
+    def gather_one(leaf: torch.Tensor) -> torch.Tensor:
+        mine = leaf.detach().contiguous()
+        mine = mine[None] if mine.dim() == 0 else mine
+        found = mine.new_empty((processes.world_size, *mine.shape))
+        dist.all_gather(list(found.unbind()), mine, group=processes.group_for(leaf.device))
+        return found.flatten(0, 1)
+
+    return recursively_apply(gather_one, tensor)
+
+
+def gather_object(object: Any) -> Any:
+    """Return one list of what is in the lists of all processes, in the order of the processes. Collective.
+
+    Through pickle and the host: for what is small.
+
+    Args:
+        object: a list or tuple of picklable objects, of any length.
+
+    Returns:
+        The list; for a process that is alone what it handed over, as it is.
+
+    Raises:
+        TypeError: no list or tuple.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return object
+    told = state.joined().gather_object(object if isinstance(object, (list, tuple)) else type(object))
+    wrong = {rank: kind for rank, kind in enumerate(told) if isinstance(kind, type)}
+    for rank, kind in wrong.items():  # on every process: the others do not wait for this one in their next exchange
+        raise TypeError(
+            f"gather_object takes a list, and got {kind.__name__} on process {rank}. Write gather_object([value])."
+        )
+    return [item for items in told for item in items]
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite nested tensors with those of one process, in place, and return them. Collective.
+
+    Args:
+        tensor: each tensor of the same shape and dtype on every process.
+        from_process: whose values all get.
+
+    Raises:
+        TypeError: a leaf that is no tensor.
+        ConfigurationError: no such process; or different shapes, dtypes or processes to send, on every process.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return tensor
+    processes = _ready("broadcast", state, tensor, from_process)
+    _check_process(from_process, state)
+
+    def broadcast_one(leaf: torch.Tensor) -> torch.Tensor:
+        own = leaf.detach()
+        sent = own.contiguous()
+        dist.broadcast(sent, from_process, group=processes.group_for(leaf.device))
+        if sent.data_ptr() != own.data_ptr():
+            own.copy_(sent)
+        return leaf
+
+    return recursively_apply(broadcast_one, tensor)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite a list with that of one process, in place, and return it. Collective; through pickle and the host.
+
+    Args:
+        object_list: picklable objects.
+        from_process: whose list all get.
+
+    Raises:
+        ConfigurationError: no such process.
+    """
+    state = PartialState()
+    if state.num_processes > 1:
+        hint = "One process sends, and all name it."
+        compare_calls(state.joined(), f"broadcast_object_list(…, {from_process})", "a list", hint)
+        _check_process(from_process, state)
+        object_list[:] = state.joined().broadcast_object(list(object_list), from_process)
+    return object_list
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Return nested tensors, each the mean or sum over all processes. Collective; the arguments stay as they are.
+
+    No gradient goes through it when there are several processes.
+
+    Args:
+        tensor: each tensor of the same shape and dtype on every process.
+        reduction: `"mean"`, `"sum"`, or `"none"`: each process keeps its own.
+        scale: what the result is multiplied with.
+
+    Raises:
+        TypeError: a leaf that is no tensor, or the mean of tensors of whole numbers over several processes.
+        ConfigurationError: an unknown reduction; or different shapes, dtypes or reductions, on every process.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ConfigurationError(
+            f"reduction={reduction!r} is unknown.{nearest(str(reduction), _REDUCTIONS)} "
+            f"Known: {', '.join(_REDUCTIONS)}. For others, reduce what gather returns: gather(tensor).max()."
+        )
+    state = PartialState()
+    crosses = state.num_processes > 1 and reduction != "none"
+    if not crosses:
+        _tensors("reduce", tensor)
+    processes = _ready("reduce", state, tensor, reduction) if crosses else state.processes
+
+    def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
+        if not crosses:
+            return leaf.clone() if scale == 1.0 else leaf * scale
+        if reduction == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"reduce got a tensor of {leaf.dtype}, which has no mean. Hand over tensor.float(), or sum."
+            )
+        total = leaf.detach().contiguous().clone()
+        dist.all_reduce(total, group=processes.group_for(leaf.device))
+        factor = scale / processes.world_size if reduction == "mean" else scale
+        return total if factor == 1.0 else total * factor
+
+    return recursively_apply(reduce_one, tensor)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    """Return nested tensors, each filled up to the longest of all processes along one dimension. Collective.
+
+    Sizes are exchanged on the host, once for the whole structure.
+
+    Args:
+        tensor: each tensor with the same number of dimensions on every process.
+        dim: which dimension; tensors that do not have it stay as they are.
+        pad_index: the value to fill with.
+        pad_first: fill in front instead of behind.
+
+    Raises:
+        TypeError: a leaf that is no tensor.
+        ConfigurationError: different numbers of tensors or dimensions, or another `dim`, on every process; in debug
+            mode different dtypes too.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        _tensors("pad_across_processes", tensor)
+        return tensor
+    _ready("pad_across_processes", state, tensor, dim, lengths_differ=True)
+    leaves = _tensors("pad_across_processes", tensor)
+    if not leaves:
+        return tensor
+    sizes = [leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else -1 for leaf in leaves]
+    longest = iter([max(column) for column in zip(*state.joined().gather_integers(sizes), strict=True)])
+
+    def pad_one(leaf: torch.Tensor) -> torch.Tensor:
+        wanted = next(longest)
+        if not -leaf.dim() <= dim < leaf.dim() or leaf.shape[dim] == wanted:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = wanted
+        padded = leaf.new_full(shape, pad_index)
+        padded.narrow(dim, wanted - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(leaf)
+        return padded
+
+    return recursively_apply(pad_one, tensor)
+
+
+def _tensors(operation: str, tree: Any) -> list[torch.Tensor]:
+    """Return the leaves of `tree`, depth first; raises a TypeError for those that are no tensors."""
+    found: list[torch.Tensor] = []
+
+    def note(leaf: torch.Tensor) -> None:
+        found.append(leaf)
+
+    note.__name__ = operation
+    recursively_apply(note, tree, error_on_other_type=True)
+    return found
+
+
+def _ready(
+    operation: str, state: PartialState, tree: Any, argument: Any = None, *, lengths_differ: bool = False
+) -> Processes:
+    """Return the processes for an operation on these tensors, once all are known to do the same. Collective.
+
+    Wrong types and calls that differ are found before anything is sent, on every process: half an exchange would leave
+    the others waiting.
+
+    Args:
+        operation: its name.
+        state: of several processes.
+        tree: what this process hands over.
+        argument: of the operation, the same on every process.
+        lengths_differ: compare the number of dimensions, and dtypes in debug mode alone.
+    """
+    refused: TypeError | None = None
+    described: Any
+    try:
+        leaves = _tensors(operation, tree)
+    except TypeError as error:
+        refused, described = error, str(error)
+    else:
+        described = [_description(leaf, lengths_differ, state.debug) for leaf in leaves]
+    processes = state.joined()
+    name = operation if argument is None else f"{operation}(…, {argument!r})"
+    try:
+        compare_calls(processes, name, described, _UNEVEN)
+    except ConfigurationError as error:
+        raise (refused or error) from None
+    if refused is not None:
+        raise refused
+    return processes
+
+
+def _description(leaf: torch.Tensor, lengths_differ: bool, debug: bool) -> tuple[Any, ...]:
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if not lengths_differ:
+        return tuple(leaf.shape), dtype
+    return (f"{leaf.dim()} dimensions", *([dtype] if debug else []))
+
+
+def _check_process(from_process: int, state: PartialState) -> None:
+    if not 0 <= from_process < state.num_processes:
+        raise ConfigurationError(
+            f"from_process={from_process}, but there are {state.num_processes} processes, 0 to "
+            f"{state.num_processes - 1}."
+        )

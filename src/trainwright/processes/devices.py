@@ -1,0 +1,106 @@
+"""Which accelerators there are and which of them a run uses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.processes.launcher import set_variable
+
+_ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
+
+
+def device_type(accelerator: str) -> str:
+    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` take what the machine has.
+
+    Raises:
+        ConfigurationError: an unknown name, or one that this machine lacks.
+    """
+    if accelerator not in _ACCELERATORS:
+        raise ConfigurationError(
+            f"accelerator={accelerator!r} is unknown.{nearest(str(accelerator), _ACCELERATORS)} "
+            f"Known: {', '.join(_ACCELERATORS)}."
+        )
+    if accelerator == "cpu":
+        return "cpu"
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator == "auto":
+        return "cpu" if found is None else found.type
+    wanted = None if accelerator == "gpu" else accelerator
+    if found is None or (wanted is not None and found.type != wanted):
+        raise ConfigurationError(
+            f"accelerator={accelerator!r}, but torch {torch.__version__} sees "
+            f"{'no accelerator' if found is None else found.type} on this machine. Use accelerator='auto' or 'cpu'."
+        )
+    return found.type
+
+
+def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
+    """Return the device indices of this node for a `devices=` argument: one process each.
+
+    Args:
+        devices: a count, `-1` or `"auto"` for all there are (one on the CPU), a list of indices, or text such as
+            `"2"` or `"0,3"`.
+        kind: torch's device type.
+
+    Raises:
+        ConfigurationError: not a count, or more than there are.
+    """
+    available = None if kind == "cpu" else torch.accelerator.device_count()
+    given = devices
+    if isinstance(devices, str) and devices != "auto":
+        try:
+            numbers = [int(part) for part in devices.split(",") if part.strip()]
+        except ValueError:
+            numbers = []
+        if not numbers:
+            raise ConfigurationError(f"devices={given!r}: write a count, 'auto', or indices such as '0,3'.")
+        devices = numbers if "," in devices else numbers[0]
+    if devices == "auto" or devices == -1:
+        return list(range(available)) if available is not None else [0]
+    if isinstance(devices, (list, tuple)):
+        indices = [int(index) for index in devices]
+        if not indices:
+            raise ConfigurationError(f"devices={given!r} names none. Write a count, 'auto', or indices such as [0, 3].")
+        if len(set(indices)) != len(indices) or min(indices) < 0:
+            raise ConfigurationError(f"devices={given!r}: indices must be different and not negative.")
+    elif isinstance(devices, int) and not isinstance(devices, bool) and devices > 0:
+        indices = list(range(devices))
+    else:
+        raise ConfigurationError(f"devices={given!r}: write a count of at least 1, -1, 'auto' or a list of indices.")
+    if available is not None and max(indices) >= available:
+        raise ConfigurationError(
+            f"devices={given!r}, but this machine has {available} {kind} device(s). Use devices={available} or fewer."
+        )
+    return indices
+
+
+@contextlib.contextmanager
+def kernel_choice(
+    benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
+) -> Iterator[None]:
+    """Choose between fast and repeatable kernels for the whole process, for the length of a stage.
+
+    Args:
+        benchmark: let cuDNN time its kernels and pick the fastest; None leaves the setting.
+        deterministic: True: only repeatable kernels, an operation without one raises; `"warn"`: warns.
+        detect_anomaly: find the operation behind a NaN in backward.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    timed_before = torch.backends.cudnn.benchmark
+    if benchmark is not None:
+        torch.backends.cudnn.benchmark = benchmark
+    if deterministic:
+        set_variable("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+        torch.backends.cudnn.benchmark = False
+    try:
+        with torch.autograd.set_detect_anomaly(True) if detect_anomaly else contextlib.nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        if benchmark is not None or deterministic:
+            torch.backends.cudnn.benchmark = timed_before

@@ -1,0 +1,373 @@
+"""A watch beside every rank of a distributed run: who has failed, who is gone, and where a run stands that hangs.
+
+A collective tells nobody why it does not return. Each rank therefore has a daemon thread with a connection of its own
+to the store that the processes met at. It never takes part in a collective, never touches a device, and reads what the
+Trainer has counted instead of being told, so that a step pays nothing for it.
+
+What the threads say to each other, as keys of the store:
+
+    events         grows whenever one of the next two is written; the one key that is read at every beat
+    failure        the rank that failed first, with its traceback
+    stall/N        the rank that stands still for the N-th time; every rank answers with at/N/RANK, one prints them all
+    beat/RANK      where a rank was last seen, and whether it is saving
+    node/NODE      the processes of a node: each looks after the others there
+    gone/RANK, left/RANK   a process has ended without a word; a rank has left the run, and need not be waited for
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.errors import WorkerError
+from trainwright.core.process import in_notebook
+from trainwright.processes.hang_report import Failure, hang_report
+from trainwright.processes.standing import (
+    Position,
+    ProcessMark,
+    Standing,
+    activity_of,
+    collective_of,
+    frames_of,
+    standing_of,
+)
+
+_BEAT_S = 0.5
+_RANKS_PER_BEAT_S = 256  # more ranks look less often, so that the one store keeps up
+_GRACE_S = 2.0  # for a survivor to notice by itself, once the failed rank is out of the way
+_PATIENCE_S = 15.0  # for a failed rank to get out of the way; longer only while it saves
+_ANSWER_S = 4.0  # for ranks to say where they stand
+_ECHO_S = 2.5  # how long an error of a collective waits for the failure that has caused it
+
+
+class HangDetector:
+    """The watch of one rank during one stage.
+
+    Args:
+        store: where the ranks have met, with a prefix that no other stage uses; a connection of its own.
+        rank, world_size: this rank among how many.
+        position: returns how far this rank is; called from the thread, so it only reads.
+        hang_timeout_s: seconds without a move after which a rank is asked about; None: never.
+        timeout_s: after how many seconds a collective fails; for the report's words.
+        store_dies_with_rank_0: rank 0's process serves the store (not torchrun's agent).
+        interrupt_only: this is the user's own process, which shall not be ended but get a WorkerError.
+    """
+
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, position: Callable[[], Position],
+        hang_timeout_s: float | None, timeout_s: float, store_dies_with_rank_0: bool, interrupt_only: bool,
+    ) -> None:  # fmt: skip
+        self._store: Store | None = store
+        self._rank, self._world_size = rank, world_size
+        self._position = position
+        self._hang_timeout_s, self._timeout_s = hang_timeout_s, timeout_s
+        self._store_dies_with_rank_0 = store_dies_with_rank_0
+        self._interrupt_only = interrupt_only
+        self._beat_s = max(_BEAT_S, world_size / _RANKS_PER_BEAT_S)
+        self._thread_id = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
+        self._wake, self._told = threading.Event(), threading.Event()
+        self._stopping = False
+        self._error: BaseException | None = None  # what this rank leaves the run with
+        self._mark = ProcessMark.mine()
+        self._known_gone: set[int] = set()
+        # Where it stands
+        self._last, self._moved_at = position(), time.monotonic()
+        self._beats = self._events = self._stalls = 0
+        self._stall_of_mine: tuple[Position, float] | None = None
+        self._covered: Position | None = None  # what has been reported already
+        self._report_due: tuple[int, float] | None = None
+        # A failure elsewhere
+        self._failure: Failure | None = None
+        self._failure_seen_at = self._out_of_the_way_at = self._interrupted_at = 0.0
+        self._failed_beat: tuple[bytes, float] = (b"", 0.0)
+
+    # Called by the thread that trains
+
+    def start(self) -> None:
+        """Begin to watch. Communicates with the store only; does not wait for other ranks."""
+        # A thread that is inside the store while the interpreter is taken down would abort the process.
+        atexit.register(self.close)
+        self._thread.start()
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the others what this rank leaves the run with. Waits for the store, some seconds at most.
+
+        The error gets a note if another rank has failed first.
+
+        Raises:
+            WorkerError: the error is only how this rank was interrupted, since another one has failed.
+        """
+        self._error = error
+        self._wake.set()
+        self._told.wait(2 * _ECHO_S)
+        found = self._failure
+        if found is None or found.rank == self._rank:
+            return
+        if self._interrupted_at:
+            raise WorkerError(f"another process of this run has failed:\n{found.text}") from None
+        error.add_note(f"This followed the failure of another rank:\n{found.text}")
+
+    def close(self) -> None:
+        """End the watch. Waits for the store, some seconds at most; does nothing the second time."""
+        atexit.unregister(self.close)
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2 * _ECHO_S)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            self._introduce()
+            while not self._stopping:
+                self._beat(time.monotonic())
+                self._wake.wait(self._beat_s)
+                self._wake.clear()
+            self._note_move(time.monotonic())
+            if self._error is not None:
+                self._say_farewell()
+        except dist.DistError:
+            self._go_on_without_store()
+        finally:
+            self._store = None
+            self._told.set()
+
+    @property
+    def _shared(self) -> Any:
+        assert self._store is not None  # it is dropped only when the thread ends or goes on without it
+        return self._store
+
+    def _introduce(self) -> None:
+        mark = json.dumps([self._rank, self._mark.pid, self._mark.started])
+        self._shared.append(f"node/{self._mark.node}", mark + "\n")
+
+    def _beat(self, now: float) -> None:
+        self._note_move(now)
+        if self._error is not None and not self._told.is_set():
+            self._tell()
+        events = self._shared.add("events", 0)
+        if events != self._events:
+            self._events = events
+            self._look(now)
+        self._look_after_neighbours()
+        self._beats += 1
+        # What a rank does besides training is looked at only when others may have to wait for it.
+        saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
+        self._shared.set(f"beat/{self._rank}", json.dumps([self._beats, str(self._last), saving]))
+        if self._error is None:
+            if self._failure is not None and self._is_time_to_end(now):
+                self._end()
+            elif self._hang_timeout_s is not None:
+                self._watch_for_stall(now)
+                self._report_when_due(now)
+
+    def _note_move(self, now: float) -> None:
+        position = self._position()
+        if position == self._last or self._error is not None:
+            return
+        if self._stall_of_mine is not None and self._stall_of_mine[0] != position:
+            still_s = now - self._stall_of_mine[1]
+            self._stall_of_mine = None
+            _say(f"trainwright: rank {self._rank} has moved on after {still_s:.0f} s: {position}")
+        self._last, self._moved_at = position, now
+
+    def _look(self, now: float) -> None:
+        if self._failure is None and self._shared.check(["failure"]):
+            self._learn(Failure.from_json(self._shared.get("failure")))
+        while self._shared.check([f"stall/{self._stalls}"]):
+            self._answer(now)
+
+    # A rank that fails
+
+    def _tell(self) -> None:
+        """Post this rank's own end, unless it is the echo of another's, which then becomes known here."""
+        error = self._error
+        if isinstance(error, (SystemExit, KeyboardInterrupt)):
+            self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
+        elif error is not None:
+            deadline = time.monotonic() + (_ECHO_S if _is_echo(error) else 0.0)
+            while True:
+                self._look(time.monotonic())
+                self._look_after_neighbours()
+                if self._failure is not None or time.monotonic() >= deadline:
+                    break
+                time.sleep(0.1)
+            own = error.__traceback__  # its first frame is the watch's
+            text = "".join(traceback.format_exception(type(error), error, own and (own.tb_next or own)))
+            self._post_failure(Failure(self._rank, f"rank {self._rank}:\n{text}"))
+        self._told.set()
+
+    def _post_failure(self, failure: Failure) -> None:
+        """Make this the run's failure unless there is one already; learn which it is."""
+        if self._failure is None:
+            first = self._shared.compare_set("failure", "", failure.to_json())
+            self._shared.add("events", 1)
+            self._learn(Failure.from_json(first))
+
+    def _learn(self, failure: Failure) -> None:
+        self._failure, self._failure_seen_at = failure, time.monotonic()
+        self._shared.add("seen", 1)
+
+    def _say_farewell(self) -> None:
+        """The last act of a rank that failed: nobody need wait for it; if it serves the store, all have heard."""
+        if not self._told.is_set():
+            self._tell()
+        self._shared.set(f"left/{self._rank}", "failed")
+        deadline = time.monotonic() + _ECHO_S
+        if self._rank == 0 and self._store_dies_with_rank_0 and self._failure is not None:
+            while self._shared.add("seen", 0) + len(self._known_gone) < self._world_size:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(0.05)
+                self._look_after_neighbours()
+
+    def _look_after_neighbours(self) -> None:
+        """Speak for the processes of this node that have ended without a word."""
+        for line in self._shared.get(f"node/{self._mark.node}").decode().splitlines():
+            rank, pid, started = json.loads(line)
+            mark = ProcessMark(self._mark.node, pid, started)
+            if rank == self._rank or rank in self._known_gone or not mark.is_gone():
+                continue
+            self._known_gone.add(rank)
+            self._shared.set(f"gone/{rank}", "")
+            if not self._shared.check([f"left/{rank}"]):
+                node = self._mark.node.split()[0]
+                text = f"rank {rank}: its process {pid} on {node} has ended without a traceback (killed, or crashed)."
+                self._post_failure(Failure(rank, text, gone=True))
+
+    # A rank that survives
+
+    def _is_time_to_end(self, now: float) -> bool:
+        """Whether the main thread had its chance: to notice by itself, and the failed rank to finish first.
+
+        A survivor must not be the first to exit, or its launcher would end the failed rank while it still saves.
+        """
+        failure = self._failure
+        assert failure is not None  # asked before
+        rank = failure.rank
+        known = failure.gone or self._shared.check([f"gone/{rank}"]) or self._shared.check([f"left/{rank}"])
+        if known and not self._out_of_the_way_at:
+            self._out_of_the_way_at = now
+        if self._out_of_the_way_at:
+            return now - self._out_of_the_way_at >= _GRACE_S
+        beat = self._shared.get(f"beat/{rank}") if self._shared.check([f"beat/{rank}"]) else b""
+        if beat != self._failed_beat[0]:
+            self._failed_beat = beat, now
+        saves = bool(beat) and json.loads(beat)[2] and now - self._failed_beat[1] < _PATIENCE_S
+        return not saves and now - self._failure_seen_at >= _PATIENCE_S
+
+    def _end(self) -> None:
+        """End this process, whose main thread may be in a collective that nobody will complete."""
+        failure = self._failure
+        assert failure is not None  # asked before
+        if self._interrupt_only:
+            now = time.monotonic()
+            if not self._interrupted_at:
+                self._interrupted_at = now
+                if self._thread_id == threading.main_thread().ident:
+                    signal.pthread_kill(self._thread_id, signal.SIGINT)
+            if in_notebook() or now - self._interrupted_at < 2 * _GRACE_S:
+                return
+        is_first = self._store is None or self._store.add("ended", 1) == 1
+        text = f"\n{failure.text}" if is_first else f" {failure.headline}"
+        _say(f"trainwright: rank {self._rank} ends after the failure of rank {failure.rank}.{text}")
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _go_on_without_store(self) -> None:
+        """The process that served the store has ended: rank 0, which is certain, or torchrun's agent on its node."""
+        self._store = None
+        if self._failure is None and self._store_dies_with_rank_0:
+            self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
+        lost_at = time.monotonic()
+        while not self._stopping and self._error is None:
+            now = time.monotonic()
+            self._note_move(now)
+            quiet_s = now - max(lost_at, self._moved_at)
+            if self._failure is not None and now - lost_at >= _GRACE_S:
+                self._end()
+            elif self._failure is None and quiet_s >= 5 * _GRACE_S and collective_of(frames_of(self._thread_id)):
+                self._failure = Failure(0, "the agent that started rank 0, and served the store, has ended.", gone=True)
+            self._wake.wait(self._beat_s)
+            self._wake.clear()
+
+    # A rank that stands still
+
+    def _watch_for_stall(self, now: float) -> None:
+        still_s = now - self._moved_at
+        if self._hang_timeout_s is None or still_s < self._hang_timeout_s or self._covered == self._last:
+            return
+        first = self._shared.compare_set(f"stall/{self._stalls}", "", str(self._rank))
+        if int(first) == self._rank:
+            self._stall_of_mine = self._last, self._moved_at
+        self._shared.add("events", 1)
+        self._look(now)
+
+    def _answer(self, now: float) -> None:
+        """Say where this rank stands."""
+        number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
+        standing = standing_of(self._rank, self._last, now - self._moved_at, self._thread_id)
+        self._shared.set(f"at/{number}/{self._rank}", json.dumps(standing.to_dict()))
+        self._shared.add(f"answers/{number}", 1)
+        # Rank 0 prints; the next one does if even rank 0's thread is silent.
+        self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
+
+    def _report_when_due(self, now: float) -> None:
+        """Print a report that this rank has answered to, once all have or the time for it is over."""
+        if self._report_due is None:
+            return
+        number, due = self._report_due
+        everyone = self._rank == 0 and self._shared.add(f"answers/{number}", 0) == self._world_size
+        if everyone or now >= due:
+            self._report_due = None
+            if self._shared.add(f"printed/{number}", 1) == 1:
+                self._print_report(number)
+
+    def _print_report(self, number: int) -> None:
+        initiator = int(self._shared.get(f"stall/{number}"))
+        answers: dict[int, Standing] = {}
+        silent: dict[int, str] = {}
+        for rank in range(self._world_size):
+            if self._shared.check([f"at/{number}/{rank}"]):
+                answers[rank] = Standing(**json.loads(self._shared.get(f"at/{number}/{rank}")))
+            else:
+                silent[rank] = self._last_seen(rank)
+        if initiator in answers:
+            assert self._hang_timeout_s is not None  # a stall is only looked for then, and every rank is set alike
+            limits = {"hang_timeout_s": self._hang_timeout_s, "timeout_s": self._timeout_s}
+            _say(hang_report(initiator, answers, silent, **limits))
+
+    def _last_seen(self, rank: int) -> str:
+        if self._shared.check([f"gone/{rank}"]):
+            state = "its process has ended"
+        elif self._shared.check([f"left/{rank}"]):
+            state = f"it has left the run ({self._shared.get(f'left/{rank}').decode()})"
+        else:
+            state = "its process is gone or stopped, or something in it holds Python's lock"
+        if not self._shared.check([f"beat/{rank}"]):
+            return state
+        return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether an error looks like what a collective raises when a peer's connection breaks."""
+    signs = ("onnection", "pair.cc", "roken pipe")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,108 @@
+"""The words of the hang detector: one report for a run that stands still, and what is said of a rank that failed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from trainwright.processes.standing import Standing
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that has failed, in the words that the others are told.
+
+    Attributes:
+        rank: which one.
+        text: its traceback, or how it is known to be gone.
+        gone: its process has ended without a word.
+    """
+
+    rank: int
+    text: str
+    gone: bool = False
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Failure:
+        """Read what `to_json` returned."""
+        return cls(**json.loads(text))
+
+    @property
+    def headline(self) -> str:
+        """The last line of its traceback."""
+        return self.text.strip().splitlines()[-1].strip()
+
+
+def hang_report(
+    initiator: int,
+    answers: Mapping[int, Standing],
+    silent: Mapping[int, str],
+    *,
+    hang_timeout_s: float,
+    timeout_s: float,
+) -> str:
+    """Say of every rank where it stands.
+
+    Args:
+        initiator: the rank that has stood still for `hang_timeout_s`.
+        answers: the ranks that answered.
+        silent: the others, with what is known of each.
+        hang_timeout_s: after how many seconds a rank is asked about.
+        timeout_s: after how many a collective fails.
+    """
+    waiting = [standing for standing in answers.values() if standing.waits_in]
+    absent = [standing for standing in answers.values() if not standing.waits_in]
+    half_s = hang_timeout_s / 2
+    moving = [s.rank for s in answers.values() if s.rank != initiator and s.still_s < half_s]
+    lines = [f"trainwright: rank {initiator} has not moved for {answers[initiator].still_s:.0f} s (hang_timeout)."]
+    if moving:
+        lines.append(f"  {ranks_text(moving)} moved in the last {half_s:.0f} s: slow, or waited for in vain.")
+    if not absent and len({standing.waits_in for standing in waiting}) > 1:
+        lines.append("  The ranks wait in different collectives, so that none of these can complete.")
+    lines += [_line(alike) for alike in _groups(waiting)]
+    missed = "has not arrived" if waiting else "is in no collective"
+    lines += [_line(alike, missed) for alike in _groups(absent)]
+    lines += [f"  rank {rank} does not answer: {silent[rank]}" for rank in sorted(silent)]
+    lines.append(f"  A collective fails after {timeout_s:.0f} s (timeout of the process group).")
+    for first, *_ in [*_groups(absent), *_groups(waiting)]:  # a thousand equal stacks tell no more than one
+        lines.append(f"rank {first.rank}, {first.process}, {first.stacks.rstrip()}")
+    return "\n".join(lines)
+
+
+def _groups(standings: Iterable[Standing]) -> list[list[Standing]]:
+    """Put ranks that stand alike together."""
+
+    def kind(standing: Standing) -> tuple[str, ...]:
+        return standing.waits_in, standing.doing, standing.position, standing.place
+
+    found = [list(alike) for _, alike in groupby(sorted(standings, key=lambda s: (kind(s), s.rank)), key=kind)]
+    return sorted(found, key=lambda alike: alike[0].rank)
+
+
+def _line(alike: list[Standing], verb: str = "") -> str:
+    first, several = alike[0], len(alike) > 1
+    verb = verb or f"waits in {first.waits_in}"
+    if several:
+        verb = verb.replace("waits", "wait").replace("has", "have").replace("is", "are")
+    doing = f", {first.doing}" if first.doing else ""
+    still_s = max(standing.still_s for standing in alike)
+    ranks = ranks_text([standing.rank for standing in alike])
+    return f"  {ranks} {verb}{doing}: {first.position}; still for {still_s:.0f} s; at {first.place}"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Return `"rank 3"` or `"ranks 0-2, 5"`."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[1]}" for span in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

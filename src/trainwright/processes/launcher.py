@@ -1,0 +1,244 @@
+"""Start the other processes of a run from this one: the only writer of environment variables.
+
+The process that called the Trainer becomes rank 0 and keeps the results; the others are fresh interpreters that
+receive the work through cloudpickle. Nothing of the calling script is run again: it needs no `__main__` guard, and
+classes defined in a notebook work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import secrets
+import shutil
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
+from trainwright.core.host.folders import held, is_held
+from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
+
+_GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed, or all leave together
+_LEFT_ALONE_S = 0.5  # once this process has left them: they wait for it in vain
+_JUST_MADE_S = 30.0  # a folder so young may not be held yet
+_PREFIX = "trainwright-work-"
+_started: list[_Children] = []  # by the call of `run_in_processes` that is under way
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set one variable of this process's environment if it is not set: for settings that libraries read there."""
+    os.environ.setdefault(name, value)
+
+
+def run_in_processes(
+    work: Callable[[], Any],
+    num_processes: int,
+    by_value: Iterable[object] = (),
+    *,
+    before: Callable[[], None] | None = None,
+) -> Any:
+    """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
+
+    Args:
+        work: picklable by cloudpickle; finds its rank in the variables that torchrun would set.
+        num_processes: processes on this node, ≥ 2.
+        by_value: objects whose classes may live in modules that a fresh interpreter cannot import.
+        before: called first in the new processes; picklable likewise.
+
+    Raises:
+        ConfigurationError: the work cannot be sent to another process.
+        WorkerError: another process failed first; its traceback is in the message.
+    """
+    payload = _serialize((before, work), by_value)
+    port = _free_port()
+    common = {
+        "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8),
+    }  # fmt: skip
+    _remove_left_over()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, held(Path(folder)):
+        file = Path(folder, "work.pkl")
+        file.write_bytes(payload)
+        children = _Children(folder)
+        _started.append(children)
+        grace_s = _GRACE_S
+        try:
+            for rank in range(1, num_processes):
+                children.start(rank, file, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            with _variables({**common, "RANK": "0", "LOCAL_RANK": "0"}):
+                try:
+                    result = work()
+                except BaseException as error:
+                    children.blame(error)
+                    if not isinstance(error, (WorkerError, Preempted)):
+                        grace_s = _LEFT_ALONE_S
+                    raise
+            children.wait()
+            return result
+        finally:
+            _started.remove(children)
+            children.stop(grace_s)
+
+
+def _remove_left_over() -> None:
+    """Remove what calls of this user have left whose process was killed, with all that it had started."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # another process removes it too
+            found = folder.lstat()
+            is_own = stat.S_ISDIR(found.st_mode) and (not hasattr(os, "getuid") or found.st_uid == os.getuid())
+            if is_own and time.time() - found.st_mtime > _JUST_MADE_S and not is_held(folder):
+                shutil.rmtree(folder)
+
+
+def run_module(module: str, arguments: list[str]) -> int:
+    """Run `python -m module` in a process of its own that imports what this one can; returns its exit code.
+
+    What it prints goes to this process's stderr. Blocks until it has ended.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode
+
+
+def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
+    """Return this process's variables and more, for a process that shall find the same modules."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**environment(), **variables, "PYTHONPATH": path}
+
+
+def failure_of_started() -> str | None:
+    """Return the traceback of the first process started by this one that has failed; None if none has."""
+    return next((found for found in (children.failure() for children in _started) if found is not None), None)
+
+
+class _Children:
+    """The processes that were started, and what became of them."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "trainwright.processes.worker",
+            str(file),
+            str(self._error_file(rank)),
+            str(os.getpid()),
+        ]
+        self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.txt"
+
+    def failure(self) -> str | None:
+        """Return the traceback of the process that failed first, if one has."""
+        files = sorted(self._folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+        if files:
+            return f"{files[0].read_text()}"
+        for rank, process in self._started.items():
+            if process.poll() not in (None, 0):
+                return f"rank {rank} ended with exit code {process.returncode} and left no traceback"
+        return None
+
+    def blame(self, error: BaseException) -> None:
+        """Raise another process's failure if rank 0's error is only its echo (a broken connection)."""
+        if not isinstance(error, RuntimeError):
+            return
+        deadline = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline:
+            found = self.failure()
+            if found is not None:
+                # Not chained: what comes first on the screen shall be the cause, and the echo is not it.
+                raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from None
+            if "onnection" not in str(error):
+                return
+            time.sleep(0.05)
+
+    def wait(self) -> None:
+        """Wait for all to end; a failed one is an error."""
+        for process in self._started.values():
+            process.wait()
+        found = self.failure()
+        if found is not None:
+            raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
+
+    def stop(self, grace_s: float) -> None:
+        """End whatever still runs, after so many seconds by force."""
+        running = [process for process in self._started.values() if process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + grace_s
+        for process in running:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class _variables:
+    """Set variables for the length of a `with` block."""
+
+    def __init__(self, values: dict[str, str]) -> None:
+        self._values = values
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        for name, value in self._values.items():
+            self._before[name] = variable(name)
+            os.environ[name] = value
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serialize(work: tuple[Callable[[], None] | None, Callable[[], Any]], by_value: Iterable[object]) -> bytes:
+    registered = []
+    for obj in by_value:
+        module = sys.modules.get(type(obj).__module__)
+        if module is not None and not _importable(module.__name__):
+            cloudpickle.register_pickle_by_value(module)
+            registered.append(module)
+    try:
+        payload: bytes = cloudpickle.dumps(work)
+        return payload
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"the task, its data or a callback cannot be sent to another process: {error}. Build what cannot be "
+            "pickled (open files, locks, connections) in setup(), or start the script with torchrun."
+        ) from error
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable(module: str) -> bool:
+    if module == "__main__":
+        return True  # cloudpickle sends it by value anyway
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port: int = server.getsockname()[1]
+        return port

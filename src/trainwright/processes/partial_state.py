@@ -1,0 +1,491 @@
+"""The processes of a script that keeps its own loop: which one this is, who goes first, who runs and gets what."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import itertools
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from trainwright.core.errors import ConfigurationError, WorkerError, nearest
+from trainwright.core.process import Topology, detect, variable
+from trainwright.processes.devices import device_type
+from trainwright.processes.distributed_type import DistributedType
+from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
+from trainwright.processes.process_shares import share_of
+
+_JOINED = "torch.distributed's process group, which the script had made"
+_OPTIONS = ("backend", "timeout", "init_method")
+_LONGEST_LOOK_S = 0.1
+_turns = itertools.count()  # of going first; never begun anew, since a user's store outlives a state
+
+
+_TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
+
+
+@dataclass(frozen=True)
+class _GroupOptions:
+    """What the user wants of the process group; None: no wish."""
+
+    backend: str | None = None
+    timeout: timedelta | None = None
+
+
+class PartialState:
+    """Where this process stands among those of its script, and what they do together; Accelerate's names.
+
+    All instances share one state. The first one finds this process's place by its launcher's variables and, when there
+    are several processes, makes torch's default group, or joins the one that the script has made: every process must
+    call it, and it blocks until all have come. It makes this process's accelerator the current one. A process that is
+    alone opens nothing and communicates nothing. The group stays open until the process ends; a `Trainer` in the same
+    script uses it and leaves it open.
+
+    Args:
+        cpu: stay on the CPU where there is an accelerator.
+        kwargs: `backend` (gloo on the CPU and the vendor's library on accelerators unless told), `timeout` (how long a
+            collective may take: a timedelta, seconds, or text such as `"30 min"`), `init_method` (`"env://"` alone).
+
+    Attributes:
+        device: of this process; on a node's accelerators they are dealt by `local_process_index`.
+        backend: of torch's default group; None for a process that is alone.
+        distributed_type: see `DistributedType`.
+        num_processes: on all nodes.
+        process_index: among them; also `local_process_index`, on this node.
+        debug: whether `pad_across_processes` compares dtypes over processes too (shapes and dtypes that have to be the
+            same are always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's
+            `ACCELERATE_DEBUG_MODE`) to 1.
+        fork_launched: whether the variable `FORK_LAUNCHED` says that a notebook forked this process.
+        processes: what the processes say to each other on the host.
+        topology: this process's place, with its evidence.
+
+    Raises:
+        ConfigurationError: an unknown or unusable argument, one that contradicts the state that there is, or more
+            processes on this node than accelerators.
+        TimeoutError: some processes have not come.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    backend: str | None
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    debug: bool
+    fork_launched: bool
+    processes: Processes
+    topology: Topology
+    _cpu: bool
+    _options: _GroupOptions
+    _world: Any  # torch's default group when this state was made; None where there was none
+    _joined: bool
+    _first_store: Any
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        options = _group_options(kwargs)
+        if self.initialized:
+            self._compare(cpu, options)
+            self._refresh()
+            return
+        placed = _place(cpu, options)
+        placed["processes"].open(placed["device"])
+        placed.update(_world=_default_group(), _joined=True)
+        if placed["num_processes"] > 1:
+            placed["backend"] = dist.get_backend()
+            atexit.register(_leave)
+        self.__dict__.update(placed)
+        self.set_device()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).__annotations__ and not self.__dict__:
+            raise AttributeError(f"PartialState has no {name} since its state was reset. Call PartialState() again.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled, (self._cpu, self._options)
+
+    def __repr__(self) -> str:
+        kind = f"{self.distributed_type}" + (f"  Backend: {self.backend}" if self.backend else "")
+        return (
+            f"Distributed environment: {kind}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget the shared state, of all instances. The process group stays as it is."""
+        PartialState._shared_state.clear()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether there is a state."""
+        return bool(self.__dict__)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all nodes."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all nodes."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of accelerator that this machine has, without an index; otherwise the CPU."""
+        return torch.device(device_type("auto"))
+
+    def set_device(self) -> None:
+        """Make this process's accelerator the current one of torch; nothing on the CPU."""
+        if self.device.index is not None:
+            torch.accelerator.set_device_index(self.device.index)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for every process. Collective; blocks on the host and not on the device."""
+        self.joined().barrier()
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Give each process its share of `inputs`, in their order; the first ones get one more where it does not go up.
+
+        Not collective; every process hands over the same. Three over two processes are two and one; where there are
+        fewer than processes, the last ones get empty shares. A process that is alone gets all, as it is.
+
+        Args:
+            inputs: a list, a tuple, a tensor (cut along its first dimension; it stays where it is), a
+                `datasets.Dataset`, or a dict of these, nested ones too, all of one length.
+            apply_padding: repeat the last sample of a share until all are equally long; an empty share gets the last
+                of all. No inputs at all stay none.
+
+        Raises:
+            ConfigurationError: the values of a dict have different lengths.
+            TypeError: something that cannot be cut, a text for example.
+        """
+        yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Run the body on the main process, and then on all others. Collective.
+
+        An error of the main process is raised there, and as a `WorkerError` by all that wait for it.
+
+        Raises:
+            TimeoutError: the main process took longer than the group's `timeout`.
+        """
+        with self._goes_first(self.is_main_process, "main"):
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the body on the first process of each node, and then on the node's others; see `main_process_first`."""
+        with self._goes_first(self.is_local_main_process, f"node {self.topology.node_rank}"):
+            yield
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make a function that runs on the first process alone and returns None on the others. A decorator."""
+        return self._only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make a function that runs on the first process of each node alone. A decorator."""
+        return self._only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Make a function that runs on the last process alone. A decorator."""
+        return self._only(function, lambda: self.is_last_process)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Make a function that runs on one process alone; a process that is alone runs it. A decorator.
+
+        Raises:
+            ConfigurationError: no index, or one that no process has.
+        """
+        _check_index("process_index", process_index, self.num_processes)
+        return self._only(function, lambda: not self.use_distributed or self.process_index == process_index)
+
+    def on_local_process(
+        self,
+        function: Callable[..., Any] | None = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Callable[..., Any]:
+        """Make a function that runs on one process of each node alone; a process that is alone runs it. A decorator.
+
+        Args:
+            function: what is to run.
+            local_process_index: which one; on a node that has no such process nobody runs it.
+            local_process_idx: the same by the name that it also has.
+
+        Raises:
+            ConfigurationError: no index.
+        """
+        index = local_process_idx if local_process_index is None else local_process_index
+        _check_index("local_process_index", index, None)
+        return self._only(function, lambda: not self.use_distributed or self.local_process_index == index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each node alone; arguments as for Python's `print`."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)  # noqa: T201 -- the user's own line
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Close a process group of torch's. Not collective, but every process should; waits for what is under way.
+
+        Args:
+            group: which; the default group, and with it all others, unless told. A process that is alone has none.
+                What is done together after that opens a new one.
+        """
+        if self.fork_launched and group is None:
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def joined(self) -> Processes:
+        """Return the processes for something that all of them do; collective when their group has to be made anew.
+
+        Raises:
+            ConfigurationError: the group was one of the script's own and is gone.
+        """
+        self._refresh()
+        if not self._joined:
+            if _JOINED in self.topology.evidence:
+                raise ConfigurationError(
+                    "the process group that PartialState had joined is gone. Do what needs all processes before "
+                    "destroy_process_group(), or start the script with a launcher such as torchrun."
+                )
+            self.processes.open(self.device)
+            self._world, self._joined = _default_group(), True
+        return self.processes
+
+    def _only(self, function: Callable[..., Any] | None, here: Callable[[], bool]) -> Callable[..., Any]:
+        if function is None:
+            return functools.partial(self._only, here=here)
+
+        @functools.wraps(function)
+        def only_here(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs) if here() else None
+
+        return only_here
+
+    @contextlib.contextmanager
+    def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
+        """Let one process go first. It says through the store how that went, so that nobody waits for one that failed.
+
+        The barrier after it, which the first one enters last, is what Accelerate's users know: who went first goes on
+        when all have come.
+        """
+        processes = self.joined()
+        if processes.world_size == 1:
+            yield
+            return
+        if self._first_store is None:
+            self._first_store = processes.own_store("trainwright/first")
+        store, turn = self._first_store, f"{corner}/{next(_turns)}"
+        if is_first:
+            try:
+                yield
+            except BaseException:
+                store.set(turn, f"process {self.process_index} failed:\n{traceback.format_exc()}")
+                raise
+            store.set(turn, "")
+            processes.barrier()
+        else:
+            _wait_for(store, turn, processes.timeout)
+            processes.barrier()
+            yield
+
+    def _refresh(self) -> None:
+        """Find this process's place anew where the group is another one than before. Not collective.
+
+        A Trainer that starts processes, or makes a group for each stage, changes it under a state that was there.
+        """
+        world = _default_group()
+        if world is self._world:
+            return
+        if world is None and _JOINED in self.topology.evidence:  # nothing else knows of the others
+            self._world, self._joined = None, False
+            return
+        placed = _place(self._cpu, self._options)
+        self.__dict__.update(placed, _world=world, debug=self.debug)
+        if world is not None and self.num_processes > 1:
+            self.backend = dist.get_backend()
+
+    def _compare(self, cpu: bool, options: _GroupOptions) -> None:
+        """Refuse wishes that come too late."""
+        if cpu and self.device.type != "cpu":
+            raise ConfigurationError(
+                f"cpu=True, but the processes' state has been made on {self.device}. Pass cpu=True where PartialState "
+                "is made first."
+            )
+        if self.num_processes == 1:
+            return
+        if options.backend is not None and options.backend != self.backend:
+            raise ConfigurationError(
+                f"backend={options.backend!r}, but the process group has been made with {self.backend!r}. Pass it "
+                "where PartialState is made first."
+            )
+        if options.timeout is not None and options.timeout != self.processes.timeout:
+            raise ConfigurationError(
+                f"timeout={options.timeout}, but the process group has been made with {self.processes.timeout}. Pass "
+                "it where PartialState is made first."
+            )
+
+
+def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
+    for name in kwargs:
+        if name not in _OPTIONS:
+            raise ConfigurationError(
+                f"PartialState got an unknown argument {name!r}.{nearest(name, (*_OPTIONS, 'cpu'))} "
+                f"Known: cpu, {', '.join(_OPTIONS)}."
+            )
+    if kwargs.get("init_method") not in (None, "env://"):
+        raise ConfigurationError(
+            f"init_method={kwargs['init_method']!r}: PartialState meets by the launcher's variables, 'env://'. For "
+            "another way call torch.distributed.init_process_group first: PartialState joins that group."
+        )
+    timeout = kwargs.get("timeout")
+    return _GroupOptions(kwargs.get("backend"), None if timeout is None else length_of_time("timeout", timeout))
+
+
+def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
+    """Return the fields of a state, found without communicating; its processes have not met yet."""
+    topology = _topology()
+    alone = topology.world_size == 1
+    device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
+    if options.backend == "nccl" and device.type != "cuda" and not alone:
+        raise ConfigurationError(f"backend='nccl' needs CUDA devices, but this process is on {device}. Leave it out.")
+    processes = Processes(topology) if alone else ProcessGroup(
+        topology, timeout=options.timeout, backend=options.backend, hang_timeout=None
+    )  # fmt: skip
+    return {
+        "topology": topology,
+        "processes": processes,
+        "device": device,
+        "backend": None,
+        "distributed_type": DistributedType.NO if alone else _TYPES[device.type],
+        "num_processes": topology.world_size,
+        "process_index": topology.rank,
+        "local_process_index": topology.local_rank,
+        "debug": _flag("TRAINWRIGHT_DEBUG_MODE") or _flag("ACCELERATE_DEBUG_MODE"),
+        "fork_launched": _flag("FORK_LAUNCHED"),
+        "_cpu": cpu,
+        "_options": options,
+        "_world": None,
+        "_joined": alone,
+        "_first_store": None,
+    }
+
+
+def _topology() -> Topology:
+    """Return this process's place by its launcher, or by the process group where that says otherwise."""
+    found = detect()
+    if not dist.is_initialized():
+        return found
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    return Topology(
+        "none", rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size, evidence=(_JOINED,)
+    )
+
+
+def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
+    if kind == "cpu" or (kind == "mps" and topology.world_size > 1):  # nothing crosses processes from there
+        return torch.device("cpu")
+    if kind == "mps":
+        return torch.device(kind)
+    available, index = torch.accelerator.device_count(), topology.local_rank
+    # A launcher may show each process its own device alone; only gloo lets processes share one that they all see.
+    if index >= available > 1 and backend != "gloo":
+        raise ConfigurationError(
+            f"{topology.local_world_size} processes on this node, but {available} {kind} devices. Start at most "
+            f"{available} processes here, or pass cpu=True."
+        )
+    return torch.device(kind, index % available)
+
+
+def _default_group() -> Any:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _flag(name: str) -> bool:
+    return (variable(name) or "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def _unpickled(cpu: bool, options: _GroupOptions) -> PartialState:
+    """Return the state of the process that reads a pickled one: its own. It meets the others when it has to."""
+    state = object.__new__(PartialState)
+    state.__dict__ = PartialState._shared_state
+    if not state.initialized:
+        state.__dict__.update(_place(cpu, options))
+    return state
+
+
+def _leave() -> None:
+    """Close the group that a state has made, when the interpreter ends.
+
+    Nothing may hold the group then: one that is freed only as the interpreter is taken down is aborted now and then in
+    the middle of ending its threads (torch 2.13, gloo: "terminate called without an active exception"). After an
+    uncaught error nothing that is under way is waited for: the others may never complete it.
+    """
+    state = PartialState._shared_state
+    processes = state.get("processes")
+    state.update(_world=None, _first_store=None)
+    if isinstance(processes, ProcessGroup):
+        if getattr(sys, "last_value", None) is None:
+            processes.close()
+        else:
+            processes.abandon()
+
+
+def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
+    """Wait until the process that goes first has said how it went.
+
+    By looking, not by a collective: what goes first may take hours, and Ctrl-C must end it.
+    """
+    start_s, look_s = time.monotonic(), 0.001
+    while not store.check([turn]):
+        if time.monotonic() - start_s > timeout.total_seconds():
+            raise TimeoutError(
+                f"the process that goes first was not done within {timeout}. Where that is usual, make "
+                "PartialState(timeout=...) longer."
+            )
+        time.sleep(look_s)
+        look_s = min(2 * look_s, _LONGEST_LOOK_S)
+    failure = store.get(turn).decode()
+    if failure:
+        raise WorkerError(f"nobody goes on, since the process that went first has failed. {failure}")
+
+
+def _check_index(name: str, index: int | None, num_processes: int | None) -> None:
+    if index is None:
+        raise ConfigurationError(f"on which process? Write, for example, {name}=0.")
+    if index < 0 or (num_processes is not None and num_processes > 1 and index >= num_processes):
+        known = "0 and up" if num_processes is None else f"0 to {num_processes - 1}"
+        raise ConfigurationError(f"{name}={index}, but no process has this index. They are {known}.")

@@ -1,0 +1,400 @@
+"""The processes of a run and what they say to each other on the host; one process needs none of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, WorkerError
+from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
+from trainwright.processes.hang_detector import HangDetector
+from trainwright.processes.hang_report import ranks_text
+from trainwright.processes.launcher import failure_of_started
+from trainwright.processes.standing import Position
+
+DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
+_LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
+_LONGEST_LOOK_S = 0.25
+_SLOW_START_S = 60.0
+
+_groups_made = 0
+_stores: dict[tuple[str, int, int], TCPStore] = {}
+
+
+T = TypeVar("T")
+
+
+class Helpers(Protocol):
+    """What other ranks do while rank 0 works for all."""
+
+    def serve(self) -> None:
+        """Do what rank 0 asks for, until it has no more to do."""
+
+    def dismiss(self) -> None:
+        """On rank 0: have the others go on."""
+
+
+class Processes:
+    """A run of one process: every exchange is the identity. Base of the real thing.
+
+    Attributes:
+        rank, world_size, local_rank, num_nodes: where this process stands.
+        timeout: how long the others are waited for.
+    """
+
+    timeout = DEFAULT_TIMEOUT
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology("none")
+        self.rank = self.topology.rank
+        self.world_size = self.topology.world_size
+        self.local_rank = self.topology.local_rank
+        self.num_nodes = self.topology.num_nodes
+
+    def open(self, device: torch.device) -> None:
+        """Join the others. Collective."""
+
+    def close(self) -> None:
+        """Leave the others. Does not wait for them."""
+
+    @contextlib.contextmanager
+    def reunited(self, device: torch.device) -> Iterator[Processes]:
+        """Give the processes that are left of this run for something that all of them do together. Collective.
+
+        During a stage these are all of them. After one they meet once more, unless the Trainer had started the others:
+        those have ended, and this process is alone.
+        """
+        yield self
+
+    def recall(self, key: str, value: str) -> str | None:
+        """Return what the job's first attempt gave as `value` for `key`; this is that attempt when nothing is there.
+
+        Only torchrun's agent keeps anything between attempts: None elsewhere. Blocks for a round trip to it.
+        """
+        topology = self.topology
+        if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
+            return None
+        store = PrefixStore("trainwright/job", _open_store(topology, datetime.timedelta(minutes=5)))
+        kept: bytes = store.compare_set(key, "", value)
+        return kept.decode()
+
+    def own_store(self, corner: str) -> Any:
+        """Return a connection to the run's key-value store for one other thread alone, below a prefix. Not collective.
+
+        None for a process without others.
+        """
+        return None
+
+    @contextlib.contextmanager
+    def watched(self, position: Callable[[], Position]) -> Iterator[None]:
+        """Tell the other ranks when the body fails, hear of theirs, and report where all stand when one stands still.
+
+        Not collective. Does not wait for other ranks, also when the body raises.
+
+        Args:
+            position: returns how far this rank is. It is called from another thread, and must only read.
+
+        Raises:
+            WorkerError: this process was interrupted since another one has failed.
+        """
+        yield
+
+    def group_for(self, device: torch.device) -> Any:
+        """Return torch's group that takes tensors on this device; None is its default group. Not collective."""
+        return None
+
+    def gather_object(self, value: Any) -> list[Any]:
+        """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
+        return [value]
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        """Return every rank's list (all of one length), by rank. Collective, on the host, cheap."""
+        return [values]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Return rank `src`'s small picklable `value` on every rank. Collective, on the host."""
+        return value
+
+    def barrier(self) -> None:
+        """Wait for every rank. Collective."""
+
+    def any(self, flag: bool) -> bool:
+        """Return whether any rank's flag is set. Collective, on the host."""
+        return flag
+
+    def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
+        """Do on rank 0 what reads or writes checkpoints for all, and have every rank hear what came of it. Collective.
+
+        Args:
+            work: called on rank 0 alone; what it returns must pickle.
+            what: completes "rank 0 could not ..." on the other ranks.
+            helpers: what `work` has the other ranks do meanwhile.
+
+        Returns:
+            What `work` returned on rank 0.
+
+        Raises:
+            OSError, CheckpointError, ConfigurationError, MissingPackageError: what `work` raised on rank 0; a
+                CheckpointError that quotes it on the others.
+        """
+        problem: Exception | None = None
+        result: T | None = None
+        if self.rank == 0:
+            try:
+                result = work()
+            except (OSError, CheckpointError, ConfigurationError, MissingPackageError) as error:
+                problem = error
+            if helpers is not None:
+                helpers.dismiss()
+        elif helpers is not None:
+            helpers.serve()
+        mine = None if problem is None else f"{type(problem).__name__}: {problem}"
+        told, result = self.broadcast_object((mine, result))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise CheckpointError(f"rank 0 could not {what}: {told}")
+        return cast(T, result)
+
+
+class ProcessGroup(Processes):
+    """The processes of a distributed run, joined through torch.distributed.
+
+    Args:
+        topology: this process's place.
+        timeout: how long a collective may take before it is an error.
+        backend: torch.distributed's backend; chosen by device unless told: gloo on the host, and the vendor's own
+            library beside it on accelerators, so that objects never pass through the device.
+        hang_timeout: how long a rank may stand still before it is reported where all ranks stand; `"auto"`: half of
+            `timeout`, ten minutes at most; None: that is never reported.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        timeout: datetime.timedelta | None = None,
+        backend: str | None = None,
+        hang_timeout: datetime.timedelta | Literal["auto"] | None = "auto",
+    ) -> None:
+        super().__init__(topology)
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        self.backend = backend
+        self.hang_timeout = min(self.timeout / 2, _LONGEST_HANG_TIMEOUT) if hang_timeout == "auto" else hang_timeout
+        self._made_here = False
+        self._host_group: Any = None
+        self._store: Any = None
+        self._detector: HangDetector | None = None
+        self._failed = False
+        self._is_open = False
+        self._others_end = False
+
+    def open(self, device: torch.device) -> None:
+        global _groups_made
+        if not dist.is_initialized():
+            check_address(self.topology)
+            backend = self.backend or _backend(device)
+            # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
+            # otherwise a new attempt reads the addresses that the old one left there.
+            attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
+            store = _open_store(self.topology, self.timeout)
+            run = variable(STARTED_BY_TRAINER) or str(_groups_made)
+            prefix = PrefixStore(f"trainwright/attempt_{attempt}/run_{run}", store)
+            self._meet(prefix)
+            self._store = prefix
+            dist.init_process_group(
+                backend, store=prefix, rank=self.rank, world_size=self.world_size, timeout=self.timeout
+            )
+            self._made_here = True
+            _groups_made += 1
+        self._host_group = dist.new_group(backend="gloo", timeout=self.timeout) if device.type != "cpu" else None
+        self._is_open, self._others_end = True, variable(STARTED_BY_TRAINER) is not None
+
+    @contextlib.contextmanager
+    def reunited(self, device: torch.device) -> Iterator[Processes]:
+        if self._is_open:
+            yield self
+        elif self._others_end:
+            yield Processes()
+        else:
+            self.open(device)
+            try:
+                yield self
+                self.barrier()
+            finally:
+                self.close()
+
+    def _meet(self, store: Any) -> None:
+        """Wait for all ranks here, where Ctrl-C works and the missing ones can be named.
+
+        Raises:
+            TimeoutError: some have not come.
+            WorkerError: a process that this one has started has failed before it came.
+        """
+        store.append("arrived", f"{self.rank} ")
+        start_s, look_s, told = time.monotonic(), 0.005, False
+        while not store.check(["everyone"]):
+            waited_s = time.monotonic() - start_s
+            arrived = {int(rank) for rank in store.get("arrived").split()}
+            if len(arrived) == self.world_size:
+                store.set("everyone", "")
+                return
+            missing = ranks_text(sorted(set(range(self.world_size)) - arrived))
+            failure = failure_of_started()
+            if failure is not None:
+                raise WorkerError(f"a process that the Trainer started has failed:\n{failure}")
+            if waited_s > self.timeout.total_seconds():
+                raise TimeoutError(f"{missing} of {self.world_size} did not arrive within {self.timeout}.")
+            if self.rank == 0 and waited_s > _SLOW_START_S and not told:
+                told = True
+                sys.stderr.write(f"trainwright: still waiting for {missing} of {self.world_size}\n")
+            time.sleep(look_s)
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+
+    @contextlib.contextmanager
+    def watched(self, position: Callable[[], Position]) -> Iterator[None]:
+        if not self._made_here:  # the user's own group: its store may be of any kind, and its end is the user's
+            yield
+            return
+        self._detector = HangDetector(
+            PrefixStore("watch", self._store.clone()),
+            rank=self.rank,
+            world_size=self.world_size,
+            position=position,
+            hang_timeout_s=None if self.hang_timeout is None else self.hang_timeout.total_seconds(),
+            timeout_s=self.timeout.total_seconds(),
+            store_dies_with_rank_0=not _agent_serves(),
+            interrupt_only=self.rank == 0 and variable(STARTED_BY_TRAINER) is not None,
+        )
+        self._detector.start()
+        try:
+            yield
+        except BaseException as error:
+            self._failed = True
+            self._detector.leave(error)
+            raise
+        self._detector.close()
+
+    def close(self) -> None:
+        if self._made_here and dist.is_initialized():
+            if self._failed:
+                _abandon_groups()
+            else:
+                dist.destroy_process_group()
+        self._made_here = self._is_open = False
+        self._host_group = self._store = None
+        if self._detector is not None:
+            self._detector.close()
+            self._detector = None
+
+    def abandon(self) -> None:
+        """Leave the others as a failed process must, without waiting for what is under way."""
+        self._failed = True
+        self.close()
+
+    def own_store(self, corner: str) -> Any:
+        # Torch has no public name for the store of a group that the user has made.
+        store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
+        return PrefixStore(corner, store.clone())
+
+    def group_for(self, device: torch.device) -> Any:
+        return self._host_group if device.type == "cpu" else None
+
+    def gather_object(self, value: Any) -> list[Any]:
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value, group=self._host_group)
+        return found
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        mine = torch.tensor(values, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(found, mine, group=self._host_group)
+        return [tensor.tolist() for tensor in found]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box, src=src, group=self._host_group)
+        return box[0]
+
+    def barrier(self) -> None:
+        dist.barrier(group=self._host_group)
+
+    def any(self, flag: bool) -> bool:
+        vote = torch.tensor([int(flag)], dtype=torch.int32)
+        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._host_group)
+        return bool(vote.item())
+
+
+def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
+    """Return what a timeout says: a timedelta, seconds, a Duration, or text such as `"30 min"`.
+
+    Args:
+        name: the argument's, for the error.
+        value: how long, more than nothing.
+
+    Raises:
+        ConfigurationError: not a length of time.
+    """
+    if isinstance(value, datetime.timedelta):
+        return value
+    duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    if duration.unit != "seconds" or duration.value <= 0:
+        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
+    return datetime.timedelta(seconds=duration.value)
+
+
+def _abandon_groups() -> None:
+    """Forget all process groups without waiting for what is in flight, as leaving a failed run must.
+
+    Freeing a gloo group waits until its last collective is over, which the others may never complete (torch 2.13: an
+    all-reduce that a backward pass had begun, the group's timeout long). They are therefore never freed, not even when
+    the interpreter ends; the operating system closes their connections then. Other backends abort what is in flight.
+    """
+    world = dist.distributed_c10d._world
+    for group in list(world.pg_map):
+        backends = {group._get_backend(device) for device in group._device_types}
+        for kept in (group, *backends):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    dist.distributed_c10d._abort_process_group()
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "gloo"
+    return dist.get_default_backend_for_device(device)
+
+
+def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
+    """Return the connection to the store that rank 0, or torchrun's agent, serves.
+
+    It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is kept
+    for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server that is
+    about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port each; there,
+    the last one's processes have ended when the next begins. A process that is alone takes a port of its own, so that
+    any number of them run beside each other on a machine.
+    """
+    port_unless_told = 29500 if topology.world_size > 1 else 0
+    host, port = topology.master_addr or "127.0.0.1", topology.master_port or port_unless_told
+    key = (host, port, topology.rank)
+    if variable(STARTED_BY_TRAINER) is not None:
+        _stores.clear()
+    if key not in _stores:
+        _stores[key] = TCPStore(
+            host, port, topology.world_size, is_master=topology.rank == 0 and not _agent_serves(), timeout=timeout,
+            wait_for_workers=False, multi_tenant=True,
+        )  # fmt: skip
+    return _stores[key]
+
+
+def _agent_serves() -> bool:
+    return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"

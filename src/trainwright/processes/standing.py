@@ -1,0 +1,191 @@
+"""Where a rank stands: what the Trainer has counted, and what its main thread is doing, read from another thread."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_MOST_STACK_CHARACTERS = 20_000
+_WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a rank has come; it has moved when any of these has changed.
+
+    Attributes:
+        step: completed optimizer steps.
+        batch: micro-batches consumed by this rank.
+        evaluated: evaluation batches that this rank has completed in this stage.
+        phase: what the Trainer is doing: `"fit"`, `"validate"`, `"test"`, `"predict"`.
+    """
+
+    step: int
+    batch: int
+    evaluated: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.phase}, step {self.step}, batch {self.batch}, {self.evaluated} evaluation batches done"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A rank's answer to the question where it stands; JSON-able through `to_dict`.
+
+    Attributes:
+        rank: whose it is.
+        position: `str` of its Position.
+        still_s: seconds since it last moved.
+        waits_in: the collective that its main thread is in; empty when it is in none.
+        doing: `"saving"`, `"fetching data"`, `"setting up"` or empty.
+        place: innermost line of its main thread.
+        process: host and process id.
+        stacks: the Python stacks of all its threads, the main one first.
+    """
+
+    rank: int
+    position: str
+    still_s: float
+    waits_in: str
+    doing: str
+    place: str
+    process: str
+    stacks: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -> Standing:
+    """Read where the thread that trains stands, without stopping it. Callable from any thread."""
+    frames = frames_of(thread_id)
+    return Standing(
+        rank=rank,
+        position=str(position),
+        still_s=still_s,
+        waits_in=collective_of(frames),
+        doing=activity_of(frames),
+        place=_place(frames[0]) if frames else "nowhere: the thread has ended",
+        process=f"process {os.getpid()} on {socket.gethostname()}",
+        stacks=stacks_of(thread_id),
+    )
+
+
+def frames_of(thread_id: int) -> list[FrameType]:
+    """Return a thread's frames, innermost first; none when it has ended."""
+    frame = sys._current_frames().get(thread_id)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def collective_of(frames: list[FrameType]) -> str:
+    """Return the name of the collective that a thread is in, or an empty string.
+
+    A backward pass counts as one, since gradients cross ranks in it, where Python cannot see.
+    """
+    found = ""
+    for frame in frames:
+        module, name = _module(frame), frame.f_code.co_name
+        if module.startswith(("torch.distributed", "torch.nn.parallel.distributed")):
+            found = found if found and name in _WRAPPERS else name
+        elif not (module.startswith("torch.utils._contextlib") or name in _WRAPPERS):
+            break
+    if found:
+        return found
+    backward = frames and (_module(frames[0]), frames[0].f_code.co_name)
+    return "backward" if backward == ("torch.autograd.graph", "_engine_run_backward") else ""
+
+
+def activity_of(frames: list[FrameType]) -> str:
+    """Return what a Trainer's thread is busy with besides computing; empty when that cannot be told."""
+    for frame in frames:
+        module = _module(frame)
+        if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.safe_point")):
+            return "saving"
+        if module.startswith(("torch.utils.data", "trainwright.data")):
+            return "fetching data"
+        if module == "trainwright.trainer.stage" and frame.f_code.co_name == "_set_up":
+            return "setting up"
+    return ""
+
+
+def stacks_of(thread_id: int) -> str:
+    """Return the Python stacks of all threads but the calling one, that of `thread_id` first."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    others = sorted(ident for ident in frames if ident not in (thread_id, threading.get_ident()))
+    parts = []
+    for ident in [thread_id, *others]:
+        if ident in frames:
+            title = "main thread" if ident == thread_id else f"thread {names.get(ident, ident)}"
+            lines = traceback.extract_stack(frames[ident])
+            shown = [line for line in lines if not line.filename.startswith("<frozen importlib")]
+            parts.append(f"{title}:\n{''.join(traceback.format_list(shown))}")
+    return "".join(parts)[:_MOST_STACK_CHARACTERS]
+
+
+def _module(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return name
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+@dataclass(frozen=True)
+class ProcessMark:
+    """What tells a process from every other one, also from a later one with its number.
+
+    Attributes:
+        node: equal for processes that can see each other: host, and namespace of process numbers where there are such.
+        pid: the process number.
+        started: when it was started, in the kernel's words; empty where that is not to be had.
+    """
+
+    node: str
+    pid: int
+    started: str
+
+    @classmethod
+    def mine(cls) -> ProcessMark:
+        """Return this process's mark."""
+        pid, namespace = os.getpid(), Path("/proc/self/ns/pid")
+        node = socket.gethostname() + (f" {os.readlink(namespace)}" if namespace.exists() else "")
+        status = _kernel_status(pid)
+        return cls(node, pid, status[1] if status is not None else "")
+
+    def is_gone(self) -> bool:
+        """Tell whether the process has ended, whether or not its parent has heard; asked on its own node."""
+        if self.started:
+            status = _kernel_status(self.pid)
+            return status is None or status[0] in "ZX" or status[1] != self.started
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # it is there, and another user's
+            return False
+        return False
+
+
+def _kernel_status(pid: int) -> tuple[str, str] | None:
+    """Return a process's state letter and start time; None when it is not there (or there is no /proc)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], fields[19]

@@ -1,0 +1,249 @@
+"""From a plan's patterns to layers that are split: names and widths are checked before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.layers.divisibility import need_divisible
+from trainwright.strategies.fsdp.layers.styles import (
+    STYLES,
+    Conv1DRowwise,
+    DivideAttributes,
+    FusedColwise,
+    SplitEmbedding,
+    is_conv1d,
+)
+
+Plan = Mapping[str, Any]
+"""Pattern of module names → the name of a style (see `STYLES`), a torch `ParallelStyle`, or several of them."""
+
+
+class SplitLayers:
+    """A plan applied to a task: splits its layers part by part, and takes everything but the pieces off again.
+
+    Args:
+        task: built; not touched yet.
+        plan: see `Plan`. Patterns match whole names as `named_modules` gives them; `*` stands for one part between
+            dots, or for some of its characters.
+        mesh: the axis over which layers are split, 1-D.
+
+    Raises:
+        ConfigurationError: a pattern that matches no module, an unknown style, a layer that a style cannot split, or
+            whose width is not divisible by the number of ranks.
+    """
+
+    def __init__(self, task: TaskModule, plan: Plan, mesh: DeviceMesh) -> None:
+        self._task, self._mesh = task, mesh
+        self._styles: dict[int, list[ParallelStyle]] = {}
+        self._left: list[tuple[nn.Module, dict[str, Any], dict[str, set[int]]]] = []
+        modules = dict(task.named_modules())
+        names = {id(module): name for name, module in modules.items()}
+        for pattern, wanted in plan.items():
+            for module in _matching(modules, pattern):
+                styles = [_style(entry, module, pattern) for entry in _several(wanted)]
+                self._styles.setdefault(id(module), []).extend(styles)
+        for module in modules.values():
+            for style in self._styles.get(id(module), ()):
+                _check_width(names[id(module)], module, style, mesh.size())
+        self._ties = _ties(task)
+        self._splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
+
+    @property
+    def splits_loss(self) -> bool:
+        """Whether logits stay in pieces (see `LossParallel`)."""
+        return self._splits_loss
+
+    def split(self, part: nn.Module) -> None:
+        """Split the layers within a part that are not yet; their weights are whole, and the same on every rank.
+
+        Not collective. A tied weight is one piece afterwards, as it was one weight.
+
+        Raises:
+            ConfigurationError: layers that share a weight are split in different ways.
+        """
+        for module in list(part.modules()):
+            styles = self._styles.pop(id(module), None)
+            if styles is None:
+                continue
+            before = _hooks(module)
+            plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+            trained = {key: p.requires_grad for key, p in module.named_parameters(recurse=False)}
+            for style in styles:
+                parallelize_module(module, self._mesh, style, src_data_rank=None)
+            for key, wanted in trained.items():  # torch 2.13's SequenceParallel forgets what is frozen
+                module.get_parameter(key).requires_grad_(wanted)
+            self._left.append((module, plain, {name: keys - before[name] for name, keys in _hooks(module).items()}))
+            _own_memory(module)
+        self._tie_again()
+
+    def narrow(self) -> None:
+        """Make layers as narrow as they are on one rank, without values and ranks: to count what a rank will need."""
+        narrowed: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays tied
+        for module in self._task.modules():
+            for style in self._styles.pop(id(module), ()):
+                if isinstance(style, DivideAttributes):
+                    vars(module).update({name: getattr(module, name) // self._mesh.size() for name in style.names})
+                dims = _cut_dims(module, style)
+                if dims is None:
+                    continue
+                weight = module.get_parameter("weight")
+                if weight not in narrowed:
+                    narrowed[weight] = _narrower(weight, dims[0], self._mesh.size())
+                module.weight = narrowed[weight]
+                bias = getattr(module, "bias", None)
+                if bias is not None and isinstance(style, (FusedColwise, ColwiseParallel)):
+                    module.bias = _narrower(bias, 0, self._mesh.size())
+                if is_conv1d(module):
+                    vars(module)["nf"] = narrowed[weight].shape[1]
+
+    def undo(self) -> None:
+        """Take hooks and attributes off; parameters stay as they are. Not collective."""
+        for module, plain, hooks in reversed(self._left):
+            for name in [name for name in vars(module) if not name.startswith("_") and name not in plain]:
+                del vars(module)[name]
+            vars(module).update(plain)
+            vars(module).pop("_distribute_module_applied", None)
+            for name, keys in hooks.items():
+                for key in keys:
+                    vars(module)[name].pop(key, None)
+        self._left = []
+
+    def _tie_again(self) -> None:
+        for places in self._ties:
+            found: list[Any] = [module._parameters[key] for module, key, _ in places]
+            pieces = [parameter for parameter in found if isinstance(parameter, DTensor)]
+            if not pieces or all(parameter is found[0] for parameter in found):
+                continue
+            if len(pieces) < len(found) or any(piece.placements != pieces[0].placements for piece in pieces):
+                raise ConfigurationError(
+                    f"{' and '.join(name for *_, name in places)} are one weight, which the tensor-parallel plan "
+                    "splits in different ways. Split all of them or none: for example 'embedding' for the embedding "
+                    "and 'colwise_gathered' for the layer that makes logits."
+                )
+            for module, key, _ in places:
+                module._parameters[key] = found[0]
+
+
+def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
+    shape = [size // ranks if i == dim else size for i, size in enumerate(parameter.shape)]
+    return nn.Parameter(torch.empty_like(parameter, memory_format=torch.contiguous_format).new_empty(shape))
+
+
+def _leaves_split(style: ParallelStyle) -> bool:
+    """Whether a layer's outputs are a DTensor that is cut by classes: only `cross_entropy` can use such."""
+    return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
+
+
+def _several(wanted: Any) -> Collection[Any]:
+    return wanted if isinstance(wanted, (list, tuple)) else [wanted]
+
+
+def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:
+    parts = pattern.split(".")
+    found = [
+        module
+        for name, module in modules.items()
+        if len(own := name.split(".")) == len(parts) and all(map(fnmatchcase, own, parts))
+    ]
+    if not found:
+        raise ConfigurationError(
+            f"the tensor-parallel plan names {pattern!r}, which matches no module of the task."
+            f"{nearest(pattern, _generic(modules))} See its named_modules()."
+        )
+    return found
+
+
+def _generic(modules: Mapping[str, nn.Module]) -> list[str]:
+    """Return the names of modules with `*` for numbers, as plans write them, before the names themselves."""
+    with_stars = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name in modules if name}
+    return [*sorted(with_stars), *(name for name in modules if name)]
+
+
+def _style(entry: Any, module: nn.Module, pattern: str) -> ParallelStyle:
+    if isinstance(entry, ParallelStyle):
+        if is_conv1d(module) and isinstance(entry, (ColwiseParallel, RowwiseParallel)):
+            raise ConfigurationError(
+                f"the tensor-parallel plan gives {pattern!r} torch's {type(entry).__name__}, which does not know "
+                "Conv1D. Write 'colwise', 'fused_colwise' or 'rowwise'."
+            )
+        return entry
+    if entry not in STYLES:
+        raise ConfigurationError(
+            f"the tensor-parallel plan gives {pattern!r} the style {entry!r}, which is unknown."
+            f"{nearest(str(entry), STYLES)} Known: {', '.join(STYLES)}, and torch's ParallelStyle objects."
+        )
+    return STYLES[entry](module)
+
+
+def _check_width(name: str, module: nn.Module, style: ParallelStyle, ranks: int) -> None:
+    """Check that a style can split a layer, and evenly."""
+    if isinstance(style, DivideAttributes):
+        need_divisible(ranks, **{f"{name}.{key}": getattr(module, key) for key in style.names})
+        return
+    dims = _cut_dims(module, style)
+    if dims is None:
+        return
+    dim, blocks = dims
+    if dim < 0:
+        raise ConfigurationError(
+            f"the tensor-parallel plan splits {name} by {type(style).__name__}, and it is a {type(module).__name__}: "
+            "only linear layers, embeddings and Conv1D can be split so."
+        )
+    width = module.get_parameter("weight").shape[dim]
+    if width % (blocks * ranks):
+        of = f" of {blocks} blocks" if blocks > 1 else ""
+        raise ConfigurationError(
+            f"{name}: its width {width}{of} is not divisible by tp={ranks}. Use a width that is a multiple of "
+            f"{blocks * ranks} ({width + blocks * ranks - width % (blocks * ranks)}), or leave it out of the plan."
+        )
+
+
+def _cut_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None:
+    """Return which dimension of the weight a style cuts (-1: it cannot), in how many blocks; None: not known here."""
+    linear, embedding = isinstance(module, nn.Linear), isinstance(module, nn.Embedding)
+    if isinstance(style, FusedColwise):
+        return (1 if is_conv1d(module) else 0 if linear else -1), style.blocks
+    if isinstance(style, Conv1DRowwise):
+        return (0 if is_conv1d(module) else -1), 1
+    if isinstance(style, SplitEmbedding):
+        return (0 if embedding else -1), 1
+    if isinstance(style, ColwiseParallel):
+        return (0 if linear else 1 if embedding else -1), 1
+    if isinstance(style, RowwiseParallel):
+        return (1 if linear else 0 if embedding else -1), 1
+    return None
+
+
+def _ties(task: TaskModule) -> list[list[tuple[nn.Module, str, str]]]:
+    """Return the places of each parameter that has several: module, its name there, and in the task."""
+    places: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for name, module in task.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, key, f"{name}.{key}" if name else key))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _own_memory(module: nn.Module) -> None:
+    """Let go of the whole weights, of which torch's pieces may be views."""
+    for parameter in module.parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            local = parameter._local_tensor
+            if local.untyped_storage().nbytes() > local.numel() * local.element_size():
+                with torch.no_grad():
+                    parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
+
+
+def _hooks(module: nn.Module) -> dict[str, set[int]]:
+    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
+    return {name: set(table) for name, table in tables.items()}

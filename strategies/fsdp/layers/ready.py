@@ -1,0 +1,183 @@
+"""Ready tensor-parallel plans for transformers' Llama and GPT-2 families."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.layers.divisibility import need_divisible
+from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.layers.styles import DivideAttributes, FusedColwise, LossParallel
+
+# What a transformers config calls its `model_type`.
+LLAMA_FAMILY = ("llama", "mistral", "qwen2")
+GPT2_FAMILY = ("gpt2",)
+
+
+def ready_plan(
+    model: nn.Module, tp: int, *, prefix: str = "", sequence_parallel: bool = False, loss_parallel: bool = False
+) -> dict[str, Any]:
+    """Return the plan for a model of transformers: Llama, Mistral, Qwen 2 or GPT-2, with or without a language head.
+
+    Heads, feed-forward layers, embeddings and the language head are split. A vocabulary that `tp` does not divide stays
+    whole on every rank, with a warning.
+
+    Args:
+        model: for example a `LlamaForCausalLM` or a `GPT2Model`.
+        tp: the number of ranks over which layers are split.
+        prefix: the model's name in the task, for example `"model"` for `self.model`.
+        sequence_parallel: norms and residuals work on a piece of the sequence on each rank, whose length must be
+            divisible by `tp`. Llama's family only.
+        loss_parallel: logits stay in pieces, on which `cross_entropy` works: the model's own loss, or the step's.
+
+    Raises:
+        ConfigurationError: another model, or a number of heads that is not divisible by `tp`.
+    """
+    kind = _family(model)
+    if kind in LLAMA_FAMILY:
+        plan = _llama(model, tp, sequence_parallel, loss_parallel)
+    elif kind in GPT2_FAMILY:
+        if sequence_parallel:
+            raise ConfigurationError(
+                "sequence_parallel=True, and GPT-2 drops out and adds positions outside of its blocks. Leave it out."
+            )
+        plan = _gpt2(model, tp, loss_parallel)
+    else:
+        raise ConfigurationError(
+            f"there is no ready tensor-parallel plan for {type(model).__name__}. There are plans for the model types "
+            f"{', '.join((*LLAMA_FAMILY, *GPT2_FAMILY))}. Define tensor_parallel_plan in the task."
+        )
+    return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
+
+
+def find_plan(task: TaskModule, given: Plan | None, mesh: DeviceMesh) -> Plan:
+    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective.
+
+    Args:
+        task: built.
+        given: the strategy's argument.
+        mesh: the axes of the run.
+
+    Raises:
+        ConfigurationError: there is none; or see `ready_plan`.
+    """
+    plan = given if given is not None else task.tensor_parallel_plan(mesh)
+    if plan is None:
+        plan = find_ready_plan(task, mesh["tp"].size())
+    if not plan:
+        raise ConfigurationError(
+            f"tp={mesh['tp'].size()} splits layers, and nothing says which layers of {type(task).__name__}. Define "
+            "tensor_parallel_plan(self, mesh) in it, for example returning {'net.0': 'colwise', 'net.2': 'rowwise'}."
+        )
+    return plan
+
+
+def find_ready_plan(task: TaskModule, tp: int) -> dict[str, Any] | None:
+    """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
+
+    Raises:
+        ConfigurationError: see `ready_plan`.
+    """
+    found: dict[str, Any] = {}
+    inside: list[str] = []
+    for name, module in task.named_modules():
+        known = _family(module) in (*LLAMA_FAMILY, *GPT2_FAMILY) and _is_model(module)
+        if known and not any(name.startswith(f"{outer}.") for outer in inside):
+            inside.append(name)
+            found |= ready_plan(module, tp, prefix=name)
+    return found or None
+
+
+def _family(module: nn.Module) -> str | None:
+    kind = getattr(getattr(module, "config", None), "model_type", None)
+    return kind if isinstance(kind, str) else None
+
+
+def _is_model(module: nn.Module) -> bool:
+    """Whether a module is a whole model: its blocks have the config too."""
+    return any(hasattr(part, name) for part in (module, *module.children()) for name in ("layers", "h"))
+
+
+def _parts(model: Any, blocks: str) -> tuple[str, str | None]:
+    """Return what stands before the names within the base model, and the name of the layer that makes logits."""
+    base = "" if hasattr(model, blocks) else f"{model.base_model_prefix}."
+    return base, "lm_head" if hasattr(model, "lm_head") else None
+
+
+def _llama(model: Any, tp: int, sequence_parallel: bool, loss_parallel: bool) -> dict[str, Any]:
+    config = model.config
+    need_divisible(tp, num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads)
+    base, head = _parts(model, "layers")
+    layer = f"{base}layers.*."
+    plan: dict[str, Any] = {
+        **{f"{layer}self_attn.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj")},
+        f"{layer}self_attn.o_proj": "rowwise",
+        f"{layer}mlp.gate_proj": "colwise",
+        f"{layer}mlp.up_proj": "colwise",
+        f"{layer}mlp.down_proj": "rowwise",
+    }
+    if sequence_parallel:
+        plan |= {
+            f"{base}layers.0": "split_sequence",
+            f"{layer}input_layernorm": "sequence",
+            f"{layer}post_attention_layernorm": "sequence",
+            f"{layer}self_attn": "gather_sequence",
+            f"{layer}mlp": "gather_sequence",
+            f"{layer}self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+            f"{layer}mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+            f"{base}norm": "sequence",
+        }
+    return plan | _ends(config, tp, f"{base}embed_tokens", head, sequence_parallel, loss_parallel)
+
+
+def _gpt2(model: Any, tp: int, loss_parallel: bool) -> dict[str, Any]:
+    config = model.config
+    if getattr(config, "add_cross_attention", False):
+        raise ConfigurationError("add_cross_attention=True: the ready plan for GPT-2 does not split cross attention.")
+    need_divisible(tp, n_head=config.n_head)
+    base, head = _parts(model, "h")
+    block = f"{base}h.*."
+    plan: dict[str, Any] = {
+        f"{block}attn": DivideAttributes("split_size", "num_heads"),
+        f"{block}attn.c_attn": FusedColwise(3),
+        f"{block}attn.c_proj": "rowwise",
+        f"{block}mlp.c_fc": "colwise",
+        f"{block}mlp.c_proj": "rowwise",
+    }
+    return plan | _ends(config, tp, f"{base}wte", head, False, loss_parallel)
+
+
+def _ends(
+    config: Any, tp: int, embedding: str, head: str | None, sequence_parallel: bool, loss_parallel: bool
+) -> dict[str, Any]:
+    """Return what becomes of the embedding and of the layer that makes logits."""
+    layouts = Shard(1) if sequence_parallel else None
+    if config.vocab_size % tp:
+        advice = f"model.resize_token_embeddings(pad_to_multiple_of={tp})"
+        if loss_parallel or sequence_parallel:
+            raise ConfigurationError(
+                f"vocab_size={config.vocab_size} is not divisible by tp={tp}, which sequence_parallel and "
+                f"loss_parallel need. Call {advice}."
+            )
+        warnings.warn(
+            f"vocab_size={config.vocab_size} is not divisible by tp={tp}: the embedding and the logits' layer stay "
+            f"whole on every rank. To split them, call {advice}.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+        return {}
+    plan: dict[str, Any] = {embedding: "embedding"}
+    if head is not None and loss_parallel:
+        plan[head] = LossParallel(input_layouts=layouts)
+    elif head is not None:
+        plan[head] = (
+            ColwiseParallel(input_layouts=layouts, output_layouts=Replicate()) if layouts else "colwise_gathered"
+        )
+    return plan

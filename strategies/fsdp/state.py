@@ -1,0 +1,102 @@
+"""The state of a model in pieces, as checkpoints and callbacks see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
+from trainwright.strategies.fsdp.build import MetaBuilding
+from trainwright.strategies.fsdp.make_whole import check_not_given_up
+from trainwright.strategies.fsdp.optimizers import forget_one_by_one, step_one_by_one
+from trainwright.strategies.fsdp.parallelize import ParallelModel
+from trainwright.strategies.shards import pieces_of
+from trainwright.strategies.state import FullState
+
+
+class ShardedState(FullState):
+    """Reads and writes DTensors, by the task's own names.
+
+    Args:
+        task: in pieces.
+        optimizers: theirs.
+        device: where pieces are exchanged.
+        is_main: whether this rank wants the values of what has to be put together.
+        model: the pieces.
+        building: is told what a checkpoint that is loaded does not hold.
+        writes_pieces: each rank writes its pieces of a checkpoint.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        is_main: bool,
+        model: ParallelModel,
+        building: MetaBuilding,
+        writes_pieces: bool,
+    ) -> None:
+        super().__init__(task, optimizers, device, is_main=is_main)
+        self._model, self._building, self._writes_pieces = model, building, writes_pieces
+
+    @property
+    def saves_pieces(self) -> bool:
+        return self._writes_pieces and self._model.is_together
+
+    def in_pieces(self, tree: Any) -> Any:
+        assert self._model.mesh is not None  # `saves_pieces` was asked
+        return pieces_of(tree, self._model.mesh)
+
+    def _to_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.saves_pieces else self.full_tensor(tensor)
+
+    def model_state(self) -> dict[str, Any]:
+        check_not_given_up(self._task)
+        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
+        found = {}
+        for name, value in self._task.state_dict(keep_vars=True).items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in known:
+                    known[id(value)] = self._to_save(value).detach()
+                value = known[id(value)]
+            found[name] = value
+        return found
+
+    def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
+        own = {plain_name(name): value for name, value in self._task.state_dict().items()}
+        missing, left_over = super().load_model_state(
+            {name: self.shard_like(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
+        )
+        self._building.note_missing(missing)
+        return missing, left_over
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        states = super().optimizer_states()
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            forget_one_by_one(optimizer, state)
+        return [map_tensors(self._to_save, state) for state in states]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
+        pieces = {}
+        for name, values in state.get("state", {}).items():
+            pieces[name] = {key: self.shard_like(value, own.get(plain_name(name))) for key, value in values.items()}
+            for key, value in pieces[name].items():
+                cut = isinstance(own.get(plain_name(name)), DTensor)
+                if cut and isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which "
+                        "has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
+                        "optimizer anew with allow_missing=['optimizer']."
+                    )
+        super().load_optimizer_state(optimizer, {**state, "state": pieces})
+        step_one_by_one([optimizer])

@@ -1,0 +1,127 @@
+"""Tensor parallelism: the layers of one model are split over ranks that work on the same batch."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, Literal
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.layers.divisibility import check_tp_size
+from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.parallelize import laid_out
+from trainwright.strategies.fsdp.step import SplitStep
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.units import WrapPolicy
+
+
+class TensorParallelStrategy(FSDPStrategy):
+    """Trains one model whose layers are split over all processes, which see the same batches.
+
+    To split layers over some ranks and data over the others, use `FSDPStrategy(tp=…)`.
+
+    Args:
+        tp: over how many ranks; all that there are unless told.
+        tensor_parallel_plan: which layers and how; what the task's `tensor_parallel_plan` returns unless told.
+        auto_wrap_policy: which modules are compiled, or computed anew in backward; what the task's `shard_units`
+            returns unless told.
+        activation_checkpointing, meta_init, cpu_ram_efficient_loading, weights_after_stage, state_dict_type: see
+            `FSDPStrategy`.
+        timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
+
+    Raises:
+        ConfigurationError: a value that means nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp: int | None = None,
+        tensor_parallel_plan: Plan | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        activation_checkpointing: bool | int | WrapPolicy | None = False,
+        meta_init: bool = False,
+        cpu_ram_efficient_loading: bool = False,
+        weights_after_stage: str = "all",
+        state_dict_type: str = "sharded",
+        timeout: float | datetime.timedelta | Duration | str | None = None,
+        hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
+        process_group_backend: str | None = None,
+    ) -> None:
+        super().__init__(
+            tensor_parallel_plan=tensor_parallel_plan,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            meta_init=meta_init,
+            cpu_ram_efficient_loading=cpu_ram_efficient_loading,
+            weights_after_stage=weights_after_stage,
+            state_dict_type=state_dict_type,
+            timeout=timeout,
+            hang_timeout=hang_timeout,
+            process_group_backend=process_group_backend,
+        )
+        self._wanted = None if tp is None else check_tp_size(tp)
+
+    def configure(self, settings: EngineSettings) -> None:
+        self.tp = world = settings.num_processes
+        if self._wanted not in (None, world):
+            wanted = self._wanted
+            raise ConfigurationError(
+                f"tp={wanted} with {world} process(es), over all of which {type(self).__name__} splits layers. Use "
+                f"tp={world}"
+                + (
+                    f", or FSDPStrategy(tp={wanted}) to split data over the others"
+                    if world % (wanted or 1) == 0
+                    else ""
+                )
+                + "."
+            )
+        super().configure(settings)
+
+    def _sharding(self) -> None:
+        """Cut nothing over data-parallel ranks: there is one."""
+
+    def make_step(self, parts: StepParts) -> Step:
+        return SplitStep(parts, laid_out(self.task))
+
+
+class ModelParallelStrategy(FSDPStrategy):
+    """`FSDPStrategy(tp=…)` under Lightning's names; layers are split by `TaskModule.tensor_parallel_plan`.
+
+    Args:
+        data_parallel_size: between how many groups of ranks data and parameters are sharded; `"auto"`: what
+            `tensor_parallel_size` leaves, or else one for each node.
+        tensor_parallel_size: over how many ranks layers are split; `"auto"`: what `data_parallel_size` leaves.
+        options: those of `FSDPStrategy`.
+
+    Raises:
+        ConfigurationError: a size that is no number; when the run is configured, sizes that do not make it up.
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+            if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+                raise ConfigurationError(f"{name}={size!r}: write a number of ranks, such as 2, or 'auto'.")
+        self.data_parallel_size = data_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
+
+    def configure(self, settings: EngineSettings) -> None:
+        world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size
+        if data == "auto":
+            data = settings.num_nodes if split == "auto" else world // split
+        self.tp = max(1, world // data) if split == "auto" else split
+        if data * self.tp != world:
+            fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
+            raise ConfigurationError(
+                f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
+                f"do not make up the run's {world} process(es). Use {fitting}."
+            )
+        super().configure(settings)

@@ -1,0 +1,220 @@
+"""The step of a model that visits the device: units come and go, gradients go home, and the optimizer steps there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.core.run import Run
+from trainwright.core.signatures import overrides
+from trainwright.core.state import Group
+from trainwright.core.task import TaskModule
+from trainwright.strategies.offload.advice import read_ahead
+from trainwright.strategies.offload.homes import Home
+from trainwright.strategies.offload.portions import Portion, can_be_split, portions_of, step_in_portions
+from trainwright.strategies.offload.streaming import WeightStream
+from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.step import AutomaticStep, StepParts
+
+# What may run between a step of the optimizer and the next forward without the strategy being told.
+_BETWEEN_STEPS = (
+    "on_train_batch_end",
+    "on_train_step_end",
+    "on_train_epoch_end",
+    "on_train_epoch_start",
+    "on_train_step_start",
+    "on_train_batch_start",
+)
+_MOVING = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class OffloadStep(AutomaticStep):
+    """A step in which weights, gradients and the optimizer's state are at home elsewhere.
+
+    Args:
+        parts: what it is made of.
+        stream: brings units to the device; None: they are computed where they are.
+        state_home: where the optimizer's state goes after a unit has stepped; None: it stays in memory.
+    """
+
+    def __init__(self, parts: StepParts, stream: WeightStream | None, state_home: Home | None) -> None:
+        super().__init__(parts)
+        self._stream, self._state_home = stream, state_home
+        self._is_early = False  # copies on the device are of the present weights, though a step has been made
+        self._last_of_group = 0
+        hooks = parts.hooks
+        # Unless an optimizer cannot be split, which may change.
+        self._in_portions = (stream is not None or state_home is not None) and self._plain_step
+        # Who listens to gradients must find all of them; otherwise a unit's are waited for when it steps.
+        listened = bool(hooks.on_after_backward or hooks.on_before_optimizer_step)
+        self._waits_late = self._in_portions and self._backward is None and not listened
+        moves = any(overrides(parts.task, name, TaskModule) for name in _MOVING)
+        quiet = hooks.only_read(_BETWEEN_STEPS) and _only_schedule(parts.run, parts.task) and not moves
+        self._copies_early = self._in_portions and quiet
+        self._rewritten = moves or not hooks.only_read(("on_train_batch_start", "on_train_batch_end"))
+        if stream is not None:
+            backward, forward = self._backward, self._training_step
+            self._backward = lambda loss: self._run_backward(stream, backward, loss)
+            self._training_step = lambda batch, idx: self._run_training_step(stream, forward, batch, idx)
+        for optimizer in self.optimizers:
+            self._send_home(optimizer)
+        if self._in_portions:
+            self._plain_step, self._own_step = False, self._step_in_portions
+
+    def weights_changed(self) -> None:
+        """Take note that copies on the device may be out of date."""
+        self._is_early = False
+
+    # Forward and backward
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        if self._stream is not None:
+            if not self._is_early:
+                self._stream.weights_changed()  # by the last step, or by whoever averages or loads weights
+            self._is_early = False
+            self._last_of_group = group.first_idx + len(group.batches) - 1
+        return super().forward_backward(group)
+
+    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        stream = self._stream
+        if stream is None:
+            return super()._run_batch(batch, idx, weight, num)
+        complete = False
+        try:
+            found = super()._run_batch(batch, idx, weight, num)
+            complete = True
+        finally:
+            stream.end()
+            if not (complete and self._waits_late and idx == self._last_of_group):
+                stream.wait()  # what comes next may look at gradients, or adds to them
+        return found
+
+    def _run_training_step(self, stream: WeightStream, own: Callable[..., Any], batch: Any, idx: int) -> Any:
+        if self._rewritten:  # maybe, by those who were just told of the batch
+            stream.weights_changed()
+        stream.begin()
+        return own(batch, idx)
+
+    def _run_backward(self, stream: WeightStream, own: Callable[..., Any] | None, loss: torch.Tensor) -> None:
+        if own is None:
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        else:
+            own(loss)
+        stream.end()
+        if not self._waits_late:
+            stream.wait()  # whoever listens after the backward finds the gradients
+
+    def _zero_gradients(self, idx: int) -> None:
+        if self._stream is None:
+            super()._zero_gradients(idx)
+        else:  # between forward and backward, when gradients of what is on the device are put aside
+            self._stream.end()
+            super()._zero_gradients(idx)
+            self._stream.root.come()
+
+    # The optimizer
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        """Clip and step where the weights are at home, while gradients still come and weights already go."""
+        stream = self._stream
+        if clip is not None or self._own_clip is not None or not self._in_portions:
+            self._wait_for_gradients()
+        if stream is not None:
+            stream.weights_changed()  # also frozen ones maybe, by the task's own step
+        try:
+            norm = super().optimizer_step(clip)
+        finally:
+            self._wait_for_gradients()  # also those that nobody steps
+        if not self._in_portions:
+            for optimizer in self.optimizers:
+                self._send_home(optimizer)
+        if stream is not None and self._copies_early:
+            stream.copy_rest_early()
+            self._is_early = True
+        return norm
+
+    def _step_in_portions(self, epoch: int, idx: int, optimizer: Any, closure: Any) -> None:
+        """Step one unit after the other, each when its gradients are at home, with its state alone in memory.
+
+        Meanwhile the gradients of those that follow come from the device, their state is read from the disk, and the
+        weights of those before go to the device.
+        """
+        stream = self._stream
+        if not can_be_split(optimizer):
+            self._wait_for_gradients()
+            optimizer.step()
+            if stream is not None:
+                stream.weights_changed()
+            self._send_home(optimizer)
+            return
+        last = optimizer is self.optimizers[-1]  # others may hold parameters of the same unit
+
+        def before(portion: Portion, following: Iterator[torch.Tensor]) -> None:
+            if self._state_home is not None:
+                read_ahead(following)
+            if portion.unit is not None:
+                portion.unit.wait_for_gradients()
+
+        def after(portion: Portion) -> None:
+            self._send_home(optimizer, portion.parameters)
+            if stream is not None and portion.unit is not None:
+                portion.unit.weights_changed()
+                if last and self._copies_early:
+                    stream.copy_early(portion.unit)
+
+        portions = portions_of(optimizer, None if stream is None else stream.in_order_of_gradients())
+        step_in_portions(optimizer, portions, before=before, after=after)
+
+    def _send_home(self, optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
+        """Move state that an optimizer has made in memory to the disk, if that is its home."""
+        if self._state_home is None:
+            return
+        for parameter in list(optimizer.state) if parameters is None else parameters:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_at_home"):
+                    at_home = self._state_home.like(value)
+                    at_home._trainwright_at_home = True  # type: ignore[attr-defined]
+                    optimizer.state[parameter][name] = at_home
+
+    # Whoever looks at gradients between two steps
+
+    def _wait_for_gradients(self) -> None:
+        if self._stream is not None:
+            self._stream.wait_for_gradients()
+
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        self._wait_for_gradients()
+        return super()._leave_out(skipped, group, weights, total)
+
+    def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self._wait_for_gradients()
+        return super().held_gradients()
+
+    def discard_gradients(self) -> None:
+        self._wait_for_gradients()
+        super().discard_gradients()
+
+    # Evaluation
+
+    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+        if self._stream is None:
+            return super().evaluate(name, batch, idx, dataloader_idx)
+        if idx == 0:
+            self._stream.weights_changed()
+        self._stream.begin()
+        try:
+            return super().evaluate(name, batch, idx, dataloader_idx)
+        finally:
+            self._stream.end()
+            self._stream.wait()  # whoever listens may write weights
+
+
+def _only_schedule(run: Run, task: TaskModule) -> bool:
+    """Tell whether what is called in a step's schedules is torch's, which changes optimizers and no weights."""
+    return not overrides(task, "lr_scheduler_step", TaskModule) and all(
+        type(config.scheduler).__module__.startswith("torch.optim.") for config in run.lr_scheduler_configs
+    )

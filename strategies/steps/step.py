@@ -1,0 +1,453 @@
+"""One optimizer step over a group of micro-batches: every event of a micro-batch is fired here, and nowhere else.
+
+`AutomaticStep` weighs losses, runs backward and steps the optimizers; `ManualStep` serves tasks whose training_step
+does so itself. An engine that does a part of it in its own way has a sub-class, which its strategy makes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.run import Run
+from trainwright.core.signatures import overrides, own_hook
+from trainwright.core.state import Group, SkipRestOfEpoch
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import is_cut
+from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure
+from trainwright.strategies.steps.gradients import (
+    GradientClip,
+    free_gradients,
+    growth_without,
+    loss_of,
+    parameters_of,
+    scale_gradients,
+    stack_counts,
+    without_loss,
+)
+from trainwright.strategies.steps.step_outputs import outputs_of
+from trainwright.strategies.steps.transfer import make_transfer
+
+Clip = Callable[[Sequence[torch.Tensor], GradientClip], torch.Tensor | None]
+"""`Strategy.clip_parameters`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What a strategy has prepared for steps, and who listens to them.
+
+    Attributes:
+        task: its parameters are final.
+        optimizers: in the task's order.
+        device, precision: where and in which format is computed.
+        ranks: which ranks see which data.
+        rank: this process's, for messages.
+        context: of each forward; None: there is none.
+        scaler: of the loss; None: it is not scaled.
+        training_call, eval_call: the engine's way to run a step, `call(name, *args)`; None: the task's own method.
+        inputs: the format of batches.
+        clip: clips the gradients of some parameters.
+        run: handed to listeners.
+        hooks: who listens.
+        sink: takes what the task logs; it is told the present micro-batch.
+        counts_items: weigh micro-batches by `TaskModule.num_items` when the task defines it.
+        synchronize: told before each micro-batch of a group of several whether gradients cross ranks in its backward,
+            and that they do when a group was left; None: they never do.
+    """
+
+    task: TaskModule
+    optimizers: list[Optimizer]
+    device: torch.device
+    precision: Precision
+    ranks: DataRanks
+    rank: int
+    context: AbstractContextManager[Any] | None
+    scaler: torch.amp.GradScaler | None
+    training_call: Callable[..., Any] | None
+    eval_call: Callable[..., Any] | None
+    inputs: Precision
+    clip: Clip
+    run: Run
+    hooks: HookTable
+    sink: MetricBuffer
+    counts_items: bool = True
+    synchronize: Callable[[bool], None] | None = None
+
+
+class Step(ABC):
+    """Runs the steps of a task, in training and in evaluation.
+
+    Args:
+        parts: what it is made of.
+
+    Attributes:
+        scaler: of the loss; None: it is not scaled.
+        stepped: an optimizer has stepped in the present group, or the last one, of a task that optimizes by hand.
+        begun: likewise, or has begun to.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        task = parts.task
+        self.parts = parts
+        self.task, self.run, self.hooks, self.sink = task, parts.run, parts.hooks, parts.sink
+        self.optimizers, self.scaler = parts.optimizers, parts.scaler
+        self.stepped = self.begun = False
+        self._context, self._synchronize = parts.context, parts.synchronize
+        self._transfer = make_transfer(task, getattr(parts.run, "datamodule", None), parts.device, parts.inputs)
+        self._items: Callable[[Any], Any] | None = None
+        wrapped = parts.training_call if task.automatic_optimization else None  # by hand, it runs backward within
+        self._training_step = bind_step(task, "training_step", wrapped)
+        self._eval_steps: dict[str, Callable[..., Any]] = {}
+        self._handles: list[Any] = []
+        self._group: Group | None = None  # for a closure
+        self._loss: torch.Tensor | None = None
+        self._last_idx = 0
+        self._zeroed = True
+        self._needs_closure = False
+
+    # Training
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        """Run every micro-batch of one optimizer step forward and backward.
+
+        Afterwards the gradients are the mean over everything the group consumed, over micro-batches and ranks
+        (see `TaskModule.num_items`), unscaled. Collective under strategies that join several processes.
+
+        Returns:
+            The group's weighted loss on the device (0-dim, detached, not reduced): its mean over ranks is the mean
+            over everything consumed. None when the task optimizes by hand or skipped every micro-batch.
+
+        Raises:
+            TaskError: the loss cannot be trained on.
+            SkipRestOfEpoch: a listener ended the epoch.
+        """
+        hooks, sink, num = self.hooks, self.sink, len(group.batches)
+        weights = group.weights if self._items is None else self._weigh_items(group)
+        output: Any = None
+        total: torch.Tensor | None = None
+        skipped: list[int] = []
+        for i, batch in enumerate(group.batches):
+            group.index, idx = i, group.first_idx + i
+            output = group.last_batch = None  # what a micro-batch gave must not outlive it into the next one's forward
+            if self._transfer is not None:
+                batch = self._transfer(batch)
+            sink.batch = batch
+            for hook in hooks.on_train_batch_start:
+                if hook(self.run, self.task, batch, idx) == -1:
+                    raise SkipRestOfEpoch
+            if num > 1 and self._synchronize is not None:
+                self._synchronize(i == num - 1)  # gradients cross ranks in the last micro-batch only
+            output, loss = self._run_batch(batch, idx, None if weights is None else weights[i], num)
+            if loss is None:
+                skipped.append(i)
+            else:
+                total = loss if total is None else total + loss
+            if hooks.on_train_batch_end:
+                group.last_output, group.last_batch = outputs_of(output), sink.batch
+                if i < num - 1:
+                    self.end_batch(group)
+        if skipped:
+            total = self._leave_out(skipped, group, weights, total)
+        sink.batch = None
+        if self.scaler is not None and total is not None:
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
+        if self._needs_closure:
+            self._group = group
+        self._loss, self._last_idx, self._zeroed = total, idx, False
+        return total
+
+    @abstractmethod
+    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        """Run one of a group's `num` micro-batches; returns the step's output and its weighted loss, detached."""
+
+    def end_batch(self, group: Group) -> None:
+        """Tell listeners of the end of the group's present micro-batch; of its last one once the step is done."""
+        for hook in self.hooks.on_train_batch_end:
+            hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
+
+    def _weigh_items(self, group: Group) -> Sequence[Any]:
+        """Return the weight of each micro-batch of a task that counts its items."""
+        parts = self.parts
+        assert self._items is not None  # asked before
+        counts = stack_counts([self._items(batch) for batch in group.batches], parts.device)
+        if group.weights is not None:  # padding counts for nothing
+            counts = counts * torch.tensor([float(w > 0) for w in group.weights], dtype=counts.dtype).to(parts.device)
+        total = parts.ranks.sum(counts.sum())
+        # A step without a single item has a gradient of zero, not of NaN.
+        dtype = torch.float64 if parts.precision.param_dtype is torch.float64 else torch.float32
+        return (counts * parts.ranks.size / total.clamp(min=1)).to(dtype).unbind()
+
+    @abstractmethod
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        """Return the loss of a group in which some micro-batches gave none, as if they had not been in it."""
+
+    @abstractmethod
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        """Clip, step every optimizer and free the gradients.
+
+        Returns:
+            The total gradient norm before clipping (0-dim, on the device), or None when it was not computed.
+        """
+
+    # Gradients that are not stepped
+
+    def held_gradients(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield parameters with the elements of their gradients that this rank holds. Not collective."""
+        for parameter in parameters_of(self.optimizers):
+            grad: Any = parameter.grad
+            if grad is not None:
+                piece = grad.to_local() if is_cut(grad) else grad
+                yield parameter, piece.coalesce().values() if piece.is_sparse else piece
+
+    def discard_gradients(self) -> None:
+        """Forget the gradients of a group that will not be stepped."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        self._group = self._loss = None
+        self._zeroed = True
+        if self._synchronize is not None:
+            self._synchronize(True)
+
+    def drop_group(self) -> None:
+        """Forget a group after `forward_backward`: no optimizer steps, and the loss scale stays as it is."""
+        self.discard_gradients()
+        if self.scaler is not None:
+            self.scaler.update(self.scaler.get_scale())  # the same one: only forgets that gradients were unscaled
+
+    # Evaluation
+
+    def to_device(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """Return a batch on this process's device, through the task's or data module's transfer hooks."""
+        return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
+
+    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device.
+
+        `dataloader_idx` is handed on to steps that take it; None where there is only one loader.
+        """
+        step = self._eval_steps.get(name)
+        if step is None:
+            step = self._eval_steps[name] = bind_step(self.task, name, self.parts.eval_call)
+        with self._context or nullcontext():
+            return step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
+
+    def close(self) -> None:
+        """Let go of what it has hung on the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class AutomaticStep(Step):
+    """The step of a task that returns losses."""
+
+    def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts)
+        task, optimizers = parts.task, parts.optimizers
+        self._items = own_hook(task, "num_items", TaskModule) if parts.counts_items else None
+        own_backward = overrides(task, "backward", TaskModule)
+        self._backward: Callable[[torch.Tensor], Any] | None = task.backward if own_backward else None
+        self._own_step = own_hook(task, "optimizer_step", TaskModule)
+        self._own_zero = own_hook(task, "optimizer_zero_grad", TaskModule)
+        self._own_clip = own_hook(task, "configure_gradient_clipping", TaskModule)
+        self._needs_closure = need_closure(optimizers, parts.precision)
+        self._plain_step = self._own_step is None and self.scaler is None and not self._needs_closure
+        # Gradients are freed right after the step, which saves their memory during the next forward. Whoever listens
+        # gets them in Lightning's place instead: after the group's first training_step, before its backward.
+        own_zero = self._own_zero is not None or any(overrides(o, "zero_grad", Optimizer) for o in optimizers)
+        self._zero_late = bool(parts.hooks.on_before_zero_grad) or own_zero
+        self._zeroed = not self._zero_late and all(p.grad is None for p in parameters_of(optimizers))
+
+    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        if self._context is None:
+            output = self._training_step(batch, idx)
+        else:
+            with self._context:
+                output = self._training_step(batch, idx)
+        if not self._zeroed:
+            self._zero_gradients(idx)
+        plain = type(output) is torch.Tensor and output.requires_grad and not output.dim()
+        loss = output if plain else loss_of(output, type(self.task).__name__)
+        if loss is None:
+            return output, None
+        if weight is not None:
+            loss = loss * weight
+        elif num > 1:
+            loss = loss / num
+        scaled: torch.Tensor = loss if self.scaler is None else self.scaler.scale(loss)
+        for hook in self.hooks.on_before_backward:
+            hook(self.run, self.task, scaled)
+        if self._backward is None:
+            scaled.backward()  # type: ignore[no-untyped-call]  # torch has no types here
+        else:
+            self._backward(scaled)
+        for hook in self.hooks.on_after_backward:
+            hook(self.run, self.task)
+        return output, loss.detach()
+
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        if self.parts.ranks.size > 1:
+            raise without_loss(type(self.task).__name__, self.parts.rank)
+        if total is None:
+            return None
+        factor = growth_without(skipped, len(group.batches), weights)
+        scale_gradients(parameters_of(self.optimizers), factor)
+        return total * factor
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        norm = None if clip is None and self._own_clip is None else self._clip(clip)
+        for optimizer in self.optimizers:
+            if self._plain_step:
+                optimizer.step()
+            elif self._own_step is not None:
+                stepped: Any = optimizer if self.scaler is None else ScaledOptimizer(optimizer, self.scaler)
+                self._own_step(self.run.state.epoch, self._last_idx, stepped, self._closure())
+            elif self.scaler is not None:
+                self.scaler.step(optimizer)
+            else:
+                optimizer.step(self._closure())
+        if self.scaler is not None:
+            self.scaler.update()
+        self._group = self._loss = None
+        if not self._zero_late:
+            for optimizer in self.optimizers:
+                free_gradients(optimizer)
+            self._zeroed = True
+        return norm
+
+    def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
+        if self._own_clip is None:
+            return None if clip is None else self.parts.clip(parameters_of(self.optimizers), clip)
+        for optimizer in self.optimizers:
+            self._own_clip(optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm)
+        return None
+
+    def _closure(self) -> Callable[[], Any]:
+        """Return a closure for `Optimizer.step`: its first call gives the loss at hand, later ones recompute it."""
+        group, loss, calls = self._group, self._loss, 0
+
+        def closure() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 1 or group is None:
+                return loss
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self._zeroed = True
+            with torch.enable_grad():
+                return self.forward_backward(group)
+
+        return closure
+
+    def _zero_gradients(self, idx: int) -> None:
+        epoch = self.run.state.epoch
+        for optimizer in self.optimizers:
+            for hook in self.hooks.on_before_zero_grad:
+                hook(self.run, self.task, optimizer)
+            if self._own_zero is not None:
+                self._own_zero(epoch, idx, optimizer)
+            else:
+                optimizer.zero_grad()
+        self._zeroed = True
+
+
+class ManualStep(Step):
+    """The step of a task that optimizes by hand: its training_step runs backward and the optimizers itself.
+
+    Args:
+        parts: what it is made of.
+        average: averages over ranks what a backward has left in the gradients; None: there is nothing to average.
+    """
+
+    def __init__(self, parts: StepParts, average: Callable[[], None] | None = None) -> None:
+        super().__init__(parts)
+        self._average = average
+        self._holds_back = False
+        self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in parts.optimizers]
+
+    def _note(self, *_: object) -> None:
+        self.stepped = self.begun = True
+
+    def forward_backward(self, group: Group) -> torch.Tensor | None:
+        self.begun = False
+        self.stepped = not self.optimizers  # without an optimizer there is nothing else to count by
+        return super().forward_backward(group)
+
+    def _run_batch(self, batch: Any, idx: int, weight: Any, num: int) -> tuple[Any, torch.Tensor | None]:
+        with self._context or nullcontext():
+            return self._training_step(batch, idx), None
+
+    def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
+        return None
+
+    def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
+        return None
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward, as `TaskModule.manual_backward` promises. Collective where ranks see different data."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        for hook in self.hooks.on_before_backward:
+            hook(self.run, self.task, loss)
+        self.task.backward(loss, *args, **kwargs)
+        if self._average is not None and not self._holds_back:
+            self._average()
+        for hook in self.hooks.on_after_backward:
+            hook(self.run, self.task)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of backward passes where they are, until one outside of it. Not collective.
+
+        The next `backward` after it averages what has been added up. Every rank must hold back the same passes.
+        """
+        before, self._holds_back = self._holds_back, True
+        try:
+            yield
+        finally:
+            self._holds_back = before
+
+    def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **own: Any) -> Any:
+        """Step one optimizer.
+
+        Gradients are unscaled and hooks called before it steps: with a closure after each of its calls, since it makes
+        the gradients.
+
+        Args:
+            optimizer: to be stepped.
+            closure: computes the loss and runs backward.
+            **own: further arguments of its `step`.
+        """
+        if self.scaler is not None:  # its step takes no closure
+            loss = None if closure is None else closure()
+            self.scaler.unscale_(optimizer)
+            self._announce(optimizer)
+            result = self.scaler.step(optimizer, **own)
+            self.scaler.update()
+            return result if closure is None else loss
+        if closure is None:
+            self._announce(optimizer)
+            return optimizer.step(**own)
+
+        def closed() -> Any:
+            loss = closure()
+            self._announce(optimizer)
+            return loss
+
+        return optimizer.step(closed, **own)
+
+    def _announce(self, optimizer: Optimizer) -> None:
+        for hook in self.hooks.on_before_optimizer_step:
+            hook(self.run, self.task, optimizer)
+        self.begun = True

@@ -1,0 +1,70 @@
+"""How a task and its batches get to the device: batches by the task's hooks, else the data module's, else plainly."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.signatures import arguments_of, bind, own_hook
+from trainwright.core.task import TaskModule
+from trainwright.core.tree import move
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.binding import defines_itself
+
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def move_task(task: TaskModule, device: torch.device) -> None:
+    """Bring a task's parameters and buffers to a device.
+
+    Raises:
+        ConfigurationError: some have no values here. Nothing has been moved then.
+    """
+    tensors = itertools.chain(task.named_parameters(), task.named_buffers())
+    if empty := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ConfigurationError(
+            f"{type(task).__name__}: {empty[0]!r} and {len(empty) - 1} others have no values to be moved to {device}: "
+            "they are on the meta device. Load or initialize them first. What load_checkpoint_and_dispatch or "
+            "dispatch_model keeps elsewhere cannot be used in a Trainer: give it the plain model, with "
+            "strategy='offload', 'fsdp' or 'deepspeed_stage_3' if it is larger than the memory."
+        )
+    task.to(device)
+
+
+def make_transfer(
+    task: TaskModule, datamodule: Any, device: torch.device, precision: Precision
+) -> Callable[..., Any] | None:
+    """Return `transfer(batch, dataloader_idx=0)`, or None when batches are in place and nobody wants to see them.
+
+    Args:
+        task: whose hooks come first.
+        datamodule: whose hooks are used where the task has none, or None.
+        device: where batches go; a copy from pinned memory is not waited for.
+        precision: floating-point inputs take its parameters' dtype.
+    """
+
+    def find(name: str) -> Any:
+        own = own_hook(task, name, TaskModule)
+        if own is not None or datamodule is None or not defines_itself(datamodule, name):
+            return own
+        return bind(getattr(datamodule, name), name, arguments_of(TaskModule, name))
+
+    plain = partial(move, device=device, float_dtype=precision.param_dtype)
+    before, transfer, after = (find(name) for name in _HOOKS)
+    if before is transfer is after is None:
+        if device.type == "cpu" and precision.param_dtype is None:
+            return None
+        return lambda batch, dataloader_idx=0: plain(batch)
+
+    def hooked(batch: Any, dataloader_idx: int = 0) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = plain(batch) if transfer is None else transfer(batch, device, dataloader_idx)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return hooked

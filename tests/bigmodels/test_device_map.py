@@ -1,0 +1,394 @@
+"""Device maps: the placement as a pure function, maps of models, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
+from trainwright import (
+    ConfigurationError,
+    TrainwrightWarning,
+    check_device_map,
+    clean_device_map,
+    explain_device_map,
+    get_balanced_memory,
+    infer_auto_device_map,
+)
+from trainwright.bigmodels.maps.device_map import resolve_device_map
+from trainwright.bigmodels.maps.placement import Outline, Placement, is_accelerator, is_fast, outermost, place
+
+# The placement as a pure function
+
+Tree = int | list["Tree"]
+
+
+def _outline(tree: Tree, tied: list[tuple[int, int]]) -> Outline:
+    """Return a tree of sizes as an outline; `tied` are pairs of places among its leaves."""
+    names, sizes, ends, whole = list[str](), list[int](), list[int](), list[bool]()
+
+    def read(name: str, node: Tree) -> int:
+        index = len(names)
+        names.append(name)
+        sizes.append(0)
+        ends.append(0)
+        whole.append(isinstance(node, int))
+        inner = enumerate([] if isinstance(node, int) else node)
+        size = node if isinstance(node, int) else sum(read(f"{name}.{i}", child) for i, child in inner)
+        sizes[index], ends[index] = size, len(names)
+        return size
+
+    read("", tree)
+    leaves = [index for index, is_whole in enumerate(whole) if is_whole]
+    groups = {tuple(sorted({leaves[a % len(leaves)], leaves[b % len(leaves)]})) for a, b in tied}
+    return Outline(names, sizes, ends, whole, [group for group in groups if len(group) > 1])
+
+
+_TREES = st.recursive(st.integers(0, 60), lambda inner: st.lists(inner, min_size=1, max_size=5), max_leaves=25)
+_TIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
+_BUDGETS = st.tuples(st.lists(st.integers(0, 400), max_size=3), st.none() | st.integers(0, 800))
+_LAW = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@st.composite
+def _placed(draw: st.DrawFn) -> tuple[Outline, dict[int | str, int | None], Placement]:
+    outline = _outline(draw(_TREES), draw(_TIES))
+    accelerators, host = draw(_BUDGETS)
+    budgets: dict[int | str, int | None] = dict(enumerate(accelerators))
+    if host is not None:
+        budgets["cpu"] = host
+    largest = max(size for size, is_whole in zip(outline.sizes_bytes, outline.whole, strict=True) if is_whole)
+    if all(budget is not None and budget < largest for budget in budgets.values()):
+        budgets["cpu"] = largest
+    budgets["disk"] = None
+    return outline, budgets, place(outline, budgets, fallback=draw(st.booleans()))
+
+
+def _device_of_whole_parts(outline: Outline, placement: Placement) -> dict[int, int | str]:
+    """Return the device of every whole part, wherever the placement names it."""
+    found = {}
+    for part, device in outermost(outline, placement.device_of).items():
+        found.update({i: device for i in range(part, outline.ends[part]) if outline.whole[i]})
+    return found
+
+
+@given(_placed())
+@_LAW
+def test_everything_is_placed(case: tuple[Outline, dict[int | str, int | None], Placement]) -> None:
+    outline, _, placement = case
+    whole = {index for index, is_whole in enumerate(outline.whole) if is_whole}
+    assert set(_device_of_whole_parts(outline, placement)) == whole
+
+
+@given(_placed())
+@_LAW
+def test_no_budget_is_exceeded_and_every_byte_is_counted(case: Any) -> None:
+    outline, budgets, placement = case
+    used = dict.fromkeys(budgets, 0)
+    for part, device in _device_of_whole_parts(outline, placement).items():
+        used[device] += outline.sizes_bytes[part]
+    assert used == placement.used_bytes
+    assert all(budget is None or used[device] <= budget for device, budget in budgets.items())
+
+
+@given(_placed())
+@_LAW
+def test_parts_that_share_a_tensor_lie_together(case: Any) -> None:
+    outline, _, placement = case
+    device_of = _device_of_whole_parts(outline, placement)
+    assert all(len({device_of[part] for part in group}) == 1 for group in outline.tied)
+
+
+@given(_TREES, _BUDGETS)
+@_LAW
+def test_the_order_of_the_model_is_the_order_of_the_devices(tree: Tree, given_budgets: Any) -> None:
+    outline = _outline(tree, [])
+    budgets: dict[int | str, int | None] = {**dict(enumerate(given_budgets[0])), "cpu": 60, "disk": None}
+    device_of = _device_of_whole_parts(outline, place(outline, budgets))
+    places = [list(budgets).index(device_of[part]) for part in sorted(device_of)]
+    assert places == sorted(places)
+
+
+@given(_placed())
+@_LAW
+def test_the_device_that_computes_has_room_for_whatever_lies_elsewhere(case: Any) -> None:
+    outline, budgets, placement = case
+    elsewhere = [
+        outline.sizes_bytes[part]
+        for part, device in _device_of_whole_parts(outline, placement).items()
+        if not is_accelerator(device)
+    ]
+    first = next((d for d, used in placement.used_bytes.items() if used and is_accelerator(d)), None)
+    if first is not None and not is_fast(placement):
+        assert first == placement.runs_on
+        assert budgets[first] - placement.used_bytes[first] >= max(elsewhere)
+
+
+@given(_TREES, _TIES)
+@_LAW
+def test_a_model_that_fits_lies_on_one_device(tree: Tree, ties: list[tuple[int, int]]) -> None:
+    outline = _outline(tree, ties)
+    placement = place(outline, {0: outline.sizes_bytes[0], 1: 1000, "cpu": 1000, "disk": None})
+    if outline.sizes_bytes[0]:
+        assert placement.device_of == {0: 0}
+
+
+def test_the_work_grows_with_the_number_of_parts() -> None:
+    def visited(num_layers: int) -> float:
+        outline = _outline([[3, 5, [2, 2]] for _ in range(num_layers)], [(0, -1)])
+        budgets: dict[int | str, int | None] = dict.fromkeys(range(8), num_layers)
+        placement = place(outline, {**budgets, "cpu": num_layers, "disk": None})
+        return placement.visited / len(outline.names)
+
+    assert visited(100) <= 3
+    assert visited(4000) <= 3
+
+
+# Maps of models
+
+
+def test_devices_are_filled_one_after_the_other() -> None:
+    model = layers(25, 25, 25, 25, 25, 25)
+    assert infer_auto_device_map(model, {0: 300, 1: 200, "cpu": 10_000}) == {
+        "0": 0, "1": 0, "2": 1, "3": 1, "4": "cpu", "5": "cpu",
+    }  # fmt: skip
+
+
+def test_a_model_that_fits_has_one_entry() -> None:
+    assert infer_auto_device_map(layers(25, 25), {0: 200}) == {"": 0}
+    assert infer_auto_device_map(layers(25, 25), {0: 200}, clean_result=False) == {"": 0}
+
+
+def test_what_fits_nowhere_goes_to_disk() -> None:
+    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 200}) == {"0": "cpu", "1": "disk", "2": "disk"}
+    assert infer_auto_device_map(layers(25, 25, 25), {"cpu": 0}) == {"": "disk"}
+
+
+def test_room_for_the_largest_layer_is_kept_only_where_something_lies_elsewhere() -> None:
+    assert infer_auto_device_map(layers(25, 25, 25), {0: 250, "cpu": 1000}) == {"0": 0, "1": "cpu", "2": "cpu"}
+    assert infer_auto_device_map(layers(25, 25, 25, 25), {0: 250, 1: 250, "cpu": 1000}) == {
+        "0": 0, "1": 0, "2": 1, "3": 1,
+    }  # fmt: skip
+
+
+def test_a_block_is_divided_unless_its_class_is_named() -> None:
+    model = nn.Sequential(Block(), Block())
+    budgets: dict[int | str, int | str] = {0: 250, 1: 150, 2: 250}
+    assert infer_auto_device_map(model, budgets) == {"0.a": 0, "0.b": 1, "1": 2}
+    assert infer_auto_device_map(model, budgets, no_split_module_classes=["Block"]) == {"0": 0, "1": 2}
+    assert infer_auto_device_map(model, budgets, no_split_module_classes="Block") == {"0": 0, "1": 2}
+
+
+def test_modules_that_share_a_tensor_lie_together() -> None:
+    assert infer_auto_device_map(TiedModel(), {0: 300, 1: 1000, "cpu": 1000}, clean_result=False) == {
+        "embed": 0, "blocks.0.a": 0, "blocks.0.b": 1, "blocks.1": 1, "head": 0,
+    }  # fmt: skip
+
+
+def test_a_module_that_has_two_names_is_placed_under_both() -> None:
+    model = layers(25, 25, 25)
+    model.again = model[2]
+    device_map = infer_auto_device_map(model, {0: 250, 1: 200})
+    assert device_map == {"0": 0, "1": 1, "2": 1, "again": 1}
+    check_device_map(model, device_map)
+
+
+def test_a_smaller_dtype_lets_more_fit() -> None:
+    assert infer_auto_device_map(layers(25, 25), {0: 100, "cpu": 200}, dtype=torch.float16) == {"": 0}
+    special = {"1.weight": "float16"}
+    assert infer_auto_device_map(layers(25, 25), {0: 150, "cpu": 200}, special_dtypes=special) == {"": 0}
+
+
+def test_own_tensors_of_a_divided_module_are_placed() -> None:
+    model = Buffered()
+    device_map = infer_auto_device_map(model, {0: 150, 1: 150})
+    assert device_map == {"layer": 0, "saved": 0, "unsaved": 1}
+    check_device_map(model, device_map)
+
+
+def test_modules_without_memory_lie_with_their_neighbours() -> None:
+    model = nn.Sequential(nn.Dropout(), layer(25), nn.ReLU(), layer(25), nn.Dropout())
+    assert infer_auto_device_map(model, {0: 100, 1: 100}) == {"0": 0, "1": 0, "2": 0, "3": 1, "4": 1}
+
+
+def test_a_device_that_would_stay_empty_takes_a_later_module_on_request() -> None:
+    model = layers(100, 5, 5, 100)
+    assert infer_auto_device_map(model, {0: 450, "cpu": 1000}) == {"": "cpu"}
+    found = infer_auto_device_map(model, {0: 450, "cpu": 1000}, fallback_allocation=True)
+    assert found == {"0": "cpu", "1": 0, "2": "cpu", "3": "cpu"}
+
+
+def test_an_accelerator_too_small_for_the_largest_layer_is_left_out_with_a_warning() -> None:
+    with pytest.warns(TrainwrightWarning, match="nothing is placed on {0: 50 B}.* needs 100 B"):
+        assert infer_auto_device_map(layers(25, 25), {0: 50, "cpu": 500}) == {"": "cpu"}
+
+
+def test_no_device_for_the_largest_layer_is_an_error_that_says_how_much_is_needed() -> None:
+    with pytest.raises(ConfigurationError, match=r"'1', the largest layer.* needs 200 bytes"):
+        infer_auto_device_map(layers(25, 50), {0: 150, "cpu": 199})
+
+
+def test_budgets_that_are_used_up_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="used up before '0'"):
+        infer_auto_device_map(layers(25, 25), {0: 150, "disk": 0})
+
+
+def test_buffers_that_do_not_fit_beside_offloaded_weights_are_warned_of() -> None:
+    model = nn.Sequential(layer(100), *(nn.BatchNorm1d(40) for _ in range(4)))
+    with pytest.warns(TrainwrightWarning, match="offload_buffers=True"):
+        infer_auto_device_map(model, {0: 1100, "cpu": 5000})
+    infer_auto_device_map(model, {0: 1100, "cpu": 5000}, offload_buffers=True)
+
+
+# Words
+
+
+def test_balanced_budgets_are_a_share_and_a_quarter_more_than_a_block() -> None:
+    model = layers(25, 25, 25, 25)
+    assert get_balanced_memory(model, {0: 1000, 1: 1000}) == {0: 325, 1: 1000}
+    assert get_balanced_memory(model, {0: 1000, 1: 1000, 2: 1000}, low_zero=True) == {0: 0, 1: 325, 2: 1000}
+    assert get_balanced_memory(model, {0: 1000, "cpu": 7}) == {0: 1000, "cpu": 7}
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("auto", {"0": 0, "1": 0, "2": 1, "3": 1}),
+        ("balanced", {"0": 0, "1": 0, "2": 1, "3": 1}),
+        ("balanced_low_0", {"": 1}),
+        ("sequential", {"": 0}),
+    ],
+)
+def test_a_word_stands_for_a_map(word: str, expected: dict[str, int]) -> None:
+    assert resolve_device_map(layers(25, 25, 25, 25), word, max_memory={0: 1000, 1: 1000}) == expected
+
+
+def test_an_unknown_word_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'balanced'"):
+        resolve_device_map(layers(1), "balance")
+
+
+# Maps that are given
+
+
+def test_a_map_that_covers_the_model_is_accepted() -> None:
+    for good in ({"": 0}, {"0": "cuda:1", "1": "disk"}, {"0": torch.device("meta"), "1": "mps"}):
+        check_device_map(layers(1, 1), good)
+
+
+def test_a_map_that_leaves_something_out_is_an_error_that_names_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"0\.b\.weight, 1\.a\.weight, 1\.b\.weight\."):
+        check_device_map(nn.Sequential(Block(), Block()), {"0.a": 0})
+    with pytest.raises(ConfigurationError, match="parameters: saved"):
+        check_device_map(Buffered(), {"layer": 0})
+
+
+def test_a_tied_tensor_must_be_covered_under_each_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"head\.weight"):
+        check_device_map(TiedModel(), {"embed": 0, "blocks": 0})
+
+
+def test_an_unknown_device_in_a_map_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=r"device_map\['1'\]: device 'dsik' is unknown. Did you mean 'disk'"):
+        check_device_map(layers(1, 1), {"0": 0, "1": "dsik"})
+
+
+def test_a_name_that_is_no_module_is_warned_of() -> None:
+    with pytest.warns(TrainwrightWarning, match=r"\['2'\]"):
+        check_device_map(layers(1, 1), {"0": 0, "1": 0, "2": 0})
+
+
+def test_a_map_is_cleaned_in_place() -> None:
+    device_map: dict[str, Any] = {"a.b": 0, "a.c.d": 0, "a.c.e": 0, "f.g": 0, "f.h": 1}
+    assert clean_device_map(device_map) is device_map
+    assert device_map == {"a": 0, "f.g": 0, "f.h": 1}
+    assert clean_device_map({"a.b": 0, "c": 0}) == {"": 0}
+    assert clean_device_map({"a.b": 0, "a.c": 0, "d.e": 0, "d.f": 0}, "a") == {"a": 0, "d.e": 0, "d.f": 0}
+
+
+# Explanations
+
+
+def test_a_map_is_explained() -> None:
+    report = explain_device_map(TiedModel(), {0: 250, "cpu": 1000})
+    assert report.total_bytes == 500
+    assert [(share.device, share.used_bytes) for share in report.shares] == [(0, 100), ("cpu", 400), ("disk", 0)]
+    text = str(report)
+    assert "Device 0 computes what lies on the host or on disk" in text
+    assert "Device 0 ends before 'blocks.0.a', which needs 100 B: 150 B are free, of which 100 B are kept" in text
+    assert "'head' lies on device 0, for it shares a tensor" in text
+    assert "With 250 B more on the last accelerator all would lie there." in text
+
+
+def test_with_what_is_missing_all_lies_on_accelerators() -> None:
+    report = explain_device_map(TiedModel(), {0: 250, 1: 100, "cpu": 1000})
+    missing = report.missing_bytes
+    assert missing is not None
+    assert set(infer_auto_device_map(TiedModel(), {0: 250, 1: 100 + missing, "cpu": 1000}).values()) == {0, 1}
+    assert "cpu" in infer_auto_device_map(TiedModel(), {0: 250, 1: 99 + missing, "cpu": 1000}).values()
+
+
+def test_verbose_prints_the_explanation(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(layers(25, 25), {0: 200}, verbose=True)
+    assert "(the whole model)" in capsys.readouterr().out
+
+
+# Beside accelerate
+
+
+@pytest.fixture
+def quiet_peer() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logging.disable(logging.NOTSET)
+
+
+def _random_model(rng: random.Random, depth: int) -> nn.Module:
+    if depth == 0 or rng.random() < 0.3:
+        return layer(rng.randint(1, 40))
+    return nn.Sequential(*(_random_model(rng, depth - 1) for _ in range(rng.randint(1, 4))))
+
+
+def _device_of_parameters(model: nn.Module, device_map: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, _ in model.named_parameters():
+        pieces = name.split(".")
+        prefixes = [".".join(pieces[:i]) for i in range(len(pieces), -1, -1)]
+        found[name] = next(device_map[prefix] for prefix in prefixes if prefix in device_map)
+    return found
+
+
+@pytest.mark.requires("accelerate", reason="the maps that its users know")
+@pytest.mark.usefixtures("quiet_peer")
+def test_maps_are_those_of_accelerate_where_each_device_can_hold_the_largest_layer() -> None:
+    peer: Any = pytest.importorskip("accelerate")
+    compared = 0
+    for seed in itertools.count():
+        rng = random.Random(seed)
+        model = nn.Sequential(*(_random_model(rng, 2) for _ in range(rng.randint(2, 6))))
+        total = sum(parameter.numel() * 4 for parameter in model.parameters())
+        budgets: dict[Any, Any] = {i: rng.randint(160, max(160, total)) for i in range(rng.randint(1, 3))}
+        budgets["cpu"] = rng.randint(160, 2 * total + 160)
+        theirs = _device_of_parameters(model, peer.infer_auto_device_map(model, max_memory=dict(budgets)))
+        ours = _device_of_parameters(model, infer_auto_device_map(model, budgets))
+        # Apart from models that only we fit onto accelerators, and those that leave the first accelerator empty.
+        same_speed = any(not is_accelerator(d) for d in ours.values()) or set(theirs.values()) <= {0, 1, 2}
+        if same_speed and 0 in ours.values():
+            assert ours == theirs, (seed, budgets)
+            compared += 1
+        balanced: Any = peer.utils.get_balanced_memory(model, max_memory=dict(budgets))
+        assert get_balanced_memory(model, budgets) == balanced
+        if compared == 40:
+            return

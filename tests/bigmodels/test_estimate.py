@@ -1,0 +1,254 @@
+"""`trainwright estimate`: bytes that are counted without being taken are those that are taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from trainwright import TaskModule
+from trainwright.bigmodels.maps.estimates import (
+    count_activation_bytes,
+    count_stored_weights,
+    count_weights,
+    kv_cache_bytes,
+)
+from trainwright.cli.main import main
+
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_LAYER = 64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64  # q and o, k and v, the three of the MLP, two norms
+_TOTAL = 3 * _LAYER + 2 * 300 * 64 + 64
+
+
+class LargeTask(TaskModule):
+    """A task whose weights no machine could hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Embedding(10**9, 10**4)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(_LLAMA))
+    return path
+
+
+def _run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["estimate", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_configuration_is_weighed_in_every_dtype(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for source in (llama, llama.parent):
+        facts = _run(capsys, str(source))
+        rope = facts["elements"] - _TOTAL  # a buffer of frequencies, or two
+        assert 0 <= rope <= 16
+        rows = facts["dtypes"]
+        assert rows["float32"]["total_bytes"] == 4 * facts["elements"]
+        assert rows["bfloat16"]["total_bytes"] == 2 * facts["elements"]
+        assert rows["int4"]["largest_layer_bytes"] == _LAYER / 2
+        assert rows["float32"]["training_adam_bytes"] == 16 * facts["elements"]
+        assert facts["largest_layer"] == "model.layers.0"
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_activations_counted_on_the_meta_device_are_those_of_a_real_forward(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    facts = _run(capsys, str(llama), "--batch-size", "2", "--sequence-length", "32")
+    model = transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(str(llama.parent))).train()
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
+    assert facts["dtypes"]["float16"]["kv_cache_bytes"] == 2 * 3 * 2 * 16 * 2 * 32 * 2
+
+
+_SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_model_of_images_is_estimated_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = {**_SMALL, "model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "patch_size": 8}))
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2")
+    assert "kv_cache_bytes" not in facts["dtypes"]["float32"]
+    model = transformers.ViTForImageClassification(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    real = count_activation_bytes(lambda: model(torch.zeros(2, 3, 32, 32)), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.parametrize(("name", "has_one"), [("BertForMaskedLM", False), ("BertModel", False), ("GPT2Model", True)])
+def test_a_cache_has_what_reads_from_left_to_right(
+    name: str, has_one: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = "gpt2" if name.startswith("GPT2") else "bert"
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 2} if family == "gpt2" else _SMALL
+    (tmp_path / "config.json").write_text(json.dumps({**names, "model_type": family, "architectures": [name]}))
+    rows = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")["dtypes"]
+    assert all(("kv_cache_bytes" in row) is has_one for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_a_model_of_sounds_is_refused_with_a_batch_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "wav2vec2", "architectures": ["Wav2Vec2ForCTC"]}))
+    assert main(["estimate", str(tmp_path), "--batch-size", "2"]) == 2
+    assert "Wav2Vec2ForCTC takes input_values" in capsys.readouterr().err
+
+
+_TEXT = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 50}
+_WIDE = {**_TEXT, "intermediate_size": 64, "num_key_value_heads": 2}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_LATENT = {
+    "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6, "v_head_dim": 5, **_EXPERTS,
+}  # fmt: skip
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _WIDE,
+    "mistral": {**_WIDE, "sliding_window": 5},
+    "gemma2": {**_WIDE, "head_dim": 16, "sliding_window": 5},
+    "deepseek_v3": {**_WIDE, **_LATENT, "num_key_value_heads": 4},
+    "falcon": {**_TEXT, "multi_query": True, "new_decoder_architecture": False},
+    "gpt_bigcode": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "multi_query": True},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 50},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "t5": {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4},
+    "bart": {"d_model": 32, "encoder_layers": 2, "decoder_layers": 3, "decoder_attention_heads": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_a_cache_is_as_large_as_that_of_a_real_forward(family: str) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family, **_FAMILIES[family], pad_token_id=0, decoder_start_token_id=0)
+    kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+    tokens = torch.ones(2, 12, dtype=torch.long)
+    inputs = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if config.is_encoder_decoder else {})
+    with torch.no_grad():
+        cache = kind.from_config(config).eval()(**inputs, use_cache=True).past_key_values
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if config.is_encoder_decoder else [cache]
+    real = sum(layer.keys.nbytes + layer.values.nbytes for part in parts for layer in part.layers)
+    found = kv_cache_bytes(config.to_dict(), batch_size=2, sequence_length=12, dtype="float32")
+    assert found == real
+    within = {"text_config": config.to_dict(), "vision_config": {"hidden_size": 7}}
+    assert kv_cache_bytes(within, batch_size=2, sequence_length=12, dtype="float32") == real
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_activations_of_experts_are_those_of_a_real_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    names = {**_WIDE, **_LATENT, "num_key_value_heads": 4, "model_type": "deepseek_v3"}
+    (tmp_path / "config.json").write_text(json.dumps({**names, "architectures": ["DeepseekV3ForCausalLM"]}))
+    facts = _run(capsys, str(tmp_path), "--batch-size", "2", "--sequence-length", "8")
+    model = transformers.DeepseekV3ForCausalLM(transformers.AutoConfig.from_pretrained(str(tmp_path))).train()
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    real = count_activation_bytes(lambda: model(input_ids=tokens, use_cache=False), model)
+    assert facts["activation_bytes_float32"] == pytest.approx(real, rel=0.01)
+
+
+@pytest.mark.parametrize("config", ['{"architecture": "resnet50"}', "{"])
+def test_weights_beside_a_configuration_of_others_are_weighed(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    assert _run(capsys, str(tmp_path))["elements"] == 32
+
+
+def test_an_index_stands_for_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(8, 4)}, tmp_path / "model-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a.weight": "model-00001-of-00001.safetensors"}}))
+    assert _run(capsys, str(index))["elements"] == 32
+
+
+def test_activations_are_what_a_backward_needs() -> None:
+    model = nn.Sequential(nn.Linear(100, 50), nn.Sigmoid(), nn.Linear(50, 10))
+    inputs = torch.randn(8, 100)
+    # The first layer keeps its input, the sigmoid its result, which is the second layer's input.
+    assert count_activation_bytes(lambda: model(inputs), model) == 4 * (8 * 100 + 8 * 50)
+    model.to("meta")
+    assert count_activation_bytes(lambda: model(inputs.to("meta")), model) == 4 * (8 * 100 + 8 * 50)
+
+
+def test_training_with_adam_takes_what_was_estimated() -> None:
+    model = nn.Sequential(nn.Linear(300, 400), nn.ReLU(), nn.Linear(400, 200))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    tensors = [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    taken = sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor is not None)
+    assert count_weights(model).training_bytes("float32") == pytest.approx(taken, rel=0.01)
+
+
+def test_a_task_is_weighed_without_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = _run(capsys, f"{__name__}:LargeTask", "--dtypes", "float32")
+    assert facts["dtypes"]["float32"]["total_bytes"] == 4 * 10**13
+    assert facts["largest_layer"] == "net"
+
+
+def test_stored_weights_are_weighed_from_their_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"layers.0.a.weight": torch.zeros(10, dtype=torch.bfloat16), "layers.0.b": torch.zeros(5)}
+    save_file(first, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"head.weight": torch.zeros(12), "step": torch.zeros(1, dtype=torch.int64)}, tmp_path / "x.safetensors")
+    count = count_stored_weights(tmp_path)
+    assert (count.elements, count.fixed_bytes) == (27, 8)
+    assert (count.largest_layer, count.largest_elements) == ("layers.0", 15)
+    assert _run(capsys, str(tmp_path), "--dtypes", "float16")["dtypes"]["float16"]["total_bytes"] == 54 + 8
+
+
+def test_models_without_a_cache_have_none() -> None:
+    assert kv_cache_bytes({"model_type": "resnet"}, batch_size=1, sequence_length=1, dtype="float16") is None
+
+
+def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.zeros(1024, 1024)}, tmp_path / "model.safetensors")
+    assert main(["estimate", str(tmp_path), "--dtypes", "float32", "int4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("1,048,576 elements; the largest layer is a")
+    assert lines[2].split(" | ")[2:] == ["Total Size", "Training using Adam |"]
+    assert [cell.strip(" |") for cell in lines[4].split(" | ")] == ["float32", "4.00 MiB", "4.00 MiB", "16.0 MiB"]
+    assert lines[5].split(" | ")[2].strip() == "512.0 KiB"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["no.such.module:Task"], "cannot be imported"),
+        (["{folder}"], "holds no safetensors file"),
+        (["{folder}/config.json"], "no JSON file"),
+        ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
+        (["torch.nn:Linear"], "cannot be made without arguments: missing a required argument: 'in_features'"),
+        (["torch.nn:functional"], "is not a callable object"),
+        ([f"{__name__}:LargeTask", "--batch-size", "0"], "--batch-size 0"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_readable_line(
+    arguments: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["estimate", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2
+    assert complaint in capsys.readouterr().err

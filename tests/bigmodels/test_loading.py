@@ -1,0 +1,355 @@
+"""Checkpoints of every form into models of every place; what does not fit is named, and changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.bigmodels.nets import ALL_DISK, MIXED, TOKENS, empty_net, make_net, plain_state, save_sharded, tree_of
+from trainwright.bigmodels.dispatch.dispatch import dispatch_model
+from trainwright.bigmodels.dispatch.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+from trainwright.bigmodels.dispatch.single_tensors import load_state_dict
+from trainwright.bigmodels.weights.empty import init_empty_weights
+from trainwright.bigmodels.weights.stored_weights import read_checkpoint
+from trainwright.checkpoint.format.model import write_model
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+
+STATE = plain_state(make_net())
+EXPECTED = make_net()(TOKENS)
+
+
+def _single(folder: Path) -> Path:
+    folder.mkdir()
+    save_file(STATE, folder / "model.safetensors")
+    return folder
+
+
+def _bin(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(STATE, folder / "pytorch_model.bin")
+    return folder
+
+
+def _former_bin(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(STATE, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    return folder
+
+
+def _nested(folder: Path) -> Path:
+    folder.mkdir()
+    torch.save({"state_dict": STATE}, folder / "weights.pt")
+    return folder / "weights.pt"
+
+
+def _ours(folder: Path) -> Path:
+    folder.mkdir()
+    write_model(folder, make_net().state_dict())
+    return folder
+
+
+FORMS: dict[str, Callable[[Path], Path]] = {
+    "one file": _single,
+    "its path": lambda folder: _single(folder) / "model.safetensors",
+    "shards": lambda folder: save_sharded(folder, STATE),
+    "their index": lambda folder: save_sharded(folder, STATE) / "model.safetensors.index.json",
+    "a plain index": lambda folder: save_sharded(folder, STATE, plain=True),
+    "bin": _bin,
+    "bin of torch before 1.6": _former_bin,
+    "bin shards": lambda folder: save_sharded(folder, STATE, pickled=True),
+    "bin and a plain index": lambda folder: save_sharded(folder, STATE, plain=True, pickled=True),
+    "nested in a pt file": _nested,
+    "a checkpoint of ours": _ours,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
+def test_every_form_of_checkpoint_runs_from_every_place(
+    form: str, places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    net = empty_net()
+    checkpoint = FORMS[form](tmp_path / "checkpoint")
+    load_checkpoint_and_dispatch(net, checkpoint, device_map=places, offload_folder=tmp_path / "offload", strict=True)
+    for _ in range(2):
+        assert torch.equal(net(TOKENS), EXPECTED)
+    assert net.embed.weight is net.head.weight or net.head.weight.is_meta
+
+
+def test_weights_with_values_are_written_over_in_place(tmp_path: Path) -> None:
+    net = make_net()
+    before = dict(net.named_parameters())
+    addresses = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+    load_checkpoint_in_model(net, _single(tmp_path / "c"))
+    assert torch.equal(net(TOKENS), EXPECTED)
+    assert all(dict(net.named_parameters())[name] is parameter for name, parameter in before.items())
+    assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == addresses
+
+
+def test_writing_to_a_loaded_weight_does_not_reach_the_file(tmp_path: Path) -> None:
+    folder = _single(tmp_path / "c")
+    net = empty_net()
+    load_checkpoint_in_model(net, folder)
+    with torch.no_grad():
+        net.embed.weight.zero_()
+    again = empty_net()
+    load_checkpoint_in_model(again, folder)
+    assert torch.equal(again(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, MIXED, ALL_DISK], ids=["no map", "cpu", "mixed", "disk"])
+def test_a_file_of_torch_may_be_written_to_while_the_weights_that_were_loaded_from_it_are_used(
+    places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    net = empty_net()
+    path = _bin(tmp_path / "c") / "pytorch_model.bin"
+    load_checkpoint_and_dispatch(net, path, device_map=places, offload_folder=tmp_path / "o")
+    gc.collect()
+    # torch.save cuts the file first; a view of it would then kill the process.
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    torch.save(net.state_dict(), path)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_a_state_dict_read_from_a_file_of_torch_is_in_memory_with_its_ties(tmp_path: Path) -> None:
+    shared = torch.arange(6.0)
+    torch.save({"a": shared, "b": shared.view(2, 3)}, tmp_path / "m.bin")
+    found = load_state_dict(tmp_path / "m.bin")
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    torch.save(found, tmp_path / "m.bin")
+    found["a"].add_(1)
+    assert torch.equal(found["b"], torch.arange(1.0, 7.0).view(2, 3))
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
+def test_floating_point_weights_take_the_dtype_but_for_those_that_stay_float32(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    net = empty_net()
+    folder = _single(tmp_path / "c")
+    load_checkpoint_in_model(net, folder, places, dtype="bfloat16", keep_in_fp32_modules=["blocks.1"])
+    assert net.embed.weight.dtype is torch.bfloat16
+    assert net.blocks[0][0].weight.dtype is torch.bfloat16
+    assert net.blocks[1][0].weight.dtype is torch.float32
+    assert net.blocks[0][1].num_batches_tracked.dtype is torch.int64
+
+
+def test_a_weight_in_a_safetensors_file_is_converted_as_it_is_brought(tmp_path: Path) -> None:
+    net = nn.Linear(4, 4, device="meta")
+    weights = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}
+    save_file(weights, tmp_path / "m.safetensors")
+    load_checkpoint_and_dispatch(net, tmp_path / "m.safetensors", device_map=ALL_DISK, dtype=torch.bfloat16)
+    inputs = torch.randn(2, 4, dtype=torch.bfloat16)
+    expected = nn.functional.linear(inputs, weights["weight"].bfloat16(), weights["bias"].bfloat16())
+    assert torch.equal(net(inputs), expected)
+    assert torch.equal(net(inputs), expected)
+
+
+def test_what_was_loaded_to_the_disk_can_be_dispatched_in_a_second_call(tmp_path: Path) -> None:
+    net = empty_net()
+    load_checkpoint_in_model(net, _single(tmp_path / "c"), MIXED)
+    dispatch_model(net, MIXED)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_a_bin_file_is_converted_once(tmp_path: Path) -> None:
+    folder = _bin(tmp_path / "c")
+    load_checkpoint_and_dispatch(empty_net(), folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
+    before = tree_of(tmp_path / "o")
+    load_checkpoint_and_dispatch(empty_net(), folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
+    assert tree_of(tmp_path / "o") == before
+    torch.save({name: tensor.float() * 0 for name, tensor in STATE.items() if tensor.is_floating_point()} | {
+        name: tensor for name, tensor in STATE.items() if not tensor.is_floating_point()
+    }, folder / "pytorch_model.bin")  # fmt: skip
+    net = empty_net()
+    load_checkpoint_and_dispatch(net, folder, device_map=ALL_DISK, offload_folder=tmp_path / "o")
+    assert not net(TOKENS).any()
+
+
+def test_missing_and_unexpected_names_are_warned_of_and_returned(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in STATE.items() if name != "blocks.0.0.bias"} | {"extra": torch.ones(1)}
+    save_file(state, tmp_path / "m.safetensors")
+    net = make_net()
+    with pytest.warns(
+        TrainwrightWarning, match=r"missing in the checkpoint: 'blocks.0.0.bias'; not in the model: 'extra'"
+    ):
+        keys = load_checkpoint_in_model(net, tmp_path / "m.safetensors")
+    assert keys.missing_keys == ["blocks.0.0.bias"]
+    assert keys.unexpected_keys == ["extra"]
+
+
+Bad = namedtuple("Bad", "state message")
+BAD = {
+    "missing": Bad({n: t for n, t in STATE.items() if n != "embed.weight"}, "embed.weight"),
+    "unexpected": Bad(STATE | {"extra": torch.ones(1)}, "extra"),
+    "shape": Bad(STATE | {"blocks.1.0.bias": torch.ones(9)}, r"'blocks.1.0.bias' has shape \(9,\), expected \(8,\)"),
+    "dtype": Bad(STATE | {"blocks.1.0.bias": torch.ones(8, dtype=torch.int64)}, r"'blocks.1.0.bias' is torch.int64"),
+}
+
+
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK, MIXED], ids=["cpu", "disk", "mixed"])
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_named_and_leaves_model_and_files_alone(
+    case: str, places: dict[str, str], tmp_path: Path
+) -> None:
+    torch.save(BAD[case].state, tmp_path / "m.bin")
+    net = make_net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    files = tree_of(tmp_path)
+    with pytest.raises(CheckpointError, match=BAD[case].message):
+        load_checkpoint_and_dispatch(
+            net, tmp_path / "m.bin", device_map=places, offload_folder=tmp_path / "o", strict=True
+        )
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert tree_of(tmp_path) == files
+
+
+@pytest.mark.parametrize("target", ["../outside.safetensors", "/etc/passwd", "a/../../outside.safetensors"])
+def test_an_index_that_points_outside_its_folder_is_refused(target: str, tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    folder.mkdir()
+    save_file(STATE, tmp_path / "outside.safetensors")
+    (folder / "index.json").write_text(json.dumps(dict.fromkeys(STATE, target)))
+    with pytest.raises(CheckpointError, match="outside its folder"):
+        load_checkpoint_in_model(empty_net(), folder)
+
+
+def test_an_index_whose_files_are_links_is_read(tmp_path: Path) -> None:
+    """As in a hub's cache, where the files of a snapshot are links to blobs elsewhere."""
+    real = save_sharded(tmp_path / "blobs", STATE)
+    (tmp_path / "snapshot").mkdir()
+    for path in real.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    net = empty_net()
+    load_checkpoint_in_model(net, tmp_path / "snapshot")
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("cut", [1, 100, 1500])
+@pytest.mark.parametrize("places", [{"": "cpu"}, ALL_DISK], ids=["cpu", "disk"])
+def test_a_truncated_file_is_an_error_when_it_is_loaded(places: dict[str, str], cut: int, tmp_path: Path) -> None:
+    path = _single(tmp_path / "c") / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-cut])
+    net = empty_net()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*cut short"):
+        load_checkpoint_and_dispatch(net, path, device_map=places)
+    assert net.embed.weight.is_meta
+
+
+def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    net = nn.Linear(64, 64, device="meta")
+    path = tmp_path / "m.safetensors"
+    save_file({"weight": torch.randn(64, 64), "bias": torch.randn(64)}, path)
+    load_checkpoint_and_dispatch(net, path, device_map=ALL_DISK)
+    net(torch.ones(1, 64))
+    with open(path, "r+b") as file:
+        file.truncate(4096)
+    with pytest.raises(CheckpointError, match="has shrunk from"):
+        net(torch.ones(1, 64))
+    assert net.weight.is_meta
+
+
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
+    net = make_net()
+    with pytest.raises(CheckpointError, match=r"needs \d+ bytes and the disk has 100 free"):
+        dispatch_model(net, ALL_DISK, offload_dir=tmp_path / "o")
+    assert tree_of(tmp_path) == {}
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+def test_an_empty_folder_and_a_missing_one_are_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no weights"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="neither a file nor a folder"):
+        read_checkpoint(tmp_path / "nowhere")
+
+
+def test_safetensors_come_before_bin_where_a_folder_has_both(tmp_path: Path) -> None:
+    folder = _single(tmp_path / "c")
+    torch.save({}, folder / "pytorch_model.bin")
+    assert set(read_checkpoint(folder)) == set(STATE)
+
+
+def test_an_unknown_word_for_a_map_and_an_unknown_dtype_are_refused(tmp_path: Path) -> None:
+    folder = _single(tmp_path / "c")
+    with pytest.raises(ConfigurationError, match="autp"):
+        load_checkpoint_and_dispatch(empty_net(), folder, device_map="autp")
+    with pytest.raises(ConfigurationError, match="floaty"):
+        load_checkpoint_in_model(empty_net(), folder, dtype="floaty")
+
+
+def test_auto_places_by_the_budgets(tmp_path: Path) -> None:
+    net = empty_net()
+    folder = _single(tmp_path / "c")
+    load_checkpoint_and_dispatch(
+        net, folder, device_map="auto", max_memory={"cpu": 900}, no_split_module_classes=["Sequential"]
+    )
+    assert "disk" in net.hf_device_map.values()
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, ALL_DISK, MIXED], ids=["no map", "cpu", "disk", "mixed"])
+def test_a_model_that_is_not_sharded_takes_map_and_dtype_whatever_is_said_of_shards(
+    places: dict[str, str] | None, tmp_path: Path
+) -> None:
+    net = empty_net()
+    path = _bin(tmp_path / "c")
+    load_checkpoint_and_dispatch(
+        net, path, places, dtype=torch.bfloat16, offload_folder=tmp_path / "o", full_state_dict=False
+    )
+    with torch.no_grad():
+        assert torch.equal(net(TOKENS), make_net().bfloat16()(TOKENS))
+
+
+def test_a_model_of_sharded_tensors_is_loaded_as_it_is_and_refuses_another_dtype(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    path = _single(tmp_path / "c")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    net = make_net()
+    with torch.no_grad():
+        net.embed.weight.zero_()
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(ConfigurationError, match=r"dtype=torch\.bfloat16.*before it is sharded"):
+        load_checkpoint_in_model(net, path, dtype="bfloat16", broadcast_from_rank0=True)
+    load_checkpoint_in_model(net, path, dtype="float32", broadcast_from_rank0=True)
+    assert torch.equal(net(TOKENS), EXPECTED)
+
+
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}], ids=["in place", "map"])
+def test_weights_that_an_empty_model_lacks_are_told(device_map: Any, tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+    values = net().state_dict()
+    for part, names in (("lacking", values.keys() - {"0.weight"}), ("rest", {"0.weight"})):
+        save_file({name: values[name] for name in names}, tmp_path / f"{part}.safetensors")
+    with init_empty_weights():
+        first, second = net(), net()
+    with pytest.raises(CheckpointError, match=r"does not hold '0\.weight', and the model has no values"):
+        load_checkpoint_and_dispatch(first, tmp_path / "lacking.safetensors", device_map)
+    assert all(parameter.is_meta for parameter in first.parameters())
+    with pytest.warns(TrainwrightWarning, match=r"There are no values of '0\.weight', on the meta device"):
+        load_checkpoint_in_model(second, tmp_path / "lacking.safetensors", device_map)
+    with pytest.warns(TrainwrightWarning, match="What is missing keeps its values"):
+        load_checkpoint_in_model(second, tmp_path / "rest.safetensors", device_map)
+    assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())

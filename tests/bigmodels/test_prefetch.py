@@ -1,0 +1,283 @@
+"""Weights that are brought ahead of their use: the same weights, whatever the order, and nothing left running."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainwright.bigmodels.dispatch import prefetch
+from trainwright.bigmodels.dispatch.device_copies import Fetched
+from trainwright.bigmodels.dispatch.prefetch import Prefetcher
+from trainwright.core.errors import CheckpointError
+
+
+class Part:
+    """A unit that says in which thread it was fetched."""
+
+    def __init__(self, value: int, num_bytes: int = 10, error: Exception | None = None) -> None:
+        self.value, self.num_bytes, self.error = value, num_bytes, error
+        self.fetched_by: list[str] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    stays_on_host = False
+
+    def fetch(self) -> Fetched:
+        self.gate.wait(30)
+        self.fetched_by.append(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return Fetched({"weight": torch.tensor(self.value)})
+
+
+@pytest.fixture(autouse=True)
+def _short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "_IDLE_S", 0.05)
+
+
+def _take(prefetcher: Prefetcher, numbers: Sequence[int]) -> list[int]:
+    values = []
+    for number in numbers:
+        values.append(int(prefetcher.take(number).use()["weight"]))
+        prefetcher.give_back()
+    return values
+
+
+def _until(condition: Iterator[bool]) -> None:
+    """Wait for what another thread does, as long as a loaded machine may take."""
+    end = time.monotonic() + 30
+    while not next(condition):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def _idle(prefetcher: Prefetcher) -> None:
+    _until(prefetcher._reader is None for _ in itertools.count())
+
+
+def _parts(prefetcher: Prefetcher, count: int, **options: int) -> tuple[list[Part], list[int]]:
+    parts = [Part(value, **options) for value in range(count)]
+    return parts, [prefetcher.add(part) for part in parts]
+
+
+def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
+    prefetcher = Prefetcher(10)
+    parts, numbers = _parts(prefetcher, 3)
+    _take(prefetcher, numbers)
+    assert [part.fetched_by for part in parts] == [["MainThread"]] * 3
+    prefetcher.take(numbers[0])
+    _until(bool(parts[1].fetched_by[1:]) for _ in itertools.count())
+    assert int(prefetcher.take(numbers[1]).use()["weight"]) == 1
+    assert parts[1].fetched_by == ["MainThread", "prefetch"]
+    prefetcher.give_back()
+    prefetcher.give_back()
+    _idle(prefetcher)
+
+
+def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> None:
+    prefetcher = Prefetcher(10)
+    parts, numbers = _parts(prefetcher, 2)
+    _take(prefetcher, numbers)
+    parts[1].gate.clear()
+    prefetcher.take(numbers[0])
+    _until(any(job.started for job in prefetcher._jobs.values()) for _ in itertools.count())
+    threading.Timer(0.05, parts[1].gate.set).start()
+    prefetcher.take(numbers[1])
+    assert parts[1].fetched_by == ["MainThread", "prefetch"]
+    prefetcher.give_back()
+    prefetcher.give_back()
+    _idle(prefetcher)
+
+
+def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
+    prefetcher = Prefetcher(25)
+    parts, numbers = _parts(prefetcher, 6)
+    _take(prefetcher, numbers)
+    prefetcher.take(numbers[0])
+    _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
+    assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
+    assert prefetcher._held_bytes <= 25
+    prefetcher.give_back()
+    _idle(prefetcher)
+
+
+def test_a_budget_of_nothing_starts_no_thread() -> None:
+    prefetcher = Prefetcher(0)
+    parts, numbers = _parts(prefetcher, 3)
+    _take(prefetcher, numbers * 3)
+    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
+
+
+def test_a_unit_larger_than_the_budget_is_fetched_when_it_is_needed() -> None:
+    prefetcher = Prefetcher(10)
+    parts, numbers = _parts(prefetcher, 3, num_bytes=11)
+    assert _take(prefetcher, numbers * 3) == [0, 1, 2] * 3
+    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
+
+
+def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
+    prefetcher = Prefetcher(10)
+    parts, numbers = _parts(prefetcher, 2)
+    _take(prefetcher, numbers)
+    parts[1].error = CheckpointError("the file is gone")
+    prefetcher.take(numbers[0])
+    with pytest.raises(CheckpointError, match="the file is gone"):
+        prefetcher.take(numbers[1])
+    parts[1].error = None
+    assert int(prefetcher.take(numbers[1]).use()["weight"]) == 1
+    prefetcher.give_back()
+    prefetcher.give_back()
+    _idle(prefetcher)
+
+
+def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
+    prefetcher = Prefetcher(100)
+    _, numbers = _parts(prefetcher, 3)
+    _take(prefetcher, numbers)
+    _take(prefetcher, numbers[:1])
+    scarce = Part(9)
+    failures = iter([torch.OutOfMemoryError("out of memory")])
+
+    def fetch() -> Fetched:
+        for error in failures:
+            raise error
+        return Fetched({"weight": torch.tensor(int(prefetcher._held_bytes))})
+
+    scarce.fetch = fetch  # type: ignore[method-assign]
+    assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
+    _idle(prefetcher)
+
+
+def test_what_nobody_came_for_is_dropped_and_the_reader_ends() -> None:
+    prefetcher = Prefetcher(100)
+    _, numbers = _parts(prefetcher, 3)
+    _take(prefetcher, [*numbers, *numbers[:1]])
+    _idle(prefetcher)
+    assert not prefetcher._jobs
+    assert prefetcher._held_bytes == 0
+    assert _take(prefetcher, numbers) == [0, 1, 2]
+    _idle(prefetcher)
+
+
+def test_a_reader_does_not_keep_a_model_s_weights_alive() -> None:
+    prefetcher = Prefetcher(100)
+    parts, numbers = _parts(prefetcher, 3)
+    _take(prefetcher, numbers * 2)
+    _idle(prefetcher)
+    del parts
+    assert len(prefetcher._units) == 0
+
+
+@pytest.mark.slow
+@given(st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=6), st.integers(0, 60))
+def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], budget: int) -> None:
+    prefetcher = Prefetcher(budget)
+    _, numbers = _parts(prefetcher, 6)
+    for order in passes:
+        assert _take(prefetcher, [numbers[index] for index in order]) == order
+        assert prefetcher._held_bytes <= budget
+    _idle(prefetcher)
+
+
+def test_threads_with_orders_of_their_own_get_their_weights() -> None:
+    prefetcher = Prefetcher(30)
+    _, numbers = _parts(prefetcher, 6)
+    wrong: list[list[int]] = []
+
+    def run(order: list[int]) -> None:
+        for _ in range(30):
+            found = _take(prefetcher, [numbers[index] for index in order])
+            if found != order:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=run, args=(order,)) for order in ([0, 1, 2, 3], [5, 4, 3], [2, 2, 0])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    _idle(prefetcher)
+
+
+class OnHost(Part):
+    """A unit that is used where it is, and has to be waited for if told."""
+
+    stays_on_host = True
+    slow_s = 0.0
+
+    def fetch(self) -> Fetched:
+        time.sleep(self.slow_s)
+        return super().fetch()
+
+
+@pytest.mark.slow
+def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefetch, "_QUICK_S", 0.25)  # however busy this machine is
+    prefetcher = Prefetcher(10**6)
+    parts = [OnHost(i, num_bytes=10**5) for i in range(5)]
+    numbers = [prefetcher.add(part) for part in parts]
+
+    def in_turn(times: int) -> set[str]:
+        for part in parts:
+            part.fetched_by.clear()
+        for _ in range(times):
+            for number in numbers:
+                prefetcher.take(number)
+                time.sleep(0.01)  # computes
+                prefetcher.give_back()
+        return {thread for part in parts for thread in part.fetched_by}
+
+    assert "prefetch" in in_turn(3)
+    in_turn(5)
+    _idle(prefetcher)
+    assert in_turn(2) == {"MainThread"}
+    parts[2].slow_s = 0.3
+    assert "prefetch" in in_turn(2)
+
+
+ENDS = """
+import time
+import torch
+from trainwright.bigmodels.dispatch.prefetch import Prefetcher
+
+class Slow:
+    num_bytes = 4
+    stays_on_host = False
+
+    def fetch(self):
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            torch.ones(1)
+        return None
+
+class Quick:
+    num_bytes = 4
+    stays_on_host = False
+
+    def fetch(self):
+        return None
+
+prefetcher = Prefetcher()
+units = [Quick(), Slow()]
+quick, slow = (prefetcher.add(unit) for unit in units)
+for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
+    prefetcher.take(number)
+    prefetcher.give_back()
+"""
+
+
+@pytest.mark.slow
+def test_a_program_may_end_while_the_reader_reads() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")

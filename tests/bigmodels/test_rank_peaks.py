@@ -1,0 +1,316 @@
+"""What a rank needs at most is what real steps have in memory, for three models of transformers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.runs import quiet_trainer
+from trainwright import TaskModule
+from trainwright.bigmodels.maps.estimates import count_activation_bytes
+from trainwright.bigmodels.maps.rank_peaks import (
+    TrainingShape,
+    rank_peaks,
+    ranks_that_fit,
+    shape_of,
+    training_shape,
+)
+from trainwright.bigmodels.maps.split_model import one_ranks_share
+from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
+from trainwright.callbacks.callback import Callback
+from trainwright.cli.main import main
+from trainwright.strategies.offload.training import OffloadStrategy
+
+_NAMES = ["llama", "gpt2", "t5"]
+_SMALL, _LARGE = (1, 16), (4, 64)  # (batch, sequence): the step's end or the backward's begin is the peak
+
+
+def _model(name: str) -> Any:
+    import transformers as kit
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        if name == "llama":
+            return kit.LlamaForCausalLM(
+                kit.LlamaConfig(
+                    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+                    vocab_size=1000, use_cache=False,
+                )
+            )  # fmt: skip
+        if name == "gpt2":
+            return kit.GPT2LMHeadModel(
+                kit.GPT2Config(
+                    n_embd=128, n_layer=4, n_head=4, vocab_size=1000, n_positions=64, use_cache=False,
+                    bos_token_id=1, eos_token_id=2,
+                )
+            )  # fmt: skip
+        return kit.T5ForConditionalGeneration(
+            kit.T5Config(
+                d_model=128, d_kv=32, d_ff=512, num_layers=3, num_heads=4, vocab_size=1000, decoder_start_token_id=0
+            )
+        )
+
+
+class Task(TaskModule):
+    """Trains one of the models with Adam."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.model = _model(name)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def shard_units(self) -> Any:
+        return [m for m in self.model.modules() if type(m).__name__ in ("LlamaDecoderLayer", "GPT2Block", "T5Block")]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+class Measure(Callback):
+    """Counts from the second step on, when Adam has its states."""
+
+    def __init__(self) -> None:
+        self.bytes = LiveBytes()
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if trainer.global_step == 1:
+            if trainer.world_size > 1:  # this process is a rank that has nothing else
+                self.bytes.see_all()
+            for state in trainer.optimizers[0].state.values():
+                for value in state.values():
+                    self.bytes.see(value)
+            for parameter in task.parameters():
+                self.bytes.see(parameter)
+            self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
+
+
+def _tokens(shape: tuple[int, int]) -> torch.Tensor:
+    return torch.randint(0, 1000, shape, generator=torch.Generator().manual_seed(1))
+
+
+def _measured(name: str, strategy: Any, shape: tuple[int, int]) -> int:
+    measure = Measure()
+    trainer = quiet_trainer(strategy=strategy, devices="auto", max_steps=3, callbacks=[measure])
+    trainer.fit(Task(name), [_tokens(shape)] * 8)
+    return measure.bytes.peak
+
+
+def _estimated(
+    name: str, strategy: str, shape: tuple[int, int], world_size: int, buckets: ZeroBuckets | None = None
+) -> int:
+    model, tokens = _model(name), _tokens(shape)
+    kept = count_activation_bytes(lambda: model(input_ids=tokens, labels=tokens).loss, model)
+    return rank_peaks(training_shape(model), world_size=world_size, activation_bytes=kept, buckets=buckets)[strategy]
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
+@pytest.mark.parametrize("name", _NAMES)
+def test_one_process_needs_what_was_estimated(name: str, shape: tuple[int, int]) -> None:
+    assert _estimated(name, "single", shape, 1) == pytest.approx(_measured(name, "single", shape), rel=0.1)
+
+
+class MeasureOnDevice(Callback):
+    """Counts what a step brings to the device, which is the host here: without what is at home."""
+
+    def __init__(self) -> None:
+        self.bytes = LiveBytes()
+
+    def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
+        if trainer.global_step == 0:  # gradients have no home yet
+            return
+        units = trainer.strategy.weight_stream.all_units
+        homes = [home for unit in units for home in (*unit._homes, *unit._gradients) if home is not None]
+        self.bytes.left_out |= {home.untyped_storage()._cdata for home in homes}
+        self.bytes.watched = [there.untyped_storage() for unit in units for _, there in unit.flats]
+        self.bytes.__enter__()  # type: ignore[no-untyped-call]  # likewise
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        if trainer.global_step > 0:
+            self.bytes.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # likewise
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
+@pytest.mark.parametrize("name", _NAMES)
+def test_an_offloaded_step_needs_what_was_estimated_of_the_device(name: str, shape: tuple[int, int]) -> None:
+    measure = MeasureOnDevice()
+    trainer = quiet_trainer(strategy=OffloadStrategy(stream=True), max_steps=3, callbacks=[measure])
+    trainer.fit(Task(name), [_tokens(shape)] * 8)
+    assert _estimated(name, "offload", shape, 1) == pytest.approx(measure.bytes.peak, rel=0.1)
+
+
+def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
+    return [_measured(name, strategy, shape) for name in names for shape in (_SMALL, _LARGE)]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
+    found = run_distributed(_measured_on_ranks, 2, strategy, _NAMES, init=False, timeout=240)[0]
+    wanted = [_estimated(name, strategy, shape, 2) for name in _NAMES for shape in (_SMALL, _LARGE)]
+    assert wanted == pytest.approx(found, rel=0.1)
+
+
+_SPLIT = ["llama", "gpt2"]  # those with a ready plan
+
+
+def _measured_when_split() -> dict[tuple[Any, ...], int]:
+    warnings.simplefilter("ignore")
+    return {(name, shape): _measured(name, "tp", shape) for name in _SPLIT for shape in (_SMALL, _LARGE)}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+def test_each_rank_of_a_split_model_needs_what_the_command_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = run_distributed(_measured_when_split, 2, init=False, timeout=240)
+    wanted = {}
+    for name, (batch, tokens) in one:
+        model = _model(name)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(tmp_path / name)
+        arguments = ["--batch-size", str(batch), "--sequence-length", str(tokens), "--devices", "2", "--json"]
+        capsys.readouterr()
+        assert main(["estimate", str(tmp_path / name), *arguments]) == 0
+        wanted[name, (batch, tokens)] = json.loads(capsys.readouterr().out)["peaks_float32_adam"]["tp"]
+    assert wanted == pytest.approx({key: max(one[key], other[key]) for key in one}, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+def test_what_no_ready_plan_splits_has_no_share_for_a_rank() -> None:
+    assert one_ranks_share(_model("t5"), 2) is None
+    llama = _model("llama")
+    assert one_ranks_share(llama, 3) is None  # it has four heads
+    half = one_ranks_share(llama, 2)
+    assert half is not None
+    norms = sum(p.numel() for name, p in llama.named_parameters() if "norm" in name)
+    assert training_shape(half).elements == (training_shape(llama).elements + norms) // 2
+
+
+_BUCKETS = ZeroBuckets(reduce=150_000, persistent=1_000, prefetch=50_000, reuse=300_000, live=300_000)
+_STAGES = (1, 2, 3)
+
+
+def _zero(stage: int) -> Any:
+    """Return a strategy with buckets that are filled several times in a step, and where stage 3 drops what it has."""
+    from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+    return DeepSpeedStrategy(
+        {
+            "zero_optimization": {
+                "stage": stage, "overlap_comm": True,
+                "reduce_bucket_size": _BUCKETS.reduce, "stage3_prefetch_bucket_size": _BUCKETS.prefetch,
+                "stage3_param_persistence_threshold": _BUCKETS.persistent,
+                "stage3_max_reuse_distance": _BUCKETS.reuse, "stage3_max_live_parameters": _BUCKETS.live,
+            },
+            "zero_allow_untested_optimizer": True,
+        }
+    )  # fmt: skip
+
+
+def _measured_under_zero() -> dict[tuple[Any, ...], int]:
+    """Return what this rank has reached by (stage, model, batch), and by stage with the buckets of the names."""
+    warnings.simplefilter("ignore")
+    found: dict[tuple[Any, ...], int] = {
+        (stage, name, shape): _measured(name, _zero(stage), shape)
+        for stage in _STAGES for name in _NAMES for shape in (_SMALL, _LARGE)
+    }  # fmt: skip
+    return found | {(stage,): _measured("llama", f"deepspeed_stage_{stage}", _SMALL) for stage in _STAGES}
+
+
+@pytest.fixture(scope="module")
+def under_zero() -> dict[tuple[Any, ...], int]:
+    """What the fuller one of two ranks has reached."""
+    one, other = run_distributed(_measured_under_zero, 2, init=False, timeout=400)
+    return {key: max(one[key], other[key]) for key in one}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shape", [_SMALL, _LARGE])
+@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("stage", _STAGES)
+def test_each_stage_of_zero_needs_what_was_estimated(
+    stage: int, name: str, shape: tuple[int, int], under_zero: dict[tuple[Any, ...], int]
+) -> None:
+    wanted = _estimated(name, f"deepspeed_stage_{stage}", shape, 2, _BUCKETS)
+    assert wanted == pytest.approx(under_zero[stage, name, shape], rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", _STAGES)
+def test_the_buckets_of_a_strategys_name_are_estimated(stage: int, under_zero: dict[tuple[Any, ...], int]) -> None:
+    wanted = _estimated("llama", f"deepspeed_stage_{stage}", _SMALL, 2)
+    assert wanted > 8 * 10**8
+    assert wanted == pytest.approx(under_zero[stage,], rel=0.01)
+
+
+def test_a_shape_knows_blocks_from_what_is_around_them() -> None:
+    sizes = {"embed.weight": 100, "layers.0.a.weight": 30, "layers.0.b": 5, "layers.1.a.weight": 40, "norm": 2}
+    assert shape_of(sizes) == TrainingShape(sizes=(100, 30, 5, 40, 2), unit=40, outside=102)
+
+
+def test_more_ranks_need_less_each_and_fit_sooner() -> None:
+    sizes = (131_000_000, *[50_000_000] * 134, 131_000_000)
+    shape = TrainingShape(sizes=sizes, unit=200_000_000, outside=262_000_000)
+    peaks = [rank_peaks(shape, world_size=ranks, activation_bytes=10**9)["fsdp"] for ranks in (1, 2, 8, 64)]
+    assert peaks == sorted(peaks, reverse=True)
+    needed = ranks_that_fit(shape, 80 * 10**9, activation_bytes=10**9)
+    assert needed["single"] is None
+    assert needed["fsdp"] in (2, 4)
+    assert needed["offload"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_says_what_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _model("llama").config.save_pretrained(tmp_path)
+    arguments = ["estimate", str(tmp_path), "--batch-size", "1", "--sequence-length", "16", "--devices", "2"]
+    assert main([*arguments, "--device-memory", "16MB", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert set(facts["peaks_float32_adam"]) == {*facts["devices_needed"], "tp"}
+    assert facts["devices_needed"]["single"] is None
+    assert facts["devices_needed"]["fsdp"] is not None
+    assert main([*arguments, "--device-memory", "16MB"]) == 0
+    assert "does not fit" in capsys.readouterr().out
+    assert main(["estimate", str(tmp_path), "--devices", "0"]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_stored_weights_do_not_say_what_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert main(["estimate", str(tmp_path), "--devices", "2"]) == 2
+    assert "need a model" in capsys.readouterr().err

@@ -1,0 +1,479 @@
+"""Models are saved wherever their weights lie, in files that others read as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tests.bigmodels.nets import (
+    ALL_DISK,
+    MIXED,
+    TOKENS,
+    Net,
+    empty_net,
+    files_end_at,
+    make_net,
+    plain_state,
+    save_sharded,
+    tree_of,
+)
+from tests.helpers.distributed import run_distributed
+from trainwright import (
+    CheckpointError,
+    ConfigurationError,
+    attach_align_device_hook,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    save_model,
+)
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PLAIN = plain_state(make_net())  # its head is the embedding
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_model_that_fits_one_file_is_written_as_one_for_other_programs(tmp_path: Path) -> None:
+    save_model(make_net(), tmp_path / "a" / "b")
+    assert names_in(tmp_path / "a" / "b") == [SINGLE]
+    assert same(load_file(tmp_path / "a" / "b" / SINGLE), PLAIN)
+    with safe_open(tmp_path / "a" / "b" / SINGLE, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_larger_model_is_written_in_shards_with_an_index(tmp_path: Path) -> None:
+    save_model(make_net(), tmp_path, max_shard_size="0.4KB")
+    index = json.loads((tmp_path / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert names_in(tmp_path) == [*files, INDEX]
+    shards = [load_file(tmp_path / file) for file in files]
+    assert same({name: tensor for shard in shards for name, tensor in shard.items()}, PLAIN)
+    assert all(len(shard) == 1 or sum(t.nbytes for t in shard.values()) <= 400 for shard in shards)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in PLAIN.values())
+
+
+@pytest.mark.parametrize("size", ["10GB", "400B"], ids=["one file", "shards"])
+def test_a_pickle_holds_tensors_alone_under_all_of_their_names(size: str, tmp_path: Path) -> None:
+    net = make_net()
+    net.register_parameter("piece", nn.Parameter(torch.arange(1000.0)[:4]))
+    save_model(net, tmp_path, size, safe_serialization=False)
+    stem = "pytorch_model.bin"
+    files = [stem]
+    if size == "400B":
+        index = json.loads((tmp_path / f"{stem}.index.json").read_text())
+        assert index["weight_map"].keys() == net.state_dict().keys()
+        files = sorted(set(index["weight_map"].values()))
+        assert files[0] == f"pytorch_model-00001-of-{len(files):05d}.bin"
+    assert names_in(tmp_path) == sorted([*files, *([f"{stem}.index.json"] if size == "400B" else [])])
+    shards = [torch.load(tmp_path / file, weights_only=True) for file in files]
+    state = {name: tensor for shard in shards for name, tensor in shard.items()}
+    assert same(state, net.state_dict())
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert state["piece"].untyped_storage().nbytes() == 16  # and not the thousand numbers that it was cut from
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
+def test_what_was_saved_is_loaded_onto_a_device(safe: bool, size: int | str, tmp_path: Path) -> None:
+    save_model(make_net(), tmp_path, size, safe)
+    net = Net().eval()
+    keys = load_checkpoint_in_model(net, tmp_path, device_map={"": "cpu"}, strict=True)
+    assert keys == ([], [])
+    assert torch.equal(net(TOKENS), make_net()(TOKENS))
+
+
+def _on_disk(tmp_path: Path, device_map: Any, dtype: torch.dtype | None = None) -> nn.Module:
+    save_sharded(tmp_path / "checkpoint", PLAIN)
+    return load_checkpoint_and_dispatch(empty_net(), tmp_path / "checkpoint", device_map=device_map, dtype=dtype)
+
+
+OFFLOADED: dict[str, Callable[[Path], nn.Module]] = {
+    "cpu_offload": lambda path: cpu_offload(make_net(), execution_device="cpu"),
+    "cpu_offload with buffers": lambda path: cpu_offload(make_net(), execution_device="cpu", offload_buffers=True),
+    "cpu_offload of whole blocks": lambda path: cpu_offload(
+        make_net(), execution_device="cpu", preload_module_classes=["Sequential"]
+    ),
+    "disk_offload": lambda path: disk_offload(make_net(), path / "off", execution_device="cpu"),
+    "a mixed map": lambda path: dispatch_model(make_net(), MIXED, offload_dir=path / "off"),
+    "a mixed map of a checkpoint": lambda path: _on_disk(path, MIXED),
+    "all on disk": lambda path: _on_disk(path, ALL_DISK),
+    "all of a pickle on disk": lambda path: load_checkpoint_and_dispatch(
+        empty_net(), _pickled(path), device_map=ALL_DISK, offload_folder=path / "off"
+    ),
+    "forced hooks": lambda path: dispatch_model(make_net(), {"": "cpu"}, force_hooks=True),
+}
+
+
+def _pickled(tmp_path: Path) -> Path:
+    torch.save(PLAIN, tmp_path / "weights.bin")
+    return tmp_path / "weights.bin"
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("where", OFFLOADED)
+def test_offloaded_weights_are_written_with_their_values(where: str, safe: bool, tmp_path: Path) -> None:
+    net = OFFLOADED[where](tmp_path)
+    net(TOKENS)
+    save_model(net, tmp_path / "saved", "0.4KB", safe)
+    assert torch.equal(net(TOKENS), make_net()(TOKENS))  # and it runs on
+    again = Net().eval()
+    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+    assert same(again.state_dict(), make_net().state_dict())
+    if safe:
+        index = json.loads((tmp_path / "saved" / INDEX).read_text())
+        assert index["weight_map"].keys() == PLAIN.keys()  # the tied head once
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("where", ["cpu_offload", "all on disk"])
+def test_weights_that_are_larger_than_the_buffer_are_written_whole(
+    where: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("checkpoint.interop.weights_folder", "bigmodels.saving"):
+        monkeypatch.setattr(f"trainwright.{module}.CHUNK_BYTES", 64)
+    save_model(OFFLOADED[where](tmp_path), tmp_path / "saved", safe_serialization=safe)
+    again = Net()
+    load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+    assert same(again.state_dict(), make_net().state_dict())
+
+
+def test_weights_left_on_disk_and_not_dispatched_yet_are_written_too(tmp_path: Path) -> None:
+    save_file(PLAIN, tmp_path / "weights.safetensors")
+    net = empty_net()
+    load_checkpoint_in_model(net, tmp_path / "weights.safetensors", device_map=MIXED)
+    save_model(net, tmp_path / "saved")
+    assert same(load_file(tmp_path / "saved" / SINGLE), PLAIN)
+
+
+def test_offloaded_weights_have_the_dtype_that_the_model_runs_in(tmp_path: Path) -> None:
+    save_model(_on_disk(tmp_path, ALL_DISK, torch.bfloat16), tmp_path / "saved")
+    found = load_file(tmp_path / "saved" / SINGLE)
+    assert found["embed.weight"].dtype == torch.bfloat16
+    assert torch.equal(found["embed.weight"], PLAIN["embed.weight"].bfloat16())
+
+
+def test_a_model_on_disk_may_replace_the_files_that_it_lies_in(tmp_path: Path) -> None:
+    save_model(make_net(), tmp_path, "0.4KB")
+    net = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=ALL_DISK)
+    save_model(net, tmp_path, "0.4KB")
+    assert torch.equal(net(TOKENS), make_net()(TOKENS))
+    net = load_checkpoint_and_dispatch(empty_net(), tmp_path, device_map=ALL_DISK)
+    assert torch.equal(net(TOKENS), make_net()(TOKENS))
+
+
+class Odd(nn.Module):
+    """Tensors that are not simply a block of memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.arange(40.0)
+        self.front = nn.Parameter(memory[:10])
+        self.middle = nn.Parameter(memory[5:20])
+        self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        self.every_other = nn.Parameter(memory[::2])
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.number = nn.Parameter(torch.tensor(3.0))
+        self.register_buffer("waves", torch.complex(torch.ones(3), torch.arange(3.0)).conj())
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("narrow", torch.ones(4).to(torch.float8_e4m3fnuz))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_tensors_of_every_kind_are_written_by_their_values(safe: bool, tmp_path: Path) -> None:
+    save_model(Odd(), tmp_path, safe_serialization=safe)
+    found = load_file(tmp_path / SINGLE) if safe else torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    wanted = Odd().state_dict()
+    assert "passing" not in found
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].resolve_conj().float() if name == "narrow" else found[name],
+                           tensor.float() if name == "narrow" else tensor)  # fmt: skip
+    again = Odd()
+    for value in again.state_dict().values():
+        value.zero_()
+    load_checkpoint_in_model(again, tmp_path, strict=True)
+    assert torch.equal(again.waves, wanted["waves"])
+    assert torch.equal(again.middle, wanted["middle"])
+
+
+def test_wrappers_are_not_in_the_names(tmp_path: Path) -> None:
+    net = make_net()
+    net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
+    save_model(torch.compile(nn.DataParallel(net), backend="eager"), tmp_path)
+    assert same(load_file(tmp_path / SINGLE), PLAIN)
+
+
+def test_a_model_with_compiled_parts_reads_what_it_has_written(tmp_path: Path) -> None:
+    net = make_net()
+    net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
+    save_model(net, tmp_path)
+    again = Net()
+    again.blocks[0] = torch.compile(again.blocks[0], backend="eager")
+    assert load_checkpoint_in_model(again, tmp_path, strict=True) == ([], [])
+    assert same(again.state_dict(), net.state_dict())
+
+
+def _save_replica(folder: Path) -> None:
+    save_model(nn.parallel.DistributedDataParallel(make_net()), folder)
+
+
+@pytest.mark.distributed
+def test_the_name_that_replicas_have_is_not_in_the_names(tmp_path: Path) -> None:
+    run_distributed(_save_replica, 1, tmp_path)
+    assert same(load_file(tmp_path / SINGLE), PLAIN)
+
+
+def _save_pieces(folder: Path) -> str:
+    from torch.distributed.fsdp import fully_shard
+
+    with pytest.raises(CheckpointError) as raised:
+        save_model(fully_shard(make_net()), folder / "saved")
+    assert not (folder / "saved").exists()
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+def test_a_piece_of_a_model_is_not_saved_as_if_it_were_whole(tmp_path: Path) -> None:
+    assert "lies in pieces on several processes" in run_distributed(_save_pieces, 1, tmp_path)[0]
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for path in (tmp_path / "file", tmp_path / "file" / "folder"):
+        with pytest.raises(CheckpointError, match=r"is a file. Name a folder"):
+            save_model(make_net(), path)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("size", "nearest"),
+    [("ten", "'10GB'"), ("-2GB", "'2GB'"), ("5 gigs", "'5GB'"), (1.5e9, "1500000000"), (None, "'10GB'"), (-1, "'1GB'")],
+)
+def test_a_size_that_is_none_is_refused_with_one_that_may_be_meant(size: Any, nearest: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=rf"max_shard_size={size!r} is no size.*: {nearest}\."):
+        save_model(make_net(), tmp_path / "saved", size)
+    assert not (tmp_path / "saved").exists()
+
+
+def test_weights_without_values_are_named(tmp_path: Path) -> None:
+    net = make_net()
+    net.blocks[1] = empty_net().blocks[1]
+    with pytest.raises(CheckpointError, match=r"7 weights have no values .*: 'blocks.1.0.weight', 'blocks.1.0.bias'"):
+        save_model(net, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+class WithText(nn.Linear):
+    """Has something in its state dict that is no tensor."""
+
+    def get_extra_state(self) -> str:
+        """Return text."""
+        return "text"
+
+
+class WithSparse(nn.Module):
+    """Has a tensor whose bytes are not its values in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("odd", torch.eye(3).to_sparse())
+
+
+def test_weights_whose_memory_a_run_has_given_back_are_named(tmp_path: Path) -> None:
+    net = make_net()
+    net.blocks[0][0].weight.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointError, match=r"1 weights have no values .*: 'blocks.0.0.weight'"):
+        save_model(net, tmp_path / "saved")
+
+
+def test_a_tied_weight_with_a_copy_on_another_device_is_written_once(tmp_path: Path) -> None:
+    net = make_net()
+    there = {"weight": net.head.weight.detach().clone()}  # as a device has its own of what the host keeps
+    attach_align_device_hook(net.head, execution_device="cpu", offload=True, weights_map=there)
+    save_model(net, tmp_path)
+    assert same(load_file(tmp_path / SINGLE), PLAIN)
+
+
+@pytest.mark.requires("cuda", reason="weights on a device and away from it")
+def test_weights_on_a_device_and_on_the_host_are_written_together(tmp_path: Path) -> None:
+    net = dispatch_model(make_net(), {"embed": 0, "blocks": "cpu", "head": "cpu"})
+    for safe in (True, False):
+        save_model(net, tmp_path, safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path, strict=True)
+        assert same(again.state_dict(), make_net().state_dict())
+
+
+def test_a_default_device_changes_nothing(tmp_path: Path) -> None:
+    net = _on_disk(tmp_path, ALL_DISK)
+    for safe in (True, False):
+        with torch.device("meta"):
+            save_model(net, tmp_path / "saved", safe_serialization=safe)
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path / "saved", strict=True)
+        assert same(again.state_dict(), make_net().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("module", "what"),
+    [(WithSparse(), "'odd' cannot be saved: a torch.sparse_coo tensor"), (WithText(1, 1), "'_extra_state' .* a str")],
+)
+def test_what_no_file_of_weights_can_hold_is_named(module: nn.Module, what: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=what):
+        save_model(module, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_a_disk_that_fills_up_leaves_the_folder_as_it_was(safe: bool, tmp_path: Path) -> None:
+    save_model(make_net(), tmp_path)
+    before = tree_of(tmp_path)
+    for folder in (tmp_path, tmp_path / "new"):
+        with files_end_at(600), pytest.raises(CheckpointError, match=r"File too large. It is as before"):
+            save_model(make_net(), folder, 2000, safe)
+    assert tree_of(tmp_path) == before
+
+
+def test_a_disk_without_room_is_asked_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(CheckpointError, match=r"need .* and the disk of .* has 10 B free"):
+        save_model(make_net(), tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("size", ["400B", 0, 128, "1KB", "2MB"])
+@pytest.mark.requires("accelerate", reason="what it writes of the same model")
+@pytest.mark.filterwarnings("ignore")
+def test_files_names_and_contents_are_those_that_accelerate_writes(size: int | str, tmp_path: Path) -> None:
+    import accelerate
+
+    size = 400 if size == "400B" else size
+    accelerate.Accelerator(cpu=True).save_model(make_net(), tmp_path / "theirs", size)
+    save_model(make_net(), tmp_path / "ours", size)
+    assert names_in(tmp_path / "ours") == names_in(tmp_path / "theirs")
+    for name in names_in(tmp_path / "ours"):
+        ours, theirs = tmp_path / "ours" / name, tmp_path / "theirs" / name
+        if name == INDEX:
+            assert ours.read_text() == theirs.read_text()
+        else:
+            assert same(load_file(ours), load_file(theirs))
+
+
+@pytest.mark.slow
+@pytest.mark.requires("accelerate", reason="its loader")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("size", ["10GB", 300], ids=["one file", "shards"])
+def test_accelerate_loads_what_was_saved_over_a_former_model_of_the_other_format(
+    safe: bool, size: int | str, tmp_path: Path
+) -> None:
+    import accelerate
+
+    save_model(Net(), tmp_path, size, not safe)
+    save_model(make_net(), tmp_path, size, safe)
+    net = Net().eval()
+    accelerate.load_checkpoint_in_model(net, str(tmp_path))
+    assert same(net.state_dict(), make_net().state_dict())
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its loader")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize("size", ["10GB", "20KB"], ids=["one file", "shards"])
+def test_transformers_loads_what_was_saved_beside_its_configuration(safe: bool, size: str, tmp_path: Path) -> None:
+    import transformers as kit
+
+    config = kit.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = kit.AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    save_model(model, tmp_path, size, safe)
+    again, report = kit.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    assert same(again.state_dict(), model.state_dict())
+    bare = kit.AutoModel.from_pretrained(tmp_path)
+    assert same(bare.state_dict(), model.model.state_dict())
+
+
+_PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from trainwright import cpu_offload, load_checkpoint_and_dispatch, save_model
+
+def mb(field):
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
+
+def measure(name, work):
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is what stands now
+    before = mb("VmRSS")
+    work()
+    print(name, mb("VmHWM") - before)
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(8))  # of 16 MiB each
+
+folder = Path(sys.argv[1])
+torch.set_num_threads(1)
+with torch.device("meta"):
+    small, model = nn.Linear(1, 1), Large()
+save_model(small.to_empty(device="cpu"), folder / "first")  # what a first call imports
+save_model(small, folder / "first", safe_serialization=False)
+save_file({f"parts.{i}.weight": torch.full((2048, 2048), 1.0 * i) for i in range(8)}, folder / "weights.safetensors")
+load_checkpoint_and_dispatch(model, folder / "weights.safetensors", device_map={"": "disk"})
+measure("safetensors", lambda: save_model(model, folder / "saved", "40MB"))
+measure("pickle", lambda: save_model(model, folder / "pickled", "40MB", safe_serialization=False))
+model = load_checkpoint_and_dispatch(Large(), folder / "saved")
+measure("memory", lambda: save_model(cpu_offload(model, "cpu"), folder / "again"))
+measure("copy", lambda: [torch.full((2048, 2048), 1.0) for _ in range(8)])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_weights_that_are_away_pass_through_one_buffer_or_one_shard(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(tmp_path)],
+        capture_output=True, text=True, timeout=300, check=False,
+        # Otherwise the C library keeps some of what is freed, now more and now less.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    took = {name: float(mb) for name, mb in (line.split() for line in done.stdout.splitlines())}
+    print(took)
+    shard, buffer = 32, 8  # MiB: two tensors of 16 fit 40 MB
+    assert took["safetensors"] < buffer + 4
+    assert took["pickle"] < shard + buffer + 4
+    assert took["memory"] < buffer + 4
+    assert took["copy"] > 100  # else nothing was measured

@@ -1,0 +1,160 @@
+"""Bytes of modules, in any dtype; tied parameters; amounts of memory as people write them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.bigmodels.models import Block, Buffered, TiedModel, layer, layers
+from trainwright import (
+    ConfigurationError,
+    CustomDtype,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    convert_file_size_to_int,
+    find_tied_parameters,
+    get_max_layer_size,
+    get_max_memory,
+    retie_parameters,
+)
+from trainwright.bigmodels.maps.sizes import dtype_byte_size, named_module_tensors, read_outline
+from trainwright.core.host.byte_sizes import format_bytes
+from trainwright.core.host.memory import available_host_memory_bytes
+
+
+def test_every_module_and_tensor_has_a_size() -> None:
+    assert dict(compute_module_sizes(nn.Sequential(Block(), layer(5)))) == {
+        "": 220, "0": 200, "0.a": 100, "0.a.weight": 100, "0.b": 100, "0.b.weight": 100, "1": 20, "1.weight": 20,
+    }  # fmt: skip
+
+
+def test_a_tied_tensor_counts_once() -> None:
+    sizes = compute_module_sizes(TiedModel())
+    assert (sizes[""], sizes["embed"], sizes["head"]) == (500, 100, 0)
+
+
+def test_buffers_count_and_can_be_counted_alone() -> None:
+    assert compute_module_sizes(Buffered())[""] == 100 + 40 + 80
+    assert dict(compute_module_sizes(Buffered(), buffers_only=True)) == {"": 120, "saved": 40, "unsaved": 80}
+    assert compute_module_total_buffer_size(Buffered()) == 120
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [("float16", 50), (torch.bfloat16, 50), ("float64", 100), ("int8", 25), ("int4", 13), (CustomDtype.INT4, 13)],
+)
+def test_another_dtype_makes_floating_tensors_smaller_and_never_larger(dtype: object, size: int) -> None:
+    sizes = compute_module_sizes(Buffered(), dtype=dtype)  # type: ignore[arg-type]  # a parameter of the test
+    assert sizes["layer.weight"] == size
+    assert sizes["unsaved"] == 80
+
+
+def test_a_single_tensor_can_have_a_dtype_of_its_own() -> None:
+    sizes = compute_module_sizes(layers(10, 10), dtype="float16", special_dtypes={"1.weight": torch.float32})
+    assert (sizes["0"], sizes["1"]) == (20, 40)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(torch.float32, 4), ("bf16", 2), ("torch.float16", 2), ("float8", 1), ("nf4", 0.5), (torch.bool, 1)],
+)
+def test_a_dtype_has_a_width(dtype: torch.dtype | str, size: float) -> None:
+    assert dtype_byte_size(dtype) == size
+
+
+def test_an_unknown_dtype_is_an_error_that_names_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'float16'"):
+        compute_module_sizes(layer(1), dtype="flaot16")
+
+
+def test_the_largest_layer_is_found_with_all_its_equals() -> None:
+    model = nn.Sequential(layer(10), Block(), layer(25))
+    sizes = compute_module_sizes(model)
+    assert get_max_layer_size(list(model.named_children()), sizes, []) == (100, ["1.a", "1.b", "2"])
+    assert get_max_layer_size(list(model.named_children()), sizes, ["Block"]) == (200, ["1"])
+
+
+def test_tensors_are_listed_with_and_without_what_is_not_saved() -> None:
+    assert [name for name, _ in named_module_tensors(Buffered(), recurse=True)] == ["layer.weight", "saved", "unsaved"]
+    kept = named_module_tensors(Buffered(), recurse=True, remove_non_persistent=True)
+    assert [name for name, _ in kept] == ["layer.weight", "saved"]
+
+
+def test_tied_parameters_are_found_by_all_their_names() -> None:
+    model = TiedModel()
+    model.blocks[1].a = model.blocks[0].a
+    assert find_tied_parameters(model) == [["blocks.0.a.weight", "blocks.1.a.weight"], ["embed.weight", "head.weight"]]
+    assert find_tied_parameters(layers(1, 1)) == []
+    with pytest.raises(TypeError, match="takes a model alone, got 'prefix' too"):
+        find_tied_parameters(model, prefix="blocks")
+
+
+def test_parameters_are_tied_again_to_the_one_that_was_loaded() -> None:
+    model = TiedModel()
+    tied = find_tied_parameters(model)
+    model.head.weight = nn.Parameter(torch.ones(1, 25))
+    retie_parameters(model, tied)
+    assert model.embed.weight is model.head.weight
+    assert model.embed.weight.sum() == 25
+
+
+def test_tying_what_does_not_exist_changes_nothing() -> None:
+    model = layers(2, 2)
+    before = model[0].weight
+    with pytest.raises(AttributeError, match=r"0\.scale"):
+        retie_parameters(model, [["1.weight", "0.weight"], ["0.scale", "1.scale"]])
+    assert model[0].weight is before
+
+
+def test_an_outline_visits_every_module_once_and_looks_into_no_whole_one() -> None:
+    model = nn.Sequential(Block(), Block())
+    assert read_outline(model).names == ["", "0", "0.a", "0.b", "1", "1.a", "1.b"]
+    outline = read_outline(model, no_split_module_classes="Block")
+    assert (outline.names, outline.sizes_bytes) == (["", "0", "1"], [400, 200, 200])
+    assert outline.ends == [3, 2, 3]
+
+
+def test_an_outline_knows_which_parts_share_a_tensor() -> None:
+    outline = read_outline(TiedModel())
+    assert [[outline.names[part] for part in group] for group in outline.tied] == [["embed", "head"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *((12, 12), (0, 0), ("10GiB", 10 * 2**30), ("10GB", 10**10), ("1.5 GB", 1_500_000_000), ("7KIB", 7168)),
+        *(("1gib", 2**30), ("5MB", 5_000_000), ("10Gb", 1_250_000_000), ("2TiB", 2**41), ("100B", 100)),
+    ],
+)
+def test_a_size_is_written_in_bytes_or_with_a_unit(text: int | str, size: int) -> None:
+    assert convert_file_size_to_int(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "ten GB", "-1GB", -1, True, None, 1.5, "10 parsecs", "100"])
+def test_what_is_no_size_is_an_error(text: object) -> None:
+    with pytest.raises(ConfigurationError, match="is not in a valid format"):
+        convert_file_size_to_int(text)  # type: ignore[arg-type]  # that is the point
+
+
+@pytest.mark.parametrize(("size", "text"), [(12, "12 B"), (85 * 2**20, "85.0 MiB"), (int(1.61 * 2**30), "1.61 GiB")])
+def test_bytes_are_shown_with_three_digits(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_budgets_are_sorted_into_the_order_of_filling() -> None:
+    given = {"disk": "1GB", "cpu": 50, "mps": 4, 1: 10, "0": "1KB"}
+    assert list(get_max_memory(given).items()) == [(0, 1000), (1, 10), ("mps", 4), ("cpu", 50), ("disk", 10**9)]
+
+
+@pytest.mark.parametrize("given", [{"gpu0": 1}, {-1: 1}, {"": 1}, {0: 1, "0": 1}])
+def test_an_unknown_or_doubled_device_is_an_error(given: dict[int | str, int | str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"is unknown|twice"):
+        get_max_memory(given)
+
+
+def test_without_budgets_there_is_the_free_memory() -> None:
+    found = get_max_memory()
+    assert list(found)[-1] == "cpu"
+    assert 2**20 < found["cpu"] <= 2 * available_host_memory_bytes()
+    assert all(size > 0 for size in found.values())

@@ -1,0 +1,34 @@
+"""A folder that cannot be written is told before a run begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.folders import check_writable
+
+
+@pytest.mark.parametrize("place", ["/proc/none", "/dev/null/none", "file/below"])
+def test_checkpoints_that_cannot_be_written_are_an_error_before_the_first_step(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    task = RegressionTask()
+    trainer = quiet_trainer(max_steps=2, callbacks=[ModelCheckpoint(tmp_path / place)])
+    with pytest.raises(ConfigurationError, match=r"nothing can be written into .*Pass another dirpath"):
+        trainer.fit(task, regression_loader())
+    assert trainer.global_step == 0
+
+
+def test_a_look_leaves_nothing_behind(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_can_be_written_is_not_touched(tmp_path: Path) -> None:
+    before = tmp_path.stat().st_mtime_ns
+    check_writable(tmp_path)
+    assert tmp_path.stat().st_mtime_ns == before

@@ -1,0 +1,77 @@
+"""Loader workers are refused where they could never hand a batch over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core.errors import ConfigurationError
+from trainwright.data import LoaderOptions, prepare_loader
+from trainwright.data.workers import Workers
+
+_LONGEST = 75  # of what Linux takes, 32 bytes less
+
+
+def _fit(folder: Path) -> None:
+    loader = DataLoader(regression_loader(8, 2).dataset, batch_size=2, num_workers=1)
+    quiet_trainer(max_epochs=1, default_root_dir=folder).fit(RegressionTask(), loader)
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+def test_a_temporary_folder_with_too_long_a_path_is_told_and_the_longest_that_fits_works(
+    too_many: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+        pytest.skip("workers use no sockets here")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = Path(short) / ("x" * (_LONGEST + too_many - len(short) - 1))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        if too_many:
+            with pytest.raises(ConfigurationError, match=r"1 bytes too long.*Set TMPDIR"):
+                _fit(tmp_path)
+        else:
+            _fit(tmp_path)
+
+
+class _SignalsTheGroupTwice(Dataset[int]):
+    """Has its worker sent signals as by a machine that tells a group of processes twice."""
+
+    def __init__(self, gap_s: float) -> None:
+        self.gap_s = gap_s
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            for gap_s in (0.0, self.gap_s):
+                time.sleep(gap_s)
+                os.kill(os.getpid(), signal.SIGTERM)
+        return index
+
+
+@pytest.mark.slow
+def test_signals_that_come_together_end_no_worker_and_a_later_one_does() -> None:
+    def read(gap_s: float) -> list[int]:
+        workers = Workers()
+        loader = prepare_loader(
+            DataLoader(_SignalsTheGroupTwice(gap_s), batch_size=None, num_workers=1), LoaderOptions(workers=workers)
+        )
+        try:
+            return list(loader.iterate())
+        finally:
+            workers.close()
+
+    assert read(0.001) == [0, 1, 2, 3]
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        read(1.3)

@@ -1,1 +1,0 @@
-"""Models larger than the machine."""

@@ -1,0 +1,149 @@
+"""Sealed files that make no sense: each is a `CheckpointError`, and `ckpt_path="last"` falls back past it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.fuzz_readers import KINDS
+from tests.checkpoint.resealing import edit_trainer, reseal
+from tests.checkpoint.snapshots import write_small
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import ModelCheckpoint
+from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+
+SENSELESS: dict[str, Any] = {
+    "TypeError": {"$": "size", "v": None},
+    "SyntaxError": {"$": "ndarray", "dtype": "(2,i4", "shape": [2]},
+    "IsADirectoryError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "Europe"},
+    "OverflowError": {"$": "timedelta", "v": [1e300]},
+    "UnicodeEncodeError": {"$": "datetime", "v": "2026-01-01T00:00:00", "fold": 0, "zone": "\ud800"},
+    "RuntimeError": {"$": "device", "v": "cuda:999999999999"},
+    "an unhashable key": {"$": "dict", "v": [[[1], 2]]},
+    "a shape beyond memory": {"$": "pieces", "v": "w", "shape": [2**62, 2**62], "dtype": "F32"},
+}
+
+
+@pytest.mark.parametrize("name", SENSELESS)
+def test_a_senseless_value_is_our_error_and_gives_way(name: str, tmp_path: Path) -> None:
+    earlier, later = write_small(tmp_path, 1), write_small(tmp_path, 2)
+    edit_trainer(later, lambda entries: entries.update(callbacks={"x": SENSELESS[name]}))
+    assert verify(later) == []  # its files are those that the manifest lists
+    for read in (read_checkpoint, check_checkpoint):
+        with pytest.raises(CheckpointError, match=later.name):
+            read(later)
+    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint"):
+        assert newest_valid(tmp_path) == earlier
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries["progress"].update(step="2"),
+        lambda entries: entries["progress"].update(epoch=-1),
+        lambda entries: entries.update(callbacks=[]),
+        lambda entries: entries.update(schedulers={"a": 1}),
+        lambda entries: entries.update(loggers={"$": "float", "v": "1"}),
+        lambda entries: entries.update(seed=None),
+        lambda entries: entries.update(task=None),
+        lambda entries: entries.update(metrics=None),
+        lambda entries: entries.update(metrics=[{"logged": None}]),
+        lambda entries: entries.update(schedulers=[None]),
+        lambda entries: entries.update(left_out=None),
+        lambda entries: entries["left_out"].update(num_rollbacks="x"),
+        lambda entries: entries["data"].update(position={}),
+        lambda entries: entries["data"].update(position={"batch": -1, "samples": 0}),
+        lambda entries: entries["data"].update(position={"batch": 2**70, "samples": 0}),
+        lambda entries: entries["data"].update(epoch="x"),
+        lambda entries: entries["data"].pop("epoch"),
+    ],
+)
+def test_last_falls_back_past_what_is_sealed_and_makes_no_sense(change: Any, tmp_path: Path) -> None:
+    def fit(steps: int, ckpt_path: str | None = None) -> Any:
+        saver = ModelCheckpoint(tmp_path / "run", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = quiet_trainer(max_steps=steps, default_root_dir=tmp_path, callbacks=[saver])
+        trainer.fit(RegressionTask(), regression_loader(), ckpt_path=ckpt_path)
+        return trainer
+
+    fit(4)
+    edit_trainer(tmp_path / "run" / "step=4", change)
+    with pytest.warns(TrainwrightWarning, match="passing over the damaged checkpoint"):
+        assert fit(6, "last").global_step == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.update(state=None),
+        lambda tree: tree.update(groups=[None]),
+        lambda tree: tree["groups"][0]["params"].append(None),
+    ],
+)
+def test_an_optimizer_s_file_that_makes_no_sense_is_our_error(change: Any, tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(RegressionTask(), regression_loader())
+    trainer.save_checkpoint(tmp_path / "saved")
+    file = tmp_path / "saved" / "optimizer" / "optimizer-00000.json"
+    tree = json.loads(file.read_text())
+    change(tree)
+    file.write_text(json.dumps(tree))
+    reseal(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="optimizer 0 has no groups and states"):
+        quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
+
+
+def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=2)
+    trainer.fit(RegressionTask(), regression_loader())
+    trainer.save_checkpoint(tmp_path / "saved")
+    file = tmp_path / "saved" / "rng" / "rank-00000.json"
+    file.write_text(json.dumps(dict.fromkeys(json.loads(file.read_text()))))
+    reseal(tmp_path / "saved")
+    with pytest.raises(CheckpointError, match="generators that make no sense"):
+        quiet_trainer(max_steps=3).fit(RegressionTask(), regression_loader(), ckpt_path=tmp_path / "saved")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_files_are_noticed_or_harmless(kind: str) -> None:
+    """The short form of tests/torture/test_readers.py."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.fuzz_readers", kind, "1000000", "60"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"])
+def test_a_pipe_where_a_file_should_be_is_told_at_once(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    done = subprocess.run(  # a process of its own: it would wait for ever
+        [sys.executable, "-c", _LOAD, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "CheckpointError" in done.stdout
+
+
+def test_convert_refuses_a_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.bin")
+    command = [sys.executable, "-m", "trainwright", "checkpoint", "convert", str(tmp_path / "x.bin"), "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no regular file" in done.stderr
+
+
+_LOAD = """
+import sys, torch, trainwright
+try:
+    trainwright.load_checkpoint_and_dispatch(torch.nn.Linear(4, 3), sys.argv[1])
+except trainwright.CheckpointError as error:
+    print("CheckpointError", error)
+"""

@@ -1,0 +1,55 @@
+"""P19: what an error tells the user to write instead can be written, and the docs promise nothing that is not there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from trainwright import Accelerator, DeepSpeedStrategy, FSDPStrategy, Strategy, TensorParallelStrategy, Trainer
+from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
+
+_DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("argument", "strategy", "named"),
+    [
+        ("deepspeed_plugins", "deepspeed", DeepSpeedStrategy),
+        ("torch_tp_plugin", "tp", TensorParallelStrategy),
+        ("fsdp_plugin", "fsdp", FSDPStrategy),
+    ],
+)
+def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(
+    argument: str, strategy: str, named: type[Strategy]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Accelerator(cpu=True, **{argument: object()})
+    text = str(caught.value)
+    assert argument in text
+    assert "Did you mean" not in text  # a name that resembles it would lead elsewhere
+    assert f"Trainer(strategy={strategy!r})" in text
+    assert type(Trainer(strategy=strategy, accelerator="cpu").strategy) is named
+    assert not PartialState._shared_state  # nothing was joined
+
+
+@pytest.mark.parametrize("cores", [1, 8, "auto"])
+def test_tpu_cores_lead_to_no_accelerator_that_there_is_not(cores: Any) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        quiet_trainer(tpu_cores=cores)
+    assert "there are no TPUs here" in str(caught.value)
+    assert not re.search(r"accelerator=.tpu", str(caught.value))
+
+
+def test_the_docs_say_who_drives_loggers_and_what_own_loops_lack() -> None:
+    text = (_DOCS / "accelerator.md").read_text()
+    assert "are driven by a Trainer" in text
+    assert not re.search(r"loggers? (also )?serves? own loops", text)
+    with pytest.raises(ConfigurationError, match="tracker's own interface"):
+        Accelerator(cpu=True, log_with="wandb")
+    said = " ".join(path.read_text() for path in _DOCS.glob("*.md"))
+    assert not re.search(r"disjoint models", said)  # two engines of DeepSpeed side by side have no public way

@@ -1,0 +1,185 @@
+"""Load hooks run before weights are placed and optimizers are made, and see what Lightning's see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
+from trainwright.callbacks import Callback, GradientAccumulationScheduler, ModelCheckpoint
+from trainwright.core.errors import ConfigurationError
+
+
+class _Growing(RegressionTask):
+    """Has as many hidden units as its checkpoint."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(momentum=0.9)
+        self.resize(hidden)
+
+    def resize(self, hidden: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(hidden)
+            self.net = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["hidden"] = self.net[0].out_features
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.resize(checkpoint["hidden"])
+
+
+def _resized(folder: Path, strategy: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    options: dict[str, Any] = {"devices": "auto", "strategy": strategy, "default_root_dir": folder}
+    whole = _Growing(16)
+    quiet_trainer(max_epochs=2, **options).fit(whole, regression_loader(16, 2))
+    first = quiet_trainer(max_steps=3, **options)
+    first.fit(_Growing(16), regression_loader(16, 2))
+    first.save_checkpoint(folder / "saved")
+    resumed = _Growing(2)
+    quiet_trainer(max_epochs=2, **options).fit(resumed, regression_loader(16, 2), ckpt_path=folder / "saved")
+    return weights_of(whole), weights_of(resumed)
+
+
+def test_a_hook_that_resizes_a_layer_lets_a_run_resume_exactly(tmp_path: Path) -> None:
+    assert_equal_weights(*_resized(tmp_path, "auto"))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed_stage_2"])
+def test_a_hook_that_resizes_a_layer_lets_two_ranks_resume(strategy: str, tmp_path: Path) -> None:
+    for whole, resumed in run_distributed(_resized, 2, tmp_path, strategy, init=False, timeout=300):
+        torch.testing.assert_close(whole, resumed)
+
+
+class _Looks(Callback):
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {}
+        self.optimizers: list[Any] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 3}
+
+    def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        self.optimizers = list(trainer.optimizers)
+        self.seen = dict(checkpoint)
+        self.checkpoint = checkpoint
+
+
+class _Scheduled(RegressionTask):
+    def __init__(self, width: int = 3) -> None:
+        super().__init__(momentum=0.9)
+        self.save_hyperparameters()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def _saved(folder: Path) -> Path:
+    trainer = quiet_trainer(max_steps=3, callbacks=_Looks())
+    trainer.fit(_Scheduled(), regression_loader(8))
+    return Path(trainer.save_checkpoint(folder / "saved"))
+
+
+def test_a_hook_sees_the_keys_that_lightning_shows(tmp_path: Path) -> None:
+    looks = _Looks()
+    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path))
+    seen = looks.seen
+    assert (seen["epoch"], seen["global_step"]) == (0, 3)
+    assert seen["hyper_parameters"] == {"width": 3}
+    assert seen["callbacks"]["_Looks"] == {"count": 3}
+    assert len(seen["lr_schedulers"]) == 1
+    [optimizer] = seen["optimizer_states"]
+    assert set(optimizer["state"]) == set(seen["state_dict"])
+    assert looks.optimizers == []
+
+
+def test_a_hook_that_does_not_look_reads_no_optimizer_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainwright.trainer.checkpoints import checkpointing
+
+    path, read = _saved(tmp_path), []
+    original = checkpointing.read_checkpoint
+
+    def counted(*args: Any, **options: Any) -> Any:
+        read.append(options["parts"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(checkpointing, "read_checkpoint", counted)
+    quiet_trainer(max_steps=4, callbacks=_Glances()).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
+    assert len(read) == 1
+
+
+class _Glances(_Looks):
+    state_key = "_Looks"
+
+    def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        assert "optimizer_states" in checkpoint
+        assert checkpoint["global_step"] == 3
+
+
+@pytest.mark.parametrize("key", ["optimizer_states", "global_step", "callbacks"])
+def test_a_change_that_would_have_no_effect_is_an_error(key: str, tmp_path: Path) -> None:
+    class Changes(_Looks):
+        state_key = "_Looks"
+
+        def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint[key] = None
+
+    with pytest.raises(ConfigurationError, match=rf"cannot change checkpoint\['{key}'\]"):
+        quiet_trainer(max_steps=4, callbacks=Changes()).fit(
+            _Scheduled(), regression_loader(8), ckpt_path=_saved(tmp_path)
+        )
+
+
+def test_entries_within_are_read_only_and_weights_may_be_changed(tmp_path: Path) -> None:
+    class Changes(_Looks):
+        state_key = "_Looks"
+
+        def on_load_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+            with pytest.raises(TypeError):
+                checkpoint["hyper_parameters"]["width"] = 5
+            checkpoint["state_dict"] = {name: value * 0 for name, value in checkpoint["state_dict"].items()}
+
+    task = _Scheduled()
+    quiet_trainer(max_steps=3, callbacks=Changes()).fit(task, regression_loader(8), ckpt_path=_saved(tmp_path))
+    assert not any(bool(value.any()) for value in weights_of(task).values())
+
+
+@pytest.mark.parametrize("how", ["resumed", "continued"])
+def test_an_epoch_that_goes_on_in_its_middle_does_not_begin_again(how: str, tmp_path: Path) -> None:
+    path = _saved(tmp_path)
+    record = RecordingCallback("on_train_epoch_start", "on_train_epoch_end")
+    if how == "resumed":
+        quiet_trainer(max_epochs=2, callbacks=[record, _Looks()]).fit(
+            _Scheduled(), regression_loader(8), ckpt_path=path
+        )
+    else:
+        trainer, task = quiet_trainer(max_epochs=2, max_steps=3, callbacks=record), _Scheduled()
+        trainer.fit(task, regression_loader(8))
+        record.events.clear()
+        trainer.max_steps = -1
+        trainer.fit(task, regression_loader(8))
+    assert record.events == ["on_train_epoch_end", "on_train_epoch_start", "on_train_epoch_end"]
+
+
+def test_scheduled_accumulation_holds_in_an_epoch_that_is_resumed_in_its_middle(tmp_path: Path) -> None:
+    def run(folder: Path, **options: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=1, save_top_k=-1)
+        trainer = quiet_trainer(callbacks=[GradientAccumulationScheduler({0: 1, 1: 2}), saver], max_epochs=2)
+        task = RegressionTask()
+        trainer.fit(task, regression_loader(8), **options)
+        return trainer.global_step, weights_of(task)
+
+    steps, whole = run(tmp_path)
+    resumed, weights = run(tmp_path, ckpt_path=tmp_path / "epoch=1-step=10")
+    assert steps == resumed == 12
+    assert_equal_weights(whole, weights)

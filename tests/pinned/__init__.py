@@ -1,0 +1,1 @@
+"""What no change may alter: stored checkpoints and what comes after them, public signatures, and countable costs."""

@@ -1,0 +1,514 @@
+"""The watch beside each rank: what it says of ranks that stand still, that fail, and that are gone."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+
+from trainwright.core.errors import ConfigurationError, WorkerError
+from trainwright.core.process import Topology
+from trainwright.processes import hang_detector
+from trainwright.processes.hang_detector import HangDetector
+from trainwright.processes.hang_report import Failure, hang_report, ranks_text
+from trainwright.processes.process_group import ProcessGroup
+from trainwright.processes.standing import (
+    Position,
+    ProcessMark,
+    Standing,
+    activity_of,
+    collective_of,
+    frames_of,
+)
+from trainwright.strategies import DDPStrategy
+
+_ENOUGH_S = 20.0
+
+
+def eventually(condition: Callable[[], Any], within_s: float = _ENOUGH_S) -> Any:
+    """Wait until the condition holds, and return what it gave."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come to pass")
+
+
+class Ranks:
+    """The watches of several ranks in one process, over one store; `steps` is how far each is."""
+
+    def __init__(self, world_size: int, hang_timeout_s: float | None, **options: Any) -> None:
+        self.server: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.steps = [0] * world_size
+        self.watches = [self._watch(rank, world_size, hang_timeout_s, options) for rank in range(world_size)]
+        for watch in self.watches:
+            watch.start()
+
+    def client(self) -> Any:
+        """Return a connection to the store, where the watches' keys are."""
+        address = ("127.0.0.1", self.server.port)
+        return PrefixStore("watch", TCPStore(*address, is_master=False, wait_for_workers=False))
+
+    def _watch(self, rank: int, world_size: int, hang_timeout_s: float | None, options: dict[str, Any]) -> HangDetector:
+        given = {"store_dies_with_rank_0": True, "interrupt_only": False, **options}
+        return HangDetector(
+            self.client(),
+            rank=rank,
+            world_size=world_size,
+            position=lambda: Position(self.steps[rank], 0, 0, "fit"),
+            hang_timeout_s=hang_timeout_s,
+            timeout_s=60,
+            **given,
+        )
+
+    def close(self) -> None:
+        """End all watches."""
+        for watch in self.watches:
+            watch.close()
+
+
+Start = Callable[..., Ranks]
+
+
+class Ends(list[int]):
+    """The exit codes that the watches asked for."""
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Quick watches that do not end this process."""
+    found = Ends()
+
+    monkeypatch.setattr(hang_detector.os, "_exit", found.append)
+    for name, value in {"_BEAT_S": 0.05, "_GRACE_S": 0.4, "_PATIENCE_S": 1.0, "_ANSWER_S": 1.0, "_ECHO_S": 1.0}.items():
+        monkeypatch.setattr(hang_detector, name, value)
+    return found
+
+
+@pytest.fixture
+def start(ends: Ends) -> Iterator[Start]:
+    """Start watches, and end them with the test."""
+    started: list[Ranks] = []
+
+    def make(world_size: int = 2, hang_timeout_s: float | None = None, **options: Any) -> Ranks:
+        started.append(Ranks(world_size, hang_timeout_s, **options))
+        return started[-1]
+
+    yield make
+    for ranks in started:
+        ranks.close()
+
+
+# A rank that stands still
+
+
+@pytest.mark.slow
+def test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start(3, hang_timeout_s=0.5)
+    ranks.steps[:] = [4, 5, 5]
+    time.sleep(3.0)
+    text = capfd.readouterr().err
+    assert text.count("(hang_timeout)") == 1
+    assert "rank 0 is in no collective: fit, step 4" in text
+    assert "ranks 1-2 are in no collective: fit, step 5" in text
+    assert "A collective fails after 60 s" in text
+    assert "in test_a_run_that_stands_still_is_reported_once_with_every_rank_and_its_stack" in text
+    assert "trainwright-hang-detector" in text  # the stacks of the other threads as well
+
+
+@pytest.mark.slow
+def test_a_run_that_was_only_slow_is_said_to_have_moved_on_and_is_reported_again_when_it_stands_again(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start(1, hang_timeout_s=0.5)
+    for step in (1, 2):
+        text = ""
+
+        def said(words: str) -> bool:
+            nonlocal text
+            text += capfd.readouterr().err
+            return words in text
+
+        eventually(lambda: said("(hang_timeout)"))
+        ranks.steps[0] = step
+        eventually(lambda: said("rank 0 has moved on after"))
+        assert f"fit, step {step}" in text.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_moves_is_not_reported(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = start(1, hang_timeout_s=1.0)
+    for _ in range(25):
+        ranks.steps[0] += 1
+        time.sleep(0.1)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_without_a_hang_timeout_nothing_is_reported(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    start(2, hang_timeout_s=None)
+    time.sleep(1.0)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start(2, hang_timeout_s=0.5)
+    ranks.steps[1] = 7
+    eventually(lambda: "step 7" in ranks.client().get("beat/1").decode())
+    ranks.watches[1].close()
+    text = ""
+    while "A collective fails" not in text:
+        text += capfd.readouterr().err
+        time.sleep(0.05)
+    assert "rank 1 does not answer: its process is gone or stopped" in text
+    assert "last seen: fit, step 7" in text
+
+
+@pytest.mark.slow
+def test_the_next_rank_reports_when_rank_0_does_not_answer(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = start(2, hang_timeout_s=0.5)
+    ranks.watches[0].close()
+    text = ""
+    while "A collective fails" not in text:
+        text += capfd.readouterr().err
+        time.sleep(0.05)
+    assert "rank 1 has not moved" in text
+    assert "rank 0 does not answer" in text
+
+
+# A rank that fails
+
+
+def _raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001  # with its traceback
+        return caught
+
+
+def test_an_error_that_follows_another_ranks_names_it_with_its_traceback(start: Start) -> None:
+    ranks = start(2)
+    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
+    echo = RuntimeError("Connection closed by peer")
+    ranks.watches[0].leave(_raised(echo))
+    (note,) = echo.__notes__
+    assert note.startswith("This followed the failure of another rank:\nrank 1:\nTraceback")
+    assert note.rstrip().endswith("ArithmeticError: seven is odd")
+
+
+def test_the_echo_of_a_failure_waits_for_its_cause(start: Start) -> None:
+    ranks = start(2)
+    echo = RuntimeError("Connection closed by peer")
+    thread = threading.Thread(target=lambda: ranks.watches[0].leave(_raised(echo)))
+    thread.start()
+    time.sleep(0.3)
+    cause = _raised(ArithmeticError("seven is odd"))
+    ranks.watches[1].leave(cause)
+    thread.join()
+    assert "seven is odd" in echo.__notes__[0]
+    assert not hasattr(cause, "__notes__")
+
+
+def test_a_survivor_that_cannot_notice_ends_and_prints_the_cause(
+    start: Start, ends: Ends, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start(2)
+    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
+    ranks.watches[1].close()
+    eventually(lambda: ends)
+    ranks.close()
+    assert set(ends) == {1}
+    text = capfd.readouterr().err
+    assert text.startswith("trainwright: rank 0 ends after the failure of rank 1.\nrank 1:\n")
+    assert "ArithmeticError: seven is odd\n" in text
+
+
+@pytest.mark.slow
+def test_survivors_let_a_failed_rank_finish_its_save_first(
+    start: Start, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hang_detector, "activity_of", lambda frames: "saving")
+    ranks = start(2)
+    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
+    time.sleep(3.0)  # three times what a rank that does not save is given
+    assert ends == []
+    ranks.watches[1].close()
+    eventually(lambda: ends)
+
+
+@pytest.mark.slow
+def test_a_failed_rank_that_neither_saves_nor_leaves_is_not_waited_for(start: Start, ends: Ends) -> None:
+    ranks = start(2)
+    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
+    eventually(lambda: ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [SystemExit(143), KeyboardInterrupt()])
+def test_a_rank_that_leaves_on_purpose_has_not_failed(start: Start, ends: Ends, error: BaseException) -> None:
+    ranks = start(2)
+    ranks.watches[1].leave(_raised(error))
+    ranks.watches[1].close()
+    time.sleep(1.5)
+    assert ends == []
+    assert not ranks.client().check(["failure"])
+
+
+def test_the_users_own_process_is_interrupted_instead_of_ended(start: Start, ends: Ends) -> None:
+    ranks = start(2, interrupt_only=True)
+    ranks.watches[1].leave(_raised(ArithmeticError("seven is odd")))
+    ranks.watches[1].close()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        time.sleep(_ENOUGH_S)
+    with pytest.raises(WorkerError, match="seven is odd"):
+        ranks.watches[0].leave(caught.value)
+    assert ends == []
+
+
+# A rank that is gone
+
+
+def test_a_process_that_was_killed_is_named_by_its_neighbour_though_its_parent_has_not_heard(start: Start) -> None:
+    ranks = start(1)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        started = Path(f"/proc/{process.pid}/stat")
+        birth = started.read_text().rpartition(")")[2].split()[19] if started.exists() else ""
+        mark = ProcessMark(ProcessMark.mine().node, process.pid, birth)
+        ranks.client().append(f"node/{mark.node}", json.dumps([1, mark.pid, mark.started]) + "\n")
+        time.sleep(0.3)
+        assert not mark.is_gone()
+        assert not ranks.client().check(["failure"])
+        process.kill()
+        eventually(lambda: ranks.client().check(["failure"]))
+        failure = Failure.from_json(ranks.client().get("failure"))
+    assert (failure.rank, failure.gone) == (1, True)
+    assert f"rank 1: its process {process.pid}" in failure.text
+    assert "has ended without a traceback" in failure.text
+
+
+def test_a_later_process_with_the_same_number_is_another_one() -> None:
+    mine = ProcessMark.mine()
+    assert not mine.is_gone()
+    if mine.started:
+        assert ProcessMark(mine.node, mine.pid, "1").is_gone()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_ends_neither_the_watch_nor_the_test(start: Start, ends: Ends) -> None:
+    ranks = start(2, store_dies_with_rank_0=False)
+    ranks.server = None
+    time.sleep(1.0)
+    ranks.close()
+    assert ends == []
+    assert not any(thread.name == "trainwright-hang-detector" for thread in threading.enumerate())
+
+
+def test_when_the_store_dies_with_rank_0_the_others_end(
+    start: Start, ends: Ends, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start(2)
+    ranks.watches[0].close()
+    ranks.server = None
+    eventually(lambda: ends)
+    assert "rank 0: its process, which served the store, has ended." in capfd.readouterr().err
+
+
+# What a rank is doing
+
+
+def _call_as(module: str, name: str, then: Callable[[], Any]) -> Any:
+    """Call `then` from a function of that name and module."""
+    space: dict[str, Any] = {"__name__": module}
+    exec(f"def {name}(then):\n    return then()", space)
+    return space[name](then)
+
+
+def _my_frames() -> Any:
+    return frames_of(threading.get_ident())
+
+
+def _within(*calls: tuple[str, str]) -> Any:
+    """Return the frames of this thread within those calls, outermost first."""
+    then: Callable[[], Any] = lambda: sys._getframe(1)  # noqa: E731
+    for module, name in reversed(calls):
+        then = lambda module=module, name=name, inner=then: _call_as(module, name, inner)  # type: ignore[misc]  # noqa: E731
+    frame = then()
+    found = []
+    while frame is not None:
+        found.append(frame)
+        frame = frame.f_back
+    return [frame for frame in found if frame.f_globals["__name__"] != __name__]
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([("user", "training_step")], ""),
+        ([("user", "f"), ("torch.distributed", "wrapper"), ("torch.distributed", "all_reduce")], "all_reduce"),
+        (
+            [
+                ("user", "f"), ("torch.distributed", "all_gather_object"),
+                ("torch.distributed", "wrapper"), ("torch.distributed", "all_gather"),
+            ],
+            "all_gather_object",
+        ),
+        ([("torch.autograd", "backward"), ("torch.autograd.graph", "_engine_run_backward")], "backward"),
+        ([("torch.distributed", "all_reduce"), ("user", "hook")], ""),
+    ],
+)  # fmt: skip
+def test_the_collective_is_the_one_that_the_user_called(calls: list[tuple[str, str]], expected: str) -> None:
+    assert collective_of(_within(*calls)) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        ("trainwright.trainer.checkpoints.safe_point", "saving"),
+        ("trainwright.checkpoint.format.writer", "saving"),
+        ("torch.utils.data._utils.fetch", "fetching data"),
+        ("user", ""),
+    ],
+)
+def test_what_a_rank_is_busy_with_is_read_from_its_stack(module: str, expected: str) -> None:
+    assert activity_of(_within(("trainwright.trainer.trainer", "_fit"), (module, "f"), ("user", "g"))) == expected
+
+
+# The words
+
+
+def _standing(rank: int, waits_in: str, still_s: float = 9.0, place: str = "user.py:1 in f") -> Standing:
+    return Standing(rank, "fit, step 3", still_s, waits_in, "", place, "process 1 on host", "main thread:\n  stack")
+
+
+def test_ranks_that_stand_alike_share_a_line_and_a_stack() -> None:
+    answers = {rank: _standing(rank, "all_reduce") for rank in (0, 1, 2, 4)} | {3: _standing(3, "")}
+    text = hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
+    assert "  ranks 0-2, 4 wait in all_reduce: fit, step 3; still for 9 s" in text
+    assert "  rank 3 has not arrived: fit, step 3" in text
+    assert text.count("stack") == 2
+    assert text.index("rank 3, process") < text.index("rank 0, process")  # the one that all wait for comes first
+
+
+def test_ranks_in_different_collectives_are_said_to_be() -> None:
+    answers = {0: _standing(0, "all_reduce"), 1: _standing(1, "broadcast")}
+    assert "wait in different collectives" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
+
+
+def test_a_rank_that_still_moves_is_named_as_slow() -> None:
+    answers = {0: _standing(0, "all_reduce"), 1: _standing(1, "", still_s=1)}
+    assert "rank 1 moved in the last 4 s" in hang_report(0, answers, {}, hang_timeout_s=8, timeout_s=60)
+
+
+@given(st.sets(st.integers(0, 40), min_size=1))
+def test_the_text_of_ranks_names_each_of_them_once(ranks: set[int]) -> None:
+    spans = ranks_text(sorted(ranks)).split(" ", 1)[1].split(", ")
+    named = [rank for span in spans for rank in range(int(span.split("-")[0]), int(span.split("-")[-1]) + 1)]
+    assert named == sorted(ranks)
+
+
+# Settings
+
+
+def test_a_hang_timeout_is_half_of_the_timeout_and_ten_minutes_at_most() -> None:
+    minutes = datetime.timedelta(minutes=1)
+    assert ProcessGroup(Topology("torchrun"), timeout=6 * minutes).hang_timeout == 3 * minutes
+    assert ProcessGroup(Topology("torchrun")).hang_timeout == 10 * minutes
+    assert DDPStrategy(hang_timeout="2 min").hang_timeout == 2 * minutes
+    assert DDPStrategy(hang_timeout=None).hang_timeout is None
+
+
+def test_a_hang_timeout_that_would_never_be_reached_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="hang_timeout='40 min' is not shorter than timeout=0:30:00"):
+        DDPStrategy(hang_timeout="40 min")
+    with pytest.raises(ConfigurationError, match="soon"):
+        DDPStrategy(hang_timeout="soon")
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = Topology("torchrun", rank=0, world_size=3, master_addr="127.0.0.1", master_port=port)
+    group = ProcessGroup(place, timeout=datetime.timedelta(seconds=0.5))
+    with pytest.raises(TimeoutError, match=r"ranks 1-2 of 3 did not arrive within 0:00:00\.5"):
+        group.open(torch.device("cpu"))
+
+
+# Whole runs
+
+
+def _run(kind: str, hang_timeout_s: float, slow_s: float, until: str) -> str:
+    """Run the script on two ranks until rank 0 has said something; returns what rank 0 printed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).parents[2]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    linux = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    env = {**os.environ, **place, **linux, "PYTHONPATH": str(root / "src")}
+    command = [sys.executable, str(Path(__file__).with_name("hanging_run.py")), kind, str(hang_timeout_s), str(slow_s)]
+    started = [
+        subprocess.Popen(command, env={**env, "RANK": str(rank)}, stdout=out, stderr=subprocess.STDOUT, text=True)
+        for rank, out in enumerate((subprocess.PIPE, subprocess.DEVNULL))
+    ]
+    lines: list[str] = []
+    alarm = threading.Timer(90, started[0].kill)
+    alarm.start()
+    try:
+        assert started[0].stdout is not None
+        for line in started[0].stdout:
+            lines.append(line)
+            if until in line:
+                break
+    finally:
+        alarm.cancel()
+        for process in started:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    return "".join(lines)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "slow_s", "words"),
+    [
+        ("step", 1000.0, ["rank 0 waits in backward", "rank 1 has not arrived", "in dawdle", "in training_step"]),
+        ("another collective", 1000.0, ["rank 1 waits in all_gather_object", "wait in different collectives"]),
+        ("stopped", 1000.0, ["rank 0 waits in backward", "rank 1 does not answer"]),
+        ("validation", 60.0, ["rank 0 waits in all_gather_object: validate", "rank 1 has not arrived: validate"]),
+    ],
+)  # fmt: skip
+def test_who_waits_and_who_has_not_come_is_printed_before_the_timeout(
+    kind: str, slow_s: float, words: list[str]
+) -> None:
+    text = _run(kind, 5.0, slow_s, until="A collective fails")
+    text = text[text.rindex("(hang_timeout)") - 60 :]
+    if "in dawdle" in words:
+        text = _run(kind, 5.0, slow_s, until="dawdle()")
+    for expected in words:
+        assert expected in text, text

@@ -1,0 +1,335 @@
+"""Real processes by every launcher: torchrun, Slurm's variables, and the Trainer itself from a script or notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core.errors import WorkerError
+from trainwright.core.process import variable
+from trainwright.core.rng import seed_everything
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+_ROOT = Path(__file__).parents[2]
+_LIMIT_S = 30
+
+# A user's script: everything in it is its own, and it has no `if __name__ == "__main__"`.
+_SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import TaskModule, Trainer
+{imports}
+torch.set_num_threads(1)
+print("script runs", os.getpid(), flush=True)
+
+
+class OwnTask(TaskModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        {step}
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("seen", float(len(batch[0])), reduce_fx="sum")
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+inputs = torch.arange(32.0).reshape(8, 4) / 32
+loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=1)
+task = OwnTask()
+trainer = Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False, {arguments})
+trainer.fit(task, loader)
+seen = trainer.validate(task, loader, verbose=False)
+result = {{
+    "rank": trainer.global_rank, "world": trainer.world_size, "steps": trainer.global_step,
+    "weights": task.net.weight.flatten().tolist(), "loss": trainer.callback_metrics.get("loss"), "seen": seen,
+}}
+Path(sys.argv[1], f"rank-{{trainer.global_rank}}.json").write_text(json.dumps(result))
+"""
+
+
+def write_script(folder: Path, *, step: str = "pass", arguments: str = 'devices="auto"', imports: str = "") -> Path:
+    """Write the script; `step` runs in each training step."""
+    path = folder / "user_script.py"
+    path.write_text(_SCRIPT.format(step=step, arguments=arguments, imports=imports))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return this process's variables with the checkout on the path and gloo on the loopback device."""
+    path = os.pathsep.join([str(_ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    linux = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **linux, **more}
+
+
+def run(command: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `folder` and wait for its end."""
+    return subprocess.run(
+        command, cwd=folder, env=environment(**variables), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def results_in(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank has written, by rank."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+
+
+def expected_weights() -> list[float]:
+    """Return what a loop by hand learns: each step is the mean of two samples, one of each rank."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    inputs = torch.arange(32.0).reshape(8, 4) / 32
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        for start in range(0, 8, 2):
+            batch = inputs[start : start + 2]
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(batch), batch.sum(dim=1, keepdim=True)).backward()
+            optimizer.step()
+    return net.weight.flatten().tolist()
+
+
+def check(results: list[dict[str, Any]], ranks: list[int]) -> None:
+    """Compare what the ranks wrote with what two processes must give."""
+    assert [result["rank"] for result in results] == ranks
+    for result in results:
+        assert (result["world"], result["steps"]) == (2, 8)
+        assert result["weights"] == pytest.approx(expected_weights(), abs=1e-6)
+        assert result["seen"] == [{"seen": 8.0}]
+    assert len({result["loss"] for result in results}) == 1
+
+
+def test_torchrun_starts_the_processes(tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*command, str(script), str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    check(results_in(tmp_path), [0, 1])
+    assert "launcher torchrun" in done.stdout
+    assert done.stdout.count("trainwright: rank 0 of 2") >= 1
+
+
+def test_slurms_variables_make_two_tasks_one_run(tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    # No MASTER_PORT: both find the port by the job's number.
+    common = {
+        "SLURM_JOB_ID": str(random.SystemRandom().randrange(10**6)), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_NAME": "train",
+    }  # fmt: skip
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            cwd=tmp_path,
+            env=environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=90) for process in started]
+    assert [process.returncode for process in started] == [0, 0], outputs
+    check(results_in(tmp_path), [0, 1])
+    assert "launcher slurm (SLURM_PROCID=0" in outputs[0][0]
+
+
+def test_the_trainer_starts_the_processes_of_a_script_without_running_it_again(tmp_path: Path) -> None:
+    script = write_script(tmp_path, arguments="devices=2")
+    done = run([sys.executable, str(script), str(tmp_path)], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("script runs") == 1
+    # The calling process is rank 0 and keeps the weights, the metrics and what validate returned.
+    check(results_in(tmp_path), [0])
+
+
+def test_the_trainer_starts_processes_for_a_task_of_this_test(capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet_trainer(devices=2, max_epochs=1)
+    task = RegressionTask()
+    before = dict(os.environ)
+    trainer.fit(task, regression_loader(8))
+    assert dict(os.environ) == before
+    assert (trainer.world_size, trainer.global_step) == (2, 4)
+    assert not torch.equal(task.net[0].weight, RegressionTask().net[0].weight)
+    assert len(trainer.predict(task, regression_loader(5)) or []) == 5
+
+
+# Failing
+
+
+def _run_failing(folder: Path, step: str) -> tuple[str, float]:
+    """Run the script with a step that fails, and return its error and how long it took to end from then on."""
+    noted = f"Path({str(folder)!r}, 'last-step').write_text(str(time.monotonic()))"
+    script = write_script(folder, step=f"{noted}\n        {step}", arguments="devices=2", imports="import time")
+    done = run([sys.executable, str(script), str(folder)], folder)
+    taken_s = time.monotonic() - float((folder / "last-step").read_text())
+    assert done.returncode != 0
+    assert not results_in(folder)
+    return done.stderr, taken_s
+
+
+def assert_nothing_left(folder: Path) -> None:
+    """Fail if a process still runs that was started by the script in `folder`."""
+    if not Path("/proc").is_dir():
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            inside = os.readlink(process / "cwd") == str(folder)
+        except OSError:
+            continue
+        assert not inside, (process / "cmdline").read_bytes()
+
+
+def test_what_fails_on_another_rank_is_the_error_here_with_its_traceback_and_rank(tmp_path: Path) -> None:
+    step = "if self.global_rank == 1 and batch_idx == 3: raise ArithmeticError('seven is odd')"
+    error, taken_s = _run_failing(tmp_path, step)
+    assert taken_s < _LIMIT_S
+    assert "WorkerError" in error
+    assert "rank 1:" in error
+    assert "in training_step" in error
+    assert "ArithmeticError: seven is odd" in error
+    assert_nothing_left(tmp_path)
+
+
+def test_what_fails_here_is_the_users_own_error_and_ends_the_others(tmp_path: Path) -> None:
+    error, taken_s = _run_failing(tmp_path, "if self.global_rank == 0: raise ArithmeticError('seven is odd')")
+    assert taken_s < _LIMIT_S
+    own = [line.removeprefix("[rank0]: ") for line in error.splitlines()]  # torch puts that before it
+    assert "ArithmeticError: seven is odd" in own  # whole: the notes that follow show the line that raised it
+    assert "WorkerError" not in error
+    assert_nothing_left(tmp_path)
+
+
+def test_a_process_that_dies_without_a_word_is_named_with_its_exit_code(tmp_path: Path) -> None:
+    error, taken_s = _run_failing(tmp_path, "os._exit(9) if self.global_rank == 1 else None")
+    assert taken_s < _LIMIT_S
+    assert "rank 1 ended with exit code 9" in error
+    assert_nothing_left(tmp_path)
+
+
+def test_a_failure_while_another_rank_computes_ends_it_too(tmp_path: Path) -> None:
+    error, taken_s = _run_failing(
+        tmp_path, "time.sleep(600) if self.global_rank == 1 else (_ for _ in ()).throw(ArithmeticError('odd'))"
+    )
+    assert taken_s < _LIMIT_S
+    assert "ArithmeticError: odd" in error
+    assert_nothing_left(tmp_path)
+
+
+def test_under_torchrun_a_failing_rank_prints_its_own_line_and_all_end(tmp_path: Path) -> None:
+    script = write_script(tmp_path, step="if self.global_rank == 1: raise ArithmeticError('seven is odd')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*command, str(script), str(tmp_path)], tmp_path)
+    assert done.returncode != 0
+    assert "ArithmeticError: seven is odd" in done.stderr
+    assert_nothing_left(tmp_path)
+
+
+class _ExplodesElsewhere(RegressionTask):
+    """Cannot be unpickled in another process, so that this one is never joined there."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if variable("RANK") is not None:
+            raise ArithmeticError("seven is odd")
+        super().__setstate__(state)
+
+
+def test_a_process_that_fails_before_it_joins_is_not_waited_for() -> None:
+    with pytest.raises(WorkerError, match="seven is odd"):
+        quiet_trainer(devices=2, max_epochs=1).fit(_ExplodesElsewhere(), regression_loader(8))
+
+
+# Notebooks
+
+_CELLS = [
+    "import torch\nfrom torch import nn\nfrom trainwright import TaskModule, Trainer\ntorch.set_num_threads(1)",
+    """
+class NotebookTask(TaskModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).pow(2).mean()
+
+    def predict_step(self, batch, batch_idx):
+        return self.global_rank
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+""",
+    """
+task, data = NotebookTask(), [torch.ones(2, 4)] * 8
+before = task.net.weight.detach().clone()
+trainer = Trainer(accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
+                  enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(task, data)
+again = Trainer(accelerator="cpu", devices=2, strategy="ddp_notebook", logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False)
+ranks = again.predict(task, data[:4])
+""",
+    "print(trainer.global_step, trainer.world_size, bool((task.net.weight != before).any()), ranks)",
+]
+
+
+@pytest.mark.requires("nbclient", "a notebook is executed for real")
+@pytest.mark.requires("ipykernel", "by a real kernel")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of the notebook's client
+def test_a_notebook_trains_its_own_task_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import nbclient
+    import nbformat
+
+    for name, value in environment(JUPYTER_PLATFORM_DIRS="1").items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in _CELLS])
+    client = nbclient.NotebookClient(
+        notebook, timeout=90, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    (output,) = notebook.cells[-1].outputs
+    assert output["text"].split() == ["4", "2", "True", "[0,", "1,", "0,", "1]"]
+
+
+class _Draws(RegressionTask):
+    """Draws from every generator on each rank, and keeps on rank 0 what all have drawn."""
+
+    drawn: list[tuple[int, float, float, float]]
+
+    def on_train_start(self) -> None:
+        mine = torch.initial_seed(), random.random(), float(np.random.rand()), float(torch.rand(()))
+        self.drawn = self.trainer.strategy.processes.gather_object(mine)
+
+
+def test_seeds_reach_the_processes_that_the_trainer_starts() -> None:
+    task = _Draws()
+    seed_everything(3)
+    random.random()
+    quiet_trainer(devices=2, max_steps=1, num_sanity_val_steps=0).fit(task, regression_loader(8))
+    seed_everything(3)
+    random.random()
+    assert task.drawn == [(3, random.random(), float(np.random.rand()), float(torch.rand(())))] * 2

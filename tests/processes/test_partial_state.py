@@ -1,0 +1,430 @@
+"""A script's own processes: where each stands, who runs what, who goes first, and what a Trainer does beside it."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.sources import ROOT
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright import ConfigurationError, DistributedType, PartialState, WorkerError
+from trainwright.processes.process_shares import share_of
+
+# One process
+
+
+def test_a_process_that_is_alone_is_first_and_last_and_opens_nothing() -> None:
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert (state.device, state.backend) == (torch.device("cpu"), None)
+    assert state.distributed_type is DistributedType.NO
+    assert not state.use_distributed
+    assert (state.debug, state.fork_launched) == (False, False)
+    state.wait_for_everyone()
+    with state.main_process_first(), state.local_main_process_first():
+        pass
+    state.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_type_of_processes_equals_its_name() -> None:
+    assert DistributedType.MULTI_CPU == "MULTI_CPU"
+    assert str(DistributedType("NO")) == "DistributedType.NO"
+
+
+def test_all_instances_share_one_state() -> None:
+    first = PartialState(cpu=True)
+    second = PartialState()
+    first.debug = True
+    assert second.debug
+    assert second.initialized
+
+
+def test_a_state_that_was_reset_says_so() -> None:
+    state = PartialState(cpu=True)
+    PartialState._reset_state()
+    assert not state.initialized
+    with pytest.raises(AttributeError, match="num_processes since its state was reset"):
+        _ = state.num_processes
+    with pytest.raises(AttributeError, match="no attribute 'processindex'"):
+        _ = state.processindex
+
+
+def test_the_state_as_text_names_the_place() -> None:
+    assert repr(PartialState(cpu=True)) == (
+        "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\n"
+        "Local process index: 0\nDevice: cpu\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timout": 3}, "unknown argument 'timout'. Did you mean 'timeout'"),
+        ({"timeout": "3 steps"}, "timeout='3 steps' is no length of time"),
+        ({"init_method": "tcp://localhost:1"}, "init_process_group first"),
+    ],
+)
+def test_unknown_wishes_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        PartialState(**arguments)
+    assert not PartialState._shared_state
+
+
+@pytest.mark.parametrize("timeout", [datetime.timedelta(seconds=90), 90, 90.0, "90 s", "1.5 min"])
+def test_a_timeout_is_a_timedelta_or_seconds_or_text(timeout: Any) -> None:
+    assert PartialState(cpu=True, backend="gloo", timeout=timeout)._options.timeout == datetime.timedelta(seconds=90)
+
+
+@pytest.mark.parametrize(("name", "value"), [("TRAINWRIGHT_DEBUG_MODE", "1"), ("ACCELERATE_DEBUG_MODE", "true")])
+def test_debugging_is_switched_on_by_a_variable(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    assert PartialState(cpu=True).debug
+
+
+def test_a_pickled_state_is_the_one_of_the_process_that_reads_it() -> None:
+    state = PartialState(cpu=True)
+    assert pickle.loads(pickle.dumps(state)).__dict__ is state.__dict__
+    packed = pickle.dumps(state)
+    PartialState._reset_state()
+    assert pickle.loads(packed).num_processes == 1
+
+
+def test_functions_for_one_process_run_where_there_is_no_other() -> None:
+    state = PartialState(cpu=True)
+
+    def add(a: int, b: int = 2) -> int:
+        """Add."""
+        return a + b
+
+    decorated: list[Callable[..., Any]] = [
+        state.on_main_process(add),
+        state.on_main_process()(add),
+        state.on_local_main_process(add),
+        state.on_last_process(add),
+        state.on_process(add, process_index=3),
+        state.on_process(process_index=3)(add),
+        state.on_local_process(local_process_index=1)(add),
+        state.on_local_process(local_process_idx=0)(add),
+    ]
+    assert [function(1, b=4) for function in decorated] == [5] * len(decorated)
+    assert {function.__doc__ for function in decorated} == {"Add."}
+
+
+def test_a_function_for_one_process_needs_to_know_which() -> None:
+    state = PartialState(cpu=True)
+    with pytest.raises(ConfigurationError, match="process_index=0"):
+        state.on_process(print)
+    with pytest.raises(ConfigurationError, match="local_process_index=-1"):
+        state.on_local_process(print, local_process_idx=-1)
+
+
+# Shares
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_shares_together_are_everything_once_in_order_and_even(length: int, num_processes: int) -> None:
+    inputs = list(range(length))
+    shares = [share_of(inputs, rank, num_processes) for rank in range(num_processes)]
+    assert [item for share in shares for item in share] == inputs
+    sizes = [len(share) for share in shares]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_padded_shares_are_equally_long_and_repeat_a_last_sample(length: int, num_processes: int) -> None:
+    for rank in range(num_processes):
+        plain, padded = (share_of(list(range(length)), rank, num_processes, pad=pad) for pad in (False, True))
+        assert len(padded) == -(-length // num_processes)
+        assert padded == plain + [plain[-1] if plain else length - 1] * (len(padded) - len(plain))
+
+
+class _Rows:
+    """What a `datasets.Dataset` can do that matters here."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: list[int]) -> _Rows:
+        return _Rows([self.rows[index] for index in indices])
+
+
+def test_every_kind_of_input_keeps_its_kind() -> None:
+    column = torch.arange(6).view(3, 2)
+    inputs = {"text": ["a", "b", "c"], "pair": (1, 2, 3), "deep": {"column": column}, "rows": _Rows([7, 8, 9])}
+    second = share_of(inputs, 1, 2, pad=True)
+    assert (second["text"], second["pair"], second["rows"].rows) == (["c", "c"], (3, 3), [9, 9])
+    assert torch.equal(second["deep"]["column"], column[[2, 2]])
+    assert len(inputs["text"]) == 3  # the user's own stays whole
+
+
+def test_a_share_of_a_tensor_is_a_view() -> None:
+    column = torch.arange(6.0)
+    share_of(column, 1, 2).zero_()
+    assert column.tolist() == [0, 1, 2, 0, 0, 0]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        ("a dog", TypeError, "inputs is of type str"),
+        (None, TypeError, "inputs is of type NoneType"),
+        ({"a": [1], "b": 5}, TypeError, r"inputs\['b'\] is of type int"),
+        (torch.tensor(3.0), TypeError, "without a dimension"),
+        ({"a": [1, 2], "b": {"c": [1]}}, ConfigurationError, "'a': 2, 'b': 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(inputs: Any, error: type[Exception], message: str, num_processes: int) -> None:
+    with pytest.raises(error, match=message):
+        share_of(inputs, 0, num_processes)
+
+
+# Two processes
+
+
+def _recorded(state: PartialState) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "place": (state.process_index, state.local_process_index, state.num_processes),
+        "roles": (state.is_main_process, state.is_local_main_process, state.is_last_process),
+        "type": (state.distributed_type, state.backend, state.use_distributed),
+        "group": (dist.get_world_size(), dist.get_rank()),
+    }
+    with state.split_between_processes(["a dog", "a cat", "a chicken"], apply_padding=True) as prompts:
+        found["prompts"] = prompts
+
+    def name() -> str:
+        return "ran"
+
+    found["ran"] = [
+        state.on_main_process(name)(),
+        state.on_last_process(name)(),
+        state.on_process(process_index=1)(name)(),
+        state.on_local_process(local_process_idx=0)(name)(),
+    ]
+    with redirect_stdout(io.StringIO()) as text:
+        state.print("hello", end="!")
+    found["printed"] = text.getvalue()
+    with pytest.raises(ConfigurationError, match="process_index=2, but no process has this index"):
+        state.on_process(name, process_index=2)
+    with pytest.raises(ConfigurationError, match="backend='mpi'"):
+        PartialState(backend="mpi")
+    return found
+
+
+def _take_turns(state: PartialState, first: Any) -> tuple[float, float]:
+    with first():
+        start_s = time.monotonic()
+        time.sleep(0.3 if state.is_main_process else 0)
+        return start_s, time.monotonic()
+
+
+def _fail_first(state: PartialState) -> str:
+    def body() -> None:
+        with state.main_process_first():
+            raise ArithmeticError("no such file" if state.is_main_process else "went on")
+
+    with pytest.raises((ArithmeticError, WorkerError)) as caught:
+        body()
+    return repr(caught.value)
+
+
+def _live() -> dict[str, Any]:
+    state = PartialState(cpu=True, timeout="1 min")
+    found = _recorded(state)
+    found["turns"] = [_take_turns(state, state.main_process_first), _take_turns(state, state.local_main_process_first)]
+    found["failure"] = _fail_first(state)
+    trainer = quiet_trainer(devices="auto", max_steps=2)
+    task = RegressionTask()
+    trainer.fit(task, regression_loader(4))
+    found["fitted"] = (trainer.world_size, trainer.global_step)
+    found["after fit"] = (PartialState().num_processes, dist.is_initialized())
+    state.wait_for_everyone()
+    found["weights"] = state.processes.gather_object([p.sum().item() for p in task.parameters()])
+    state.destroy_process_group()
+    found["destroyed"] = not dist.is_initialized()
+    state.wait_for_everyone()  # in a new group
+    return found
+
+
+@pytest.fixture(scope="module")
+def lives() -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = run_distributed(_live, 2, init=False, timeout=120)
+    return ranks
+
+
+@pytest.mark.distributed
+def test_each_process_knows_its_place(lives: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(lives):
+        assert found["place"] == (rank, rank, 2)
+        assert found["group"] == (2, rank)
+        assert found["roles"] == (rank == 0, rank == 0, rank == 1)
+        assert found["type"] == ("MULTI_CPU", "gloo", True)
+
+
+@pytest.mark.distributed
+def test_each_process_gets_and_runs_what_is_its_own(lives: list[dict[str, Any]]) -> None:
+    assert [found["prompts"] for found in lives] == [["a dog", "a cat"], ["a chicken", "a chicken"]]
+    assert [found["ran"] for found in lives] == [["ran", None, None, "ran"], [None, "ran", "ran", None]]
+    assert [found["printed"] for found in lives] == ["hello!", ""]
+
+
+@pytest.mark.distributed
+def test_one_process_is_done_before_the_others_begin(lives: list[dict[str, Any]]) -> None:
+    for first, second in zip(lives[0]["turns"], lives[1]["turns"], strict=True):
+        assert first[1] <= second[0]
+
+
+@pytest.mark.distributed
+def test_nobody_waits_for_one_that_failed_while_it_went_first(lives: list[dict[str, Any]]) -> None:
+    assert lives[0]["failure"] == "ArithmeticError('no such file')"
+    assert "process 0 failed" in lives[1]["failure"]
+    assert "ArithmeticError: no such file" in lives[1]["failure"]
+
+
+@pytest.mark.distributed
+def test_a_trainer_uses_the_group_and_leaves_it_open(lives: list[dict[str, Any]]) -> None:
+    for found in lives:
+        assert found["fitted"] == (2, 2)
+        assert found["after fit"] == (2, True)
+        assert found["weights"][0] == found["weights"][1]
+
+
+@pytest.mark.distributed
+def test_a_group_that_was_destroyed_is_made_anew_when_it_is_needed(lives: list[dict[str, Any]]) -> None:
+    assert all(found["destroyed"] for found in lives)
+
+
+# Scripts
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    file = folder / "script.py"
+    file.write_text(textwrap.dedent(text))
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(file)]
+
+
+def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
+        try:
+            output, errors = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its processes, which are in sessions of their own
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_script_that_torchrun_starts_ends_without_closing_anything(tmp_path: Path) -> None:
+    done = _run(
+        _script(
+            tmp_path,
+            """
+            import torch
+            from trainwright import PartialState, gather
+
+            state = PartialState(cpu=True)
+            with state.main_process_first():
+                tokens = torch.full((2,), state.process_index)
+            state.print(gather(tokens).tolist(), state.topology.launcher)
+            """,
+        ),
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0, 0, 1, 1] torchrun\n"
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_script_that_fails_on_one_process_ends_on_all(tmp_path: Path) -> None:
+    done = _run(
+        _script(
+            tmp_path,
+            """
+            import torch
+            import torch.distributed as dist
+            from trainwright import PartialState
+
+            state = PartialState(cpu=True)
+            if state.process_index == 1:
+                pending = dist.all_reduce(torch.ones(4), async_op=True)
+                raise ArithmeticError("no such number")
+            state.wait_for_everyone()
+            """,
+        ),
+        tmp_path,
+    )
+    assert done.returncode != 0
+    assert "ArithmeticError: no such number" in done.stderr
+
+
+def _join_the_script_s_own(folder: str, rank: int) -> list[Any]:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    state = PartialState(cpu=True)
+    with state.main_process_first():
+        place = [state.process_index, state.num_processes, state.backend, state.topology.launcher]
+    state.destroy_process_group()
+    with pytest.raises(ConfigurationError, match="had joined is gone"):
+        state.wait_for_everyone()
+    return [*place, state.num_processes]
+
+
+def _without_a_launcher(folder: str) -> list[Any]:
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[name]
+    return _join_the_script_s_own(folder, rank)
+
+
+@pytest.mark.distributed
+def test_a_group_of_the_script_s_own_is_joined(tmp_path: Path) -> None:
+    found = run_distributed(_without_a_launcher, 2, str(tmp_path), init=False)
+    assert found == [[rank, 2, "gloo", "none", 2] for rank in range(2)]
+
+
+class _Asks(RegressionTask):
+    """Asks for the state in the middle of a run that the Trainer has started processes for."""
+
+    def on_train_start(self) -> None:
+        state = PartialState()
+        self.seen = state.processes.gather_object((state.process_index, state.num_processes))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_state_follows_the_processes_that_a_trainer_starts_and_ends() -> None:
+    state = PartialState(cpu=True)
+    task = _Asks()
+    quiet_trainer(devices=2, max_steps=1).fit(task, regression_loader(4))
+    assert task.seen == [(0, 2), (1, 2)]
+    assert PartialState().num_processes == state.num_processes == 1
+    state.wait_for_everyone()

@@ -1,0 +1,119 @@
+"""Processes that a launcher started go from stage to stage, quick and slow ones alike."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.core.process import Topology
+from trainwright.processes.process_group import Processes, ProcessGroup
+from trainwright.processes.standing import Position
+
+_STAGES = 12
+
+
+def _many_stages() -> int:
+    task, steps = RegressionTask(), 0
+    for stage in range(_STAGES):
+        trainer = quiet_trainer(devices="auto", max_steps=1)
+        trainer.fit(task, regression_loader(4))
+        steps += trainer.global_step
+        trainer.validate(task, regression_loader(3), verbose=False)
+        if trainer.global_rank == stage % 2:
+            time.sleep(0.03)  # one is still leaving while the other begins anew
+    return steps
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_many_stages_follow_each_other_without_a_deadlock() -> None:
+    # Each stage has a group of its own. A rank must never wait in the last stage's store, nor for its reducer.
+    assert run_distributed(_many_stages, 2, init=False, timeout=60) == [_STAGES, _STAGES]
+
+
+def _exchange_on_rank(rank: int, world: int, port: int) -> dict[str, object]:
+    group = ProcessGroup(Topology("torchrun", rank=rank, world_size=world, master_addr="127.0.0.1", master_port=port))
+    group.open(torch.device("cpu"))
+    try:
+        return {
+            "objects": group.gather_object({"rank": rank}),
+            "integers": group.gather_integers([rank, 10 * rank]),
+            "from_one": group.broadcast_object(f"rank {rank}", src=1),
+            "any": group.any(rank == 1),
+            "none": group.any(False),
+        }
+    finally:
+        group.barrier()
+        group.close()
+
+
+def _exchange() -> dict[str, object]:
+    from trainwright.core.process import detect
+
+    place = detect()
+    assert place.master_port is not None
+    return _exchange_on_rank(place.rank, place.world_size, place.master_port)
+
+
+@pytest.mark.distributed
+def test_what_is_exchanged_on_the_host_is_the_same_on_every_rank() -> None:
+    for found in run_distributed(_exchange, 2, init=False):
+        assert found == {
+            "objects": [{"rank": 0}, {"rank": 1}],
+            "integers": [[0, 0], [1, 10]],
+            "from_one": "rank 1",
+            "any": True,
+            "none": False,
+        }
+
+
+def _leave_with_an_exchange_under_way() -> float:
+    from trainwright.core.process import detect
+
+    group = ProcessGroup(detect())
+    group.open(torch.device("cpu"))
+    if group.rank == 0:
+        time.sleep(8)  # and never takes part
+        return 0.0
+    dist.all_reduce(torch.ones(4), async_op=True)
+    with pytest.raises(ArithmeticError), group.watched(lambda: Position(0, 0, 0, "fit")):
+        raise ArithmeticError
+    start_s = time.monotonic()
+    group.close()
+    return time.monotonic() - start_s
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_failed_rank_does_not_wait_for_what_is_under_way() -> None:
+    assert run_distributed(_leave_with_an_exchange_under_way, 2, init=False)[1] < 4
+
+
+def test_a_process_that_is_alone_takes_a_port_that_is_free() -> None:
+    with socket.socket() as other:
+        with contextlib.suppress(OSError):  # whoever else has the port that torchrun takes, it is not free
+            other.bind(("", 29500))
+            other.listen()
+        group = ProcessGroup(Topology("none"))
+        group.open(torch.device("cpu"))
+        try:
+            assert group.gather_object("x") == ["x"]
+        finally:
+            group.close()
+
+
+def test_one_process_exchanges_with_itself() -> None:
+    alone = Processes()
+    assert alone.gather_object("x") == ["x"]
+    assert alone.gather_integers([1, 2]) == [[1, 2]]
+    assert alone.broadcast_object("x", src=0) == "x"
+    assert alone.any(True)
+    assert not alone.any(False)

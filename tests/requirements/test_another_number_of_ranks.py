@@ -1,0 +1,113 @@
+"""The place is counted in samples of all ranks, so that another number of them goes on and visits each sample once.
+
+With the global batch unchanged, step by step and by kills as well: tests/torture/test_changing_ranks.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from tests.helpers.distributed import run_distributed
+from tests.requirements.resumable import NoisySamples, make_loader, train
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.data import LoaderOptions, prepare_loader
+from trainwright.data.prepared import PreparedLoader
+
+_N = 53
+
+
+def _phase(folder: Path, kind: str, batch_size: int, until: int, resume: bool) -> list[list[int]]:
+    loader: Any = make_loader(kind, _N, 0, shuffle=True, batch_size=batch_size)
+    newest = max(folder.glob("step=*"), key=lambda path: int(path.name[5:]), default=None)
+    with warnings.catch_warnings():
+        # The generators start anew, which is said; what they draw is not looked at here.
+        warnings.filterwarnings("ignore", ".*process\\(es\\) and is resumed by", TrainwrightWarning)
+        return train(loader, folder, newest if resume else None, max_steps=until, max_epochs=1).steps
+
+
+def _run(folder: Path, kind: str, phases: list[tuple[int, int, int]]) -> list[list[int]]:
+    """Run phases of (ranks, batch size, last step); returns the samples of each step over all ranks, in order."""
+    steps = []
+    for number, (world, batch_size, until) in enumerate(phases):
+        by_rank = run_distributed(_phase, world, folder, kind, batch_size, until, number > 0, init=False, timeout=120)
+        steps += [list(itertools.chain.from_iterable(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_four_two_and_three_ranks_share_an_epoch_in_the_steps_of_one(tmp_path: Path) -> None:
+    alone = _phase(tmp_path / "alone", "plain", 12, -1, False)
+    assert _run(tmp_path / "ranks", "plain", [(4, 3, 1), (2, 6, 3), (3, 4, -1)]) == alone
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_with_another_global_batch_each_sample_is_visited_once_in_the_epochs_one_order(tmp_path: Path) -> None:
+    alone = _phase(tmp_path / "alone", "plain", 12, -1, False)
+    changed = _run(tmp_path / "ranks", "stateful", [(4, 2, 2), (2, 5, 4), (3, 3, -1)])
+    assert sorted(itertools.chain.from_iterable(changed)) == list(range(_N))
+    assert list(itertools.chain.from_iterable(changed)) == list(itertools.chain.from_iterable(alone))
+
+
+def _loader(source: Any, rank: int, world: int, **settings: Any) -> PreparedLoader:
+    return prepare_loader(source, LoaderOptions(rank=rank, world=world, lockstep=False, **settings))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_three_loaders_take_over_from_four_and_two(own: bool) -> None:
+    place, done, seen = None, 0, []
+    for world, batch_size, rounds in ((4, 3, 2), (2, 3, 3), (3, 3, 99)):
+        loaders = []
+        for rank in range(world):
+            data = NoisySamples(_N)
+            batches = [list(range(i, min(i + batch_size, _N))) for i in range(0, _N, batch_size)]
+            source = DataLoader(data, batch_sampler=batches) if own else DataLoader(data, batch_size, shuffle=True)
+            loaders.append(_loader(source, rank, world))
+            loaders[-1].set_epoch(1, place)
+        for loader in loaders:
+            for batch in itertools.islice(loader.iterate(done), rounds):
+                seen += [int(i) for i in batch[:, 0].tolist()]
+        done += rounds
+        place = loaders[0].position(done)
+    assert sorted(seen) == list(range(_N))
+
+
+def test_a_sampler_that_divides_the_data_itself_goes_on_with_as_many_ranks_only() -> None:
+    def loader(rank: int, world: int) -> PreparedLoader:
+        data = NoisySamples(_N)
+        return _loader(DataLoader(data, 2, sampler=DistributedSampler(data, world, rank)), rank, world)
+
+    place = loader(0, 4).position(3)
+    loader(1, 4).set_epoch(0, place)
+    with pytest.raises(ConfigurationError, match="left in the middle of an epoch by 4 ranks"):
+        loader(0, 2).set_epoch(0, place)
+
+
+def _resume_stream(folder: Path, resume: int | None) -> str:
+    ckpt_path = None if resume is None else folder / f"step={resume}"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*process\\(es\\) and is resumed by", TrainwrightWarning)
+        warnings.filterwarnings("ignore", ".*keeps its own state, which 2 rank", TrainwrightWarning)
+        try:
+            train(make_loader("stream", 8, 0), folder, ckpt_path, max_epochs=1 if resume is None else 2)
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_places_of_streams_cannot_be_divided_which_is_said_before_training_starts(tmp_path: Path) -> None:
+    run_distributed(_resume_stream, 2, tmp_path, None, init=False, timeout=90)
+    message = _resume_stream(tmp_path, 1)
+    assert "the checkpoint holds the place of each of 2 rank(s), which cannot be divided among 1" in message
+    assert "at an epoch's end" in message
+    assert "map-style" in message
+    assert _resume_stream(tmp_path, 2) == ""  # which this is

@@ -1,0 +1,244 @@
+"""Whatever a checkpoint holds, reading it runs nothing of it, leaves its folder alone and takes bounded memory.
+
+`tests/checkpoint/test_reader.py`, `test_layout.py` and `test_codec.py` go through every file and every type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkpoint.resealing import edit_trainer, reseal, resealed
+from tests.checkpoint.snapshots import write_small
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.checkpoint import FileEntry, Part, RunIndex, read_checkpoint, read_manifest, verify
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+
+
+class _Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.mark,))
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "model.pt", "pytorch_model.bin"])
+def test_a_crafted_pickle_is_refused_by_every_stage_and_never_executed(tmp_path: Path, name: str) -> None:
+    mark = tmp_path / "executed"
+    torch.save({"state_dict": _Bomb(mark)}, tmp_path / name)
+    trainer = quiet_trainer(max_epochs=1)
+    for stage in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
+            stage(RegressionTask(), regression_loader(2), ckpt_path=tmp_path / name)  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match="trainwright checkpoint convert"):
+        RegressionTask.load_from_checkpoint(tmp_path / name)
+    assert not mark.exists()
+    torch.load(tmp_path / name, weights_only=False)  # it would have gone off
+    assert mark.exists()
+
+
+def _pickle_weights(checkpoint: Path) -> None:
+    (checkpoint / "model" / "model-00001-of-00001.safetensors").write_bytes(
+        pickle.dumps(_Bomb(checkpoint.parent / "executed"))
+    )
+
+
+def _header(checkpoint: Path, length: int | None = None, **entries: Any) -> None:
+    header = json.dumps(entries).encode()
+    size = len(header) if length is None else length
+    file = checkpoint / "model" / "model-00001-of-00001.safetensors"
+    file.write_bytes(struct.pack("<Q", size) + header + bytes(64))
+
+
+def _twice(checkpoint: Path) -> None:
+    entry = '{"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}'
+    header = f'{{"weight": {entry}, "bias": {entry}, "weight": {entry}}}'.encode()
+    file = checkpoint / "model" / "model-00001-of-00001.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(48))
+
+
+def _index(checkpoint: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    file = checkpoint / "model" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+def _point_outside(checkpoint: Path, where: str) -> None:
+    outside = checkpoint.parent / "secret.safetensors"
+    outside.write_bytes((checkpoint / "model" / "model-00001-of-00001.safetensors").read_bytes())
+    _index(checkpoint, lambda index: index["weight_map"].update(weight=where))
+
+
+def _huge_file(file: Path) -> None:
+    file.touch()
+    os.truncate(file, 8 * 2**30)  # sparse: it takes no room on the disk
+
+
+def _tensor(dtype: str, shape: list[int], end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+
+
+def _state(value: Any) -> Callable[[Path], None]:
+    return lambda checkpoint: edit_trainer(checkpoint, lambda entries: entries.update(callbacks=value))
+
+
+CRAFTED: dict[str, Callable[[Path], None]] = {
+    "a pickle as weights": _pickle_weights,
+    "a header longer than the file": lambda c: _header(c, 2**62, weight=_tensor("F32", [2, 3], 24)),
+    "a header of the longest length": lambda c: _header(c, 2**64 - 1, weight=_tensor("F32", [2, 3], 24)),
+    "a tensor larger than the file": lambda c: _header(c, weight=_tensor("F32", [2**38], 2**40), bias={}),
+    "a shape that overflows": lambda c: _header(c, weight=_tensor("F32", [2**40, 2**40], 24)),
+    "a tensor before the file": lambda c: _header(c, weight={"dtype": "F32", "shape": [6], "data_offsets": [-24, 0]}),
+    "a tensor twice": _twice,
+    "a shard above the folder": lambda c: _point_outside(c, "../../secret.safetensors"),
+    "a shard at an absolute path": lambda c: _point_outside(c, str(c.parent.resolve() / "secret.safetensors")),
+    "a tied name without a tensor": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["tied"].update(a="b")),
+    "a dtype that is none": lambda c: _index(c, lambda i: i["metadata"]["trainwright"]["dtypes"].update(weight="os")),
+    "an array larger than memory": _state({"a": {"$": "ndarray", "dtype": "<f8", "shape": [2**40]}}),
+    "an array of objects": _state({"a": {"$": "ndarray", "dtype": "O", "shape": [0]}}),
+    "an unknown type": _state({"a": {"$": "os.system", "v": "touch executed"}}),
+    "a deep nest": lambda c: (c / "trainer.json").write_text("[" * 10**6) and None,
+    "a tree of 8 GB": lambda c: _huge_file(c / "trainer.json"),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A small checkpoint in a folder of its own."""
+    return write_small(tmp_path / "run", 3)
+
+
+@pytest.mark.parametrize("craft", [name for name in CRAFTED if "8 GB" not in name])
+def test_what_is_sealed_and_crafted_is_refused(checkpoint: Path, craft: str) -> None:
+    CRAFTED[craft](checkpoint)
+    reseal(checkpoint)  # as a forger would
+    with pytest.raises(CheckpointError):
+        read_checkpoint(checkpoint)
+    assert not (checkpoint.parent / "executed").exists()
+
+
+def test_a_key_that_stands_twice_is_refused(checkpoint: Path) -> None:
+    file = checkpoint / "manifest.json"
+    file.write_bytes(resealed(file.read_text().replace('"step": 3', '"step": 3, "step": 4')))
+    with pytest.raises(CheckpointError, match="'step' stands twice"):
+        read_checkpoint(checkpoint)
+
+
+def test_an_index_in_which_a_key_stands_twice_is_not_used(checkpoint: Path) -> None:
+    RunIndex(checkpoint.parent).add(checkpoint)
+    file = checkpoint.parent / "index.json"
+    file.write_bytes(resealed(file.read_text().replace('"step": 3', '"step": 3, "step": 4')))
+    with pytest.warns(TrainwrightWarning, match="'step' stands twice.*made again"):
+        RunIndex(checkpoint.parent)
+
+
+@pytest.mark.parametrize("name", ["../victim", "/etc", "a/../../victim", ".hidden"])
+def test_an_index_that_points_outside_its_folder_is_refused_and_deletes_nothing(checkpoint: Path, name: str) -> None:
+    victim = write_small(checkpoint.parent.parent, 1, "victim")
+    RunIndex(checkpoint.parent).add(checkpoint)
+    index = checkpoint.parent / "index.json"
+    index.write_bytes(resealed(index.read_text().replace(f'"{checkpoint.name}"', json.dumps(name))))
+    with pytest.raises(CheckpointError, match="refused"):
+        RunIndex(checkpoint.parent).delete(name)
+    assert verify(victim) == []
+
+
+_PROGRAM = """
+import sys, threading, time, warnings
+from pathlib import Path
+from trainwright.checkpoint import RunIndex, read_checkpoint, read_manifest
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+
+warnings.simplefilter("error", TrainwrightWarning)  # an index that is not used is made again, and that is told
+status = open("/proc/self/status", "rb", buffering=0)
+
+def anonymous_mb():
+    status.seek(0)
+    return int(status.read().split(b"RssAnon:")[1].split()[0]) / 1024
+
+def watch():
+    global peak
+    while not ends:
+        peak = max(peak, anonymous_mb())
+        time.sleep(0.001)
+
+before, peak, ends = anonymous_mb(), 0.0, False
+thread = threading.Thread(target=watch)
+thread.start()
+try:
+    for path in map(Path, sys.argv[1:]):
+        try:
+            RunIndex(path) if path.name == "indexed" else read_checkpoint(path, verify=False)
+            print("not refused", path)
+        except (CheckpointError, TrainwrightWarning):
+            pass
+finally:
+    ends = True
+    thread.join()
+print(peak - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_crafted_sizes_are_refused_in_bounded_memory(tmp_path: Path) -> None:
+    folders = []
+    for number, (name, craft) in enumerate(CRAFTED.items()):
+        checkpoint = write_small(tmp_path / str(number), 3)
+        craft(checkpoint)
+        if "8 GB" in name:  # sealed by its size alone: nobody hashes it here
+            _seal_size(checkpoint, "trainer.json", 8 * 2**30)
+        else:
+            reseal(checkpoint)
+        folders.append(checkpoint)
+    for name in ("manifest", "index"):
+        folder = write_small(tmp_path / name, 3)
+        if name == "manifest":
+            _huge_file(folder / "manifest.json")
+            folders.append(folder)
+        else:
+            indexed = tmp_path / "indexed"
+            indexed.mkdir()
+            _huge_file(indexed / "index.json")
+            folders.append(indexed)
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *map(str, folders)], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert "not refused" not in done.stdout
+    assert float(done.stdout) < 200  # 64 MiB of a manifest, twice while it is decoded
+
+
+def _seal_size(checkpoint: Path, file: str, size: int) -> None:
+    manifest = read_manifest(checkpoint)
+    parts = {
+        name: Part({path: FileEntry(size, "0" * 32) if path == file else old for path, old in part.files.items()})
+        for name, part in manifest.parts.items()
+    }
+    (checkpoint / "manifest.json").write_bytes(dataclasses.replace(manifest, parts=parts).to_bytes())
+
+
+def test_a_shard_that_the_manifest_has_not_sealed_is_refused(tmp_path: Path) -> None:
+    checkpoint = write_small(tmp_path / "saved")
+    index = checkpoint / "model" / "model.safetensors.index.json"
+    text = index.read_text().replace("model-00001-of-00001.safetensors", "another.safetensors")
+    model = checkpoint / "model"
+    os.link(model / "model-00001-of-00001.safetensors", model / "another.safetensors")
+    index.write_text(text)
+    reseal(checkpoint)
+    with pytest.raises(CheckpointError, match=r"names the shard 'another.safetensors', which the manifest does not"):
+        read_checkpoint(checkpoint)

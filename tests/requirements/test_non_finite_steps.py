@@ -1,0 +1,175 @@
+"""No weight is changed by a loss or gradient that is no number; every rank decides alike; nothing is altered."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import NonFiniteError
+
+
+class _BadOn(RegressionTask):
+    """One rank's loss is NaN, or its gradient infinite, in one micro-batch of the first epoch."""
+
+    def __init__(self, rank: int, what: str, batch_idx: int = 5) -> None:
+        super().__init__(momentum=0.9)
+        self.rank = rank
+        self.what = what
+        self.batch_idx = batch_idx
+        self.num_steps = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Return the loss, spoilt where told."""
+        self.num_steps += 1
+        loss = self.loss(batch)
+        if (self.global_rank, self.current_epoch, batch_idx) == (self.rank, 0, self.batch_idx):
+            loss = loss * float("nan") if self.what == "loss" else loss + (0 * self.net[3].bias.sum()).sqrt()
+        self.log("train_loss", loss)
+        return loss
+
+
+def _train(
+    policy: str, rank: int, what: str, accumulate: int, root: Path | None = None, precision: str = "32-true"
+) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    task = _BadOn(rank, what)
+    callbacks = [] if root is None else [ModelCheckpoint(root, every_n_train_steps=2, save_top_k=-1)]
+    trainer = quiet_trainer(
+        devices="auto", max_epochs=2, seed=1, num_sanity_val_steps=0, accumulate_grad_batches=accumulate,
+        on_nonfinite=policy, callbacks=callbacks, precision=precision,
+    )  # fmt: skip
+    error = None
+    try:
+        trainer.fit(task, regression_loader(32, 2, shuffle=True))
+    except NonFiniteError as raised:
+        error = raised
+    return {
+        "step": trainer.global_step, "state": {**trainer.state.to_dict(), "seconds": 0.0}, "num_steps": task.num_steps,
+        "skipped": trainer.skipped_batches, "weights": weights_of(task), "error": error,
+    }  # fmt: skip
+
+
+def _same(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert {**first, "weights": 0, "error": 0} == {**second, "weights": 0, "error": 0}
+    torch.testing.assert_close(first["weights"], second["weights"], rtol=0, atol=0)
+    assert all(tensor.isfinite().all() for tensor in first["weights"].values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_all_ranks_skip_what_is_bad_on_one_of_them(rank: int, what: str, accumulate: int) -> None:
+    first, second = run_distributed(_train, 2, "skip", rank, what, accumulate, init=False, timeout=120)
+    _same(first, second)
+    (skipped,) = first["skipped"]
+    assert first["step"] == 16 // accumulate - 1
+    assert first["state"]["batches"] == 16
+    first_batch = 5 if accumulate == 1 else 4
+    assert (skipped.first_batch, skipped.num_batches) == (first_batch, accumulate)
+    assert skipped.stop - skipped.start == 4 * accumulate
+    assert [len(ids) for ids in skipped.sample_ids] == [2 * accumulate] * 2
+    if what == "loss":
+        assert skipped.reason == f"the loss is nan on rank {rank}"
+
+
+@pytest.mark.distributed
+def test_a_rank_that_sees_nothing_itself_hears_of_it() -> None:
+    """Under a scaled loss, gradients are the scaler's: only rank 1 sees that its loss is none."""
+    first, second = run_distributed(_train, 2, "skip", 1, "loss", 1, None, "16-mixed", init=False, timeout=120)
+    _same(first, second)
+    assert [skipped.reason for skipped in first["skipped"]] == ["the loss is nan on rank 1"]
+
+
+@pytest.mark.distributed
+def test_all_ranks_raise_and_say_on_which_of_them_it_was() -> None:
+    first, second = run_distributed(_train, 2, "raise", 1, "loss", 1, init=False, timeout=120)
+    _same(first, second)
+    for result in (first, second):
+        assert (result["error"].ranks, result["error"].source, result["error"].step) == ((1,), "loss", 5)
+        assert [len(ids) for ids in result["error"].sample_ids] == [2, 2]
+    assert str(first["error"]) == str(second["error"])
+
+
+@pytest.mark.distributed
+def test_all_ranks_go_back_and_end_as_if_the_group_had_been_skipped(tmp_path: Path) -> None:
+    first, second = run_distributed(_train, 2, "rollback", 1, "loss", 1, tmp_path, init=False, timeout=120)
+    skipping, _ = run_distributed(_train, 2, "skip", 1, "loss", 1, init=False, timeout=120)
+    _same(first, second)
+    _same({**first, "num_steps": 0}, {**skipping, "num_steps": 0})
+    assert first["num_steps"] == skipping["num_steps"] + 1  # from step 4 on
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the operator behind `item()`, `float(t)` and `if t`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class _Counts(Callback):
+    """Counts reads from the second step's end to the second but last's."""
+
+    def __init__(self) -> None:
+        self.reads = _Reads()
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if trainer.global_step == 2:
+            self.reads.__enter__()
+        elif trainer.global_step == 12:
+            self.reads.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(("policy", "reads"), [(None, 0), ("raise", 1), ("skip", 1), ("rollback", 1)])
+def test_a_step_reads_one_flag_and_none_when_nothing_is_to_be_looked_at(policy: str | None, reads: int) -> None:
+    counts = _Counts()
+    trainer = quiet_trainer(max_epochs=1, log_every_n_steps=1000, callbacks=counts, on_nonfinite=policy)
+    trainer.fit(RegressionTask(), regression_loader(14))
+    assert counts.reads.count == 10 * reads
+
+
+@pytest.mark.parametrize(("policy", "passes"), [(None, False), ("skip", True)])
+def test_what_looks_is_not_even_called_when_nothing_is_to_be_looked_at(policy: str | None, passes: bool) -> None:
+    class Callers(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            frame, files = sys._getframe(), set()
+            while frame.f_back is not None:
+                frame = frame.f_back
+                files.add(Path(frame.f_code.co_filename).name)
+            self.files = files
+            return self.loss(batch)
+
+    task = Callers()
+    quiet_trainer(max_epochs=1, on_nonfinite=policy).fit(task, regression_loader(2))
+    assert ("non_finite.py" in task.files) is passes
+
+
+def test_the_logged_loss_is_never_altered() -> None:
+    class Epochs(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch) * (float("nan") if batch_idx == 1 else 1)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="skip")
+    with pytest.warns(UserWarning, match="it is skipped"):
+        trainer.fit(Epochs(), regression_loader(3))
+    assert math.isfinite(trainer.callback_metrics["loss_step"])
+    assert math.isnan(trainer.callback_metrics["loss_epoch"])

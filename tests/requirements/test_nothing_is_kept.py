@@ -1,0 +1,142 @@
+"""The loss, the outputs and the batch of one step are gone before the next forward; memory stays flat."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+
+
+class _Watches(RegressionTask):
+    """Checks at the start of each step that what the last one made is gone.
+
+    Args:
+        watch_batch: batches of a group live until the group is done, on a device where nothing is moved.
+    """
+
+    def __init__(self, *, watch_batch: bool) -> None:
+        super().__init__()
+        self.watch_batch = watch_batch
+        self.references: dict[str, Any] = {}
+        self.checked = 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Check, then return a dict with the loss and an output that still has its graph."""
+        alive = [name for name, reference in self.references.items() if reference() is not None]
+        assert not alive, f"still alive before step {batch_idx}: {alive}"
+        self.checked += len(self.references) > 0
+        hidden = self.net(batch[0])
+        loss = nn.functional.mse_loss(hidden, batch[1])
+        self.log("loss", loss)
+        self.log("loss_epoch", loss, on_step=False, on_epoch=True)
+        kept = {"loss": loss, "hidden": hidden, "graph": _GraphMark.apply(hidden)}
+        self.references = {name: weakref.ref(value) for name, value in kept.items()}
+        if self.watch_batch:
+            self.references["batch"] = weakref.ref(batch[0])
+        return kept
+
+
+class _GraphMark(torch.autograd.Function):
+    """A node of the graph, so that the graph itself is part of what must go."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        """Return a copy."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        """Pass the gradient on."""
+        return grads[0]
+
+
+class _Listens(Callback):
+    """Makes the Trainer hand out outputs and batches."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert outputs is not None
+
+
+@pytest.mark.parametrize("callbacks", [[], [_Listens()]], ids=["nobody listens", "somebody listens"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_what_a_step_made_is_gone_before_the_next_forward(
+    accumulate: int, clip: float | None, callbacks: list[Callback]
+) -> None:
+    task = _Watches(watch_batch=accumulate == 1)
+    trainer = quiet_trainer(
+        max_epochs=2, accumulate_grad_batches=accumulate, gradient_clip_val=clip, callbacks=callbacks
+    )
+    gc.disable()  # reference counts alone must do it
+    try:
+        trainer.fit(task, regression_loader(8))
+    finally:
+        gc.enable()
+    assert task.checked == 15
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_what_an_evaluation_batch_made_is_gone_before_the_next(stage: str) -> None:
+    references: list[Any] = []
+
+    class Task(RegressionTask):
+        def validation_step(self, batch: Batch, batch_idx: int) -> Any:
+            assert all(reference() is None for reference in references)
+            output = self.net(batch[0])
+            references[:] = [weakref.ref(output), weakref.ref(batch[0])]
+            return output
+
+        test_step = predict_step = validation_step
+
+    options = {"return_predictions": False} if stage == "predict" else {"verbose": False}
+    gc.disable()
+    try:
+        getattr(quiet_trainer(), stage)(Task(), regression_loader(6), **options)
+    finally:
+        gc.enable()
+    assert references
+
+
+class _Weighs(Callback):
+    """Notes how many tensors live, and how much memory the process has ever held, at two steps."""
+
+    def __init__(self) -> None:
+        self.tensors: list[int] = []
+        self.peaks_bytes: list[int] = []
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if trainer.global_step in (100, 1000):
+            gc.collect()
+            self.tensors.append(sum(issubclass(type(found), torch.Tensor) for found in gc.get_objects()))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.peaks_bytes.append(peak * (1 if sys.platform == "darwin" else 1024))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_memory_is_flat_over_a_thousand_steps(accumulate: int) -> None:
+    class Task(RegressionTask):
+        """Each step makes 256 KiB of outputs: kept, a thousand of them would be 256 MiB."""
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            wide = self(batch[0]).expand(-1, 1 << 16) * 1.0
+            loss = (wide - batch[1]).square().mean()
+            self.log("loss", loss)
+            self.log("epoch_loss", loss, on_step=False, on_epoch=True)
+            return {"loss": loss, "wide": wide}
+
+    weighs = _Weighs()
+    trainer = quiet_trainer(max_steps=1000, accumulate_grad_batches=accumulate, callbacks=[weighs, _Listens()])
+    trainer.fit(Task(), regression_loader(4096))
+    assert abs(weighs.tensors[1] - weighs.tensors[0]) <= 300  # the logged values that wait to be folded: at most 256
+    assert weighs.peaks_bytes[1] - weighs.peaks_bytes[0] < 32 * 1024**2

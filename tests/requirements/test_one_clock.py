@@ -1,0 +1,124 @@
+"""One clock. A group is one step whatever happens in it, and logged x-values strictly increase over a resume."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_loader
+from trainwright.loggers.logger import Logger, RunInfo
+
+
+class _Several(RegressionTask):
+    """Trains its parameters with `num` optimizers, by itself or by hand."""
+
+    def __init__(self, num: int, *, by_hand: bool) -> None:
+        super().__init__()
+        self.num = num
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        """Return the loss, or step every optimizer."""
+        if self.automatic_optimization:
+            return self.loss(batch)
+        found = self.optimizers()
+        optimizers = found if isinstance(found, list) else [found]
+        self.manual_backward(self.loss(batch))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    automatic_optimization = True  # all of its optimizers step on one loss
+
+    def configure_optimizers(self) -> Any:
+        """Deal the parameters to the optimizers."""
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[i :: self.num], lr=0.01) for i in range(self.num)]
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_a_group_is_one_step_whatever_the_number_of_optimizers(num: int, by_hand: bool) -> None:
+    recorder = RecordingCallback("on_train_step_end", note=lambda _, trainer: trainer.global_step)
+    quiet_trainer(max_epochs=2, callbacks=recorder).fit(_Several(num, by_hand=by_hand), regression_loader(5))
+    assert [step for _, step in recorder.notes] == list(range(1, 11))
+
+
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, 12), (2, 6), (5, 4)])
+def test_a_step_is_a_group_and_the_other_counters_stand_beside_it(accumulate: int, steps: int) -> None:
+    trainer = quiet_trainer(max_epochs=2, accumulate_grad_batches=accumulate)
+    trainer.fit(RegressionTask(), regression_loader(12, 2), regression_loader(4))
+    state = trainer.state
+    assert (state.step, state.batches, state.samples, state.epoch) == (steps, 12, 24, 2)
+
+
+class _Remembers(Logger):
+    """Keeps (name, step) of everything that it is handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points: list[tuple[str, int]] = []
+
+    def start(self, run: RunInfo) -> None:
+        """Nothing to open."""
+        super().start(run)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Not kept."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep."""
+        self.points += [(name, step) for name in metrics if name != "epoch"]
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def finish(self, status: Any) -> None:
+        """Nothing to close."""
+
+    def steps(self, name: str) -> list[int]:
+        """Return the x-values of one metric, in the order of their coming."""
+        return [step for found, step in self.points if found == name]
+
+
+class _Logs(RegressionTask):
+    """Logs per step and per epoch."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+        """Log the loss both ways."""
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("log_every", [1, 2, 3])
+def test_logged_x_values_strictly_increase_also_across_a_resume(
+    log_every: int, accumulate: int, tmp_path: Path
+) -> None:
+    logger = _Remembers()
+    common: dict[str, Any] = {
+        "logger": logger, "log_every_n_steps": log_every, "accumulate_grad_batches": accumulate,
+        "val_check_interval": 0.5, "default_root_dir": tmp_path,
+    }  # fmt: skip
+    loaders = regression_loader(10), regression_loader(2)
+    stopped = 10 // accumulate + 3  # in the middle of the second epoch
+    first = quiet_trainer(max_steps=stopped, **common)
+    first.fit(_Logs(), *loaders)
+    first.save_checkpoint(tmp_path / "stopped")
+    before = len(logger.points)
+    resumed = quiet_trainer(max_epochs=3, **common)
+    resumed.fit(_Logs(), *loaders, ckpt_path=tmp_path / "stopped")
+    assert len(logger.points) > before
+    for name in ("loss_step", "loss_epoch", "val_loss"):
+        steps = logger.steps(name)
+        assert steps
+        assert all(a < b for a, b in itertools.pairwise(steps)), (name, steps)
+    assert logger.steps("val_loss")[-1] == resumed.global_step - 1

@@ -1,0 +1,156 @@
+"""Ranks that see different metrics, wishes and clocks save, stop and choose the best alike, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.early_stopping import EarlyStopping
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+
+pytestmark = pytest.mark.distributed
+
+
+class _OwnNumbers(RegressionTask):
+    """Each rank logs its own values, one per epoch; nobody averages them."""
+
+    def __init__(self, values: list[list[float]]) -> None:
+        super().__init__()
+        self.values = values
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log this rank's value of the epoch."""
+        self.log("measure", self.values[self.global_rank][self.current_epoch], sync_dist=False)
+
+
+def _stop(values: list[list[float]]) -> tuple[int, int, int]:
+    stopping = EarlyStopping("measure", patience=1)
+    trainer = quiet_trainer(devices="auto", max_epochs=len(values[0]), num_sanity_val_steps=0, callbacks=stopping)
+    trainer.fit(_OwnNumbers(values), regression_loader(8), regression_loader(4))
+    return trainer.current_epoch, trainer.global_step, stopping.stopped_epoch
+
+
+@pytest.mark.parametrize(
+    ("values", "stopped_epoch"),
+    [
+        ([[5.0, 4.0, 10.0, 10.0, 10.0], [5.0, 4.0, 3.0, 2.0, 1.0]], 2),
+        ([[5.0, 4.0, 3.0, 2.0, 1.0], [5.0, 4.0, 10.0, 10.0, 10.0]], 0),
+    ],
+    ids=["only rank 0 diverges", "only rank 1 diverges"],
+)
+def test_all_ranks_stop_in_the_epoch_in_which_rank_0_would(values: list[list[float]], stopped_epoch: int) -> None:
+    first, second = run_distributed(_stop, 2, values, init=False)
+    epochs = stopped_epoch + 1 if stopped_epoch else 5
+    assert first == second == (epochs, 4 * epochs, stopped_epoch)
+
+
+def _save(folder: Path, values: list[list[float]]) -> tuple[str, float | None, list[str]]:
+    saver = ModelCheckpoint(folder, filename="{epoch}", monitor="measure", save_top_k=2)
+    trainer = quiet_trainer(devices="auto", max_epochs=len(values[0]), num_sanity_val_steps=0, callbacks=saver)
+    trainer.fit(_OwnNumbers(values), regression_loader(8), regression_loader(4))
+    kept = sorted(Path(path).name for path in saver.best_k_models)
+    return Path(saver.best_model_path).name, saver.best_model_score, kept
+
+
+def test_all_ranks_keep_and_prefer_the_same_checkpoints(tmp_path: Path) -> None:
+    first, second = run_distributed(_save, 2, tmp_path, [[3.0, 1.0, 2.0, 4.0], [1.0, 4.0, 3.0, 2.0]], init=False)
+    assert first == second == ("epoch=1", 1.0, ["epoch=1", "epoch=2"])
+    assert sorted(path.name for path in tmp_path.glob("epoch=*")) == ["epoch=1", "epoch=2"]
+
+
+class _OneRankWishes(Callback):
+    """One rank alone asks for the end, in its third batch."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == self.rank and batch_idx == 2:
+            trainer.should_stop = True
+
+
+def _wish(rank: int) -> tuple[int, int]:
+    trainer = quiet_trainer(devices="auto", max_epochs=5, callbacks=_OneRankWishes(rank))
+    trainer.fit(RegressionTask(), regression_loader(64), regression_loader(4))
+    return trainer.current_epoch, trainer.global_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_wish_of_one_rank_stops_all_of_them_at_the_same_step(rank: int) -> None:
+    first, second = run_distributed(_wish, 2, rank, init=False)
+    assert first == second
+    assert first[0] == 1
+    assert 3 <= first[1] <= 20  # soon, not at the epoch's end
+
+
+class _SkewedClock(RegressionTask):
+    """The clock of rank 1 runs a hundred times as fast as that of rank 0."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let time pass."""
+        self.trainer.state.seconds = (batch_idx + 1) * (1.0 if self.global_rank == 0 else 100.0)
+
+
+class _Slow(RegressionTask):
+    """Takes five milliseconds a step and notes when it was validated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Let time pass."""
+        time.sleep(0.005)
+
+    def on_validation_start(self) -> None:
+        """Note the step."""
+        self.validated.append(self.global_step)
+
+
+def _validate_by_time() -> list[int]:
+    if os.environ["RANK"] == "1":
+        real = time.perf_counter
+        time.perf_counter = lambda: 100 * real()
+    task = _Slow()
+    trainer = quiet_trainer(devices="auto", max_epochs=1, val_check_interval="0.05 s", num_sanity_val_steps=0)
+    trainer.fit(task, regression_loader(120), regression_loader(4))
+    return task.validated
+
+
+def test_ranks_whose_clocks_differ_validate_at_the_same_steps() -> None:
+    first, second = run_distributed(_validate_by_time, 2, init=False)
+    assert first == second
+    assert first
+
+
+def _run_out_of_time() -> int:
+    trainer = quiet_trainer(devices="auto", max_time="10 s")
+    trainer.fit(_SkewedClock(), regression_loader(200))
+    return trainer.global_step
+
+
+def test_ranks_whose_clocks_differ_run_out_of_time_at_the_same_step() -> None:
+    first, second = run_distributed(_run_out_of_time, 2, init=False)
+    assert first == second == 10
+
+
+def _ragged() -> list[int]:
+    task = _Slow()
+    rows = [[torch.ones(size, 4), torch.zeros(size, 1)] for size in (1, 7, 2, 6, 1, 7, 3, 5, 1, 7, 2, 6)]
+    trainer = quiet_trainer(devices="auto", max_epochs=1, val_check_interval="15 samples", num_sanity_val_steps=0)
+    trainer.fit(task, [tuple(row) for row in rows], regression_loader(4))
+    return task.validated
+
+
+def test_ranks_with_batches_of_different_sizes_validate_at_the_same_steps() -> None:
+    first, second = run_distributed(_ragged, 2, init=False)
+    assert first == second == [2, 4, 6]  # 8 samples a step over both ranks

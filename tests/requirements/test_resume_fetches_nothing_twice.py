@@ -1,0 +1,142 @@
+"""A resume in the middle of an epoch fetches nothing that was consumed, or is refused before the first step."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask
+from tests.requirements.resumable import BATCH, NoisyBatches, train
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+from trainwright.data import LoaderOptions, ShuffledOrder, prepare_loader
+from trainwright.trainer.trainer import Trainer
+
+_BATCH_SIZE, _START = 512, 10**6
+
+
+class Virtual(Dataset[torch.Tensor]):
+    """10¹² samples that exist when they are asked for; counts how often."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return 10**12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.fetched.append(index)
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_loader_begins_at_batch_a_million_at_once(world: int, shuffle: bool) -> None:
+    data = Virtual()
+    source = DataLoader(data, _BATCH_SIZE, shuffle=shuffle)
+    loader = prepare_loader(source, LoaderOptions(rank=world - 1, world=world))
+    began = time.perf_counter()
+    loader.set_epoch(3, {"batch": _START, "samples": _START * _BATCH_SIZE * world})
+    first = next(loader.iterate(_START))
+    assert time.perf_counter() - began < 1.0
+    place = (_START + 1) * _BATCH_SIZE * world - _BATCH_SIZE
+    order = ShuffledOrder(10**12, 0, 3).slice(place, place + _BATCH_SIZE).tolist()
+    assert first.tolist() == data.fetched == (order if shuffle else list(range(place, place + _BATCH_SIZE)))
+
+
+def test_seeking_to_sample_10_to_the_9th_takes_less_than_a_megabyte_and_fetches_only_its_batch() -> None:
+    data = Virtual()
+    tracemalloc.start()
+    try:
+        loader = prepare_loader(DataLoader(data, 250, shuffle=True), LoaderOptions(seed=1))
+        loader.set_epoch(0, {"batch": 4 * 10**6, "samples": 10**9})
+        next(loader.iterate(4 * 10**6))
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert data.fetched == ShuffledOrder(10**12, 1, 0).slice(10**9, 10**9 + 250).tolist()
+    assert peak_bytes < 1_000_000
+
+
+class _FarAlong(Callback):
+    """Counts as if a million batches of the epoch had been trained on; only their number is needed for that."""
+
+    def on_train_epoch_start(self, trainer: Any, task: Any) -> None:
+        trainer.state.batch_in_epoch = _START
+
+
+class _Sum(RegressionTask):
+    """Trains on numbers."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        """Return a loss."""
+        return self.net(torch.zeros(1, 4)).sum() + 0 * batch.sum()
+
+
+def _far_trainer(folder: Path, **arguments: Any) -> Trainer:
+    return quiet_trainer(default_root_dir=folder, enable_checkpointing=True, async_save=False, **arguments)
+
+
+def test_a_whole_run_resumed_at_batch_a_million_fetches_only_what_comes_next(tmp_path: Path) -> None:
+    data, resumed = Virtual(), Virtual()
+    begun = _far_trainer(tmp_path, max_steps=2, seed=4, callbacks=[_FarAlong()])
+    begun.fit(_Sum(), DataLoader(data, _BATCH_SIZE, shuffle=True))
+    began = time.perf_counter()
+    again = _far_trainer(tmp_path, max_steps=4)
+    again.fit(_Sum(), DataLoader(resumed, _BATCH_SIZE, shuffle=True), ckpt_path="last")
+    seconds = time.perf_counter() - began
+    first = (_START + 2) * _BATCH_SIZE
+    assert resumed.fetched == ShuffledOrder(10**12, 4, 0).slice(first, first + 2 * _BATCH_SIZE).tolist()
+    assert seconds < 30  # the loader's part is timed above; replaying would take hours
+
+
+class Forgetful(IterableDataset[torch.Tensor]):
+    """A stream without a state; notes how often it was opened."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.opened += 1
+        return iter(torch.arange(40.0).reshape(10, 4).double())
+
+
+class _Started(Callback):
+    """Notes that training began."""
+
+    started = False
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.started = True
+
+
+def test_a_stream_without_a_state_is_refused_before_training_starts(tmp_path: Path) -> None:
+    train(DataLoader(Forgetful(), BATCH), tmp_path)
+    data, watch = Forgetful(), _Started()
+    with pytest.raises(ConfigurationError) as caught:
+        train(DataLoader(data, BATCH), tmp_path / "resumed", tmp_path / "step=3", callbacks=[watch])
+    assert not data.opened
+    assert not watch.started
+    message = str(caught.value)
+    for said in ("train_dataloader cannot begin at batch 3", "state_dict and load_state_dict", "StatefulDataLoader"):
+        assert said in message
+
+
+def test_a_stream_without_a_state_goes_on_at_an_epochs_start(tmp_path: Path) -> None:
+    whole = train(DataLoader(Forgetful(), BATCH), tmp_path)
+    resumed = train(DataLoader(Forgetful(), BATCH), tmp_path / "resumed", tmp_path / "step=5")
+    assert resumed.losses == whole.losses[5:]
+
+
+def test_a_state_that_the_checkpoint_lacks_is_an_error_that_says_so(tmp_path: Path) -> None:
+    train(DataLoader(Forgetful(), BATCH), tmp_path)
+    with pytest.raises(ConfigurationError, match="its state is not in the checkpoint"):
+        train(NoisyBatches(20), tmp_path / "resumed", tmp_path / "step=3")

@@ -1,0 +1,120 @@
+"""Ranks with 3 and 5 batches finish under DDP, by a declared policy and with the right weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.core.errors import ConfigurationError
+
+_COUNTS = (3, 5)
+
+
+def _batches(rank: int) -> list[Any]:
+    """Return a rank's own batches of 2: the first three of sixteen, or the next five."""
+    everything: list[Any] = [tuple(batch) for batch in regression_loader(32, 2)]  # lists in a list would be loaders
+    return everything[:3] if rank == 0 else everything[3:8]
+
+
+class _Stream(IterableDataset[Batch]):
+    """The same without a length."""
+
+    is_sharded = True
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(_batches(self.rank))
+
+
+def _fit(policy: str, accumulate: int, sized: bool, num_items: bool) -> Any:
+    class Counting(RegressionTask):
+        def num_items(self, batch: Batch) -> int:
+            return len(batch[0])
+
+    trainer = quiet_trainer(
+        devices="auto",
+        max_epochs=2,
+        uneven_batches=policy,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+    )
+    rank = trainer.settings.selection.topology.rank
+    task = Counting() if num_items else RegressionTask()
+    data: Any = _batches(rank) if sized else torch.utils.data.DataLoader(_Stream(rank), batch_size=None)
+    trainer.fit(task, data)
+    return trainer.global_step, weights_of(task)
+
+
+# (policy, micro-batches a step, loader with a length, task with num_items)
+_CASES = [
+    (policy, accumulate, sized, num_items)
+    for policy in ("pad", "stop")
+    for accumulate in (1, 2)
+    for sized in (True, False)
+    for num_items in (False, True)
+]
+
+
+def _by_hand(policy: str, accumulate: int) -> tuple[int, dict[str, torch.Tensor]]:
+    """Train with the mean over the real micro-batches of both ranks in each step."""
+    task = RegressionTask()
+    optimizer = task.configure_optimizers()
+    rounds = min(_COUNTS) if policy == "stop" else max(_COUNTS)
+    steps = 0
+    for _ in range(2):
+        for start in range(0, rounds, accumulate):
+            stop = min(start + accumulate, rounds)
+            real = [batch for rank in (0, 1) for batch in _batches(rank)[start:stop]]
+            optimizer.zero_grad()
+            for batch in real:
+                (task.loss(batch) / len(real)).backward()
+            optimizer.step()
+            steps += 1
+    return steps, weights_of(task)
+
+
+def _fit_all_on_rank() -> list[Any]:
+    return [_fit(*case) for case in _CASES]
+
+
+@pytest.mark.distributed
+def test_padding_and_stopping_train_on_the_mean_of_the_real_batches() -> None:
+    by_rank = run_distributed(_fit_all_on_rank, 2, timeout=90)
+    for case, *of_ranks in zip(_CASES, *by_rank, strict=True):
+        policy, accumulate, _, _ = case
+        steps, weights = _by_hand(policy, accumulate)
+        for found_steps, found in of_ranks:
+            assert found_steps == steps, case
+            torch.testing.assert_close(found, weights, rtol=0, atol=1e-6)
+
+
+def test_the_policies_differ() -> None:
+    # A test of the test above.
+    (padded, first), (stopped, second) = _by_hand("pad", 1), _by_hand("stop", 1)
+    assert (padded, stopped) == (10, 6)
+    assert not torch.equal(first["net.0.weight"], second["net.0.weight"])
+
+
+def _refused_on_rank() -> list[str]:
+    messages = []
+    for sized in (True, False):
+        with pytest.raises(ConfigurationError) as caught:
+            _fit("error", 1, sized, num_items=False)
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.distributed
+def test_the_error_policy_refuses_on_every_rank_and_names_the_numbers() -> None:
+    for sized, unsized in run_distributed(_refused_on_rank, 2, timeout=60):
+        assert "[3, 5]" in sized
+        assert "different numbers of batches" in unsized

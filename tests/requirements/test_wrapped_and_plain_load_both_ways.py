@@ -1,0 +1,121 @@
+"""Whatever compiles or wraps a model, its checkpoint holds the model's own names and loads into any other form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import plain_name, read_checkpoint
+from trainwright.core.errors import TrainwrightWarning
+
+pytestmark = [
+    pytest.mark.slow,
+    # torch 2.13's own, at a log of a compiled step
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+class AdamTask(RegressionTask):
+    """Has an optimizer whose state is keyed by names."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module] = lambda module: module) -> None:
+        super().__init__()
+        self.net = wrap(self.net)  # type: ignore[assignment]  # what wraps a Sequential is called like one
+
+    def configure_optimizers(self) -> Any:
+        """Return Adam."""
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    # "eager" compiles without generating code: what could rename a weight is the wrapping.
+    compiled: nn.Module = torch.compile(module, backend="eager")  # type: ignore[assignment]
+    return compiled
+
+
+def _wrap_inside(module: nn.Module) -> nn.Module:
+    for name, child in list(module.named_children()):
+        setattr(module, name, checkpoint_wrapper(child))
+    return module
+
+
+FORMS: dict[str, Callable[[], tuple[AdamTask, dict[str, Any]]]] = {
+    "plain": lambda: (AdamTask(), {}),
+    "compiled step": lambda: (AdamTask(), {"compile": {"backend": "eager"}}),
+    "compiled module": lambda: (AdamTask(_compile), {}),
+    "wrapped modules": lambda: (AdamTask(_wrap_inside), {}),
+    "both": lambda: (AdamTask(lambda module: _compile(_wrap_inside(module))), {}),
+}
+
+
+def _fit(form: str, max_epochs: int, ckpt_path: Path | None = None) -> Any:
+    task, arguments = FORMS[form]()
+    trainer = quiet_trainer(max_epochs=max_epochs, **arguments)
+    trainer.fit(task, regression_loader(8, 2), ckpt_path=ckpt_path)
+    return trainer
+
+
+def _plain_weights(task: nn.Module) -> dict[str, torch.Tensor]:
+    return {plain_name(name): tensor for name, tensor in weights_of(task).items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of one of two epochs, written by each form."""
+    folder = tmp_path_factory.mktemp("saved")
+    return {form: _fit(form, 1).save_checkpoint(folder / form.replace(" ", "-")) for form in FORMS}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_checkpoint_holds_the_tasks_own_names(form: str, saved: dict[str, Path]) -> None:
+    snapshot, names = read_checkpoint(saved[form]), list(RegressionTask().state_dict())
+    assert list(snapshot.model or {}) == names
+    assert list(snapshot.optimizers[0]["state"]) == names
+    assert snapshot.optimizers[0]["groups"][0]["params"] == names
+
+
+@pytest.mark.parametrize(("writer", "reader"), list(itertools.permutations(FORMS, 2)))
+def test_each_form_goes_on_from_the_checkpoint_of_each_other(writer: str, reader: str, saved: dict[str, Path]) -> None:
+    resumed = _fit(reader, 2, saved[writer])
+    assert resumed.global_step == 8
+    expected = _plain_weights(_fit("plain", 2).task)
+    torch.testing.assert_close(_plain_weights(resumed.task), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_alone_load_into_the_plain_task(form: str, saved: dict[str, Path]) -> None:
+    task = AdamTask.load_from_checkpoint(saved[form])
+    expected = dict(read_checkpoint(saved["plain"]).model or {})
+    torch.testing.assert_close(weights_of(task), expected, rtol=1e-6, atol=1e-6)
+
+
+def _on_two_ranks(folder: Path, ckpt_path: Path | None, max_epochs: int) -> dict[str, torch.Tensor]:
+    saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, auto_insert_metric_name=False)
+    trainer = quiet_trainer(max_epochs=max_epochs, devices="auto", strategy="ddp", callbacks=[saver])
+    trainer.fit(AdamTask(), regression_loader(8, 1), ckpt_path=ckpt_path, allow_missing=["callbacks"])
+    return weights_of(trainer.task)
+
+
+@pytest.mark.distributed
+def test_two_ranks_and_one_load_each_others_checkpoints(tmp_path: Path, saved: dict[str, Path]) -> None:
+    expected = _plain_weights(_fit("plain", 2).task)
+    run_distributed(_on_two_ranks, 2, tmp_path / "wrapped", None, 1, init=False, timeout=120.0)
+    with pytest.warns(TrainwrightWarning) as caught:  # of the generators of two ranks, and of their callback
+        alone = _fit("plain", 2, tmp_path / "wrapped" / "0")
+    assert any("generators start anew" in str(warning.message) for warning in caught)
+    torch.testing.assert_close(weights_of(alone.task), expected, rtol=1e-5, atol=1e-6)
+    env = {"PYTHONWARNINGS": "ignore"}
+    both = run_distributed(_on_two_ranks, 2, tmp_path / "on", saved["plain"], 2, init=False, timeout=120.0, env=env)
+    for weights in both:
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,377 @@
+"""DeepSpeed's own optimizers, schedulers and number formats, models that are cut as they are built, and the host."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.deepspeed_operations import needs_operation
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.deepspeed.test_deepspeed import assert_trained_alike, train
+from tests.strategies.fsdp.sharded import Block, Blocks, batches
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.weight_averaging import EMAWeightAveraging
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
+from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+class Named(Blocks):
+    """Leaves its optimizer and its schedule to DeepSpeed's configuration."""
+
+    def configure_optimizers(self) -> Any:
+        """Return stand-ins."""
+        optimizer = DummyOptim([p for p in self.parameters() if p.requires_grad], lr=self.lr, weight_decay=0.01)
+        return {"optimizer": optimizer, "lr_scheduler": DummyScheduler(optimizer, warmup_num_steps=4)}
+
+
+class Rates(Callback):
+    """Notes the learning rate of each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+def config(stage: int, *, on_host: bool = False) -> dict[str, Any]:
+    """Return a configuration with an optimizer and a scheduler; torch's AdamW unless the states are on the host."""
+    zero: dict[str, Any] = {"stage": stage}
+    if on_host:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    if on_host and stage == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": False}
+    parameters: dict[str, Any] = {"lr": "auto", "weight_decay": "auto"}
+    rise = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "warmup_type": "linear"}
+    return {
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": parameters if on_host else {**parameters, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": rise},
+        "train_micro_batch_size_per_gpu": "auto",
+    }
+
+
+def _named(folder: Path, on_host: bool) -> dict[int, Any]:
+    warnings.simplefilter("ignore")
+    found = {}
+    for stage in (1, 2, 3):
+        rates, task = Rates(), Named()
+        strategy = DeepSpeedStrategy(config(stage, on_host=on_host))
+        whole = train(strategy, 2, task, callbacks=[rates])
+        trainer = quiet_trainer(
+            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
+            gradient_clip_val=0.5, max_epochs=1,
+        )  # fmt: skip
+        trainer.fit(Named(), batches())
+        trainer.save_checkpoint(folder / str(stage))
+        task = Named()
+        trainer = quiet_trainer(
+            devices="auto", strategy=DeepSpeedStrategy(config(stage, on_host=on_host)), accumulate_grad_batches=2,
+            gradient_clip_val=0.5, max_epochs=2,
+        )  # fmt: skip
+        trainer.fit(task, batches(), ckpt_path=folder / str(stage))
+        found[stage] = {**whole, "rates": rates.seen, "continued": weights_of(task)}
+    return found
+
+
+def _as_in_one_process(rates: list[float]) -> dict[str, Any]:
+    """The same optimizer, with the rates that DeepSpeed's schedule has given, by plain PyTorch."""
+
+    class Plain(Blocks):
+        def configure_optimizers(self) -> Any:
+            parameters = [p for p in self.parameters() if p.requires_grad]
+            optimizer = torch.optim.AdamW(parameters, lr=self.lr, weight_decay=0.01)
+            rise = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: [*rates, 0.0][step] / self.lr)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": rise, "interval": "step"}}
+
+    return train("single", 1, Plain())
+
+
+def _assert_named(by_rank: list[dict[int, Any]], folder: Path, atol: float) -> None:
+    rates = by_rank[0][1]["rates"]
+    alone = _as_in_one_process(rates)
+    assert rates == sorted(rates)
+    assert 0 < rates[-1] < 0.05
+    for stage in (1, 2, 3):
+        for found in (by_rank[0][stage], by_rank[1][stage]):
+            torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=atol)
+            # DeepSpeedCPUAdam rounds by where a vector lies in memory.
+            torch.testing.assert_close(found["continued"], found["weights"], rtol=0, atol=0 if atol < 1e-4 else 1e-5)
+        assert by_rank[0][stage]["rates"] == rates
+        saved = read_checkpoint(folder / str(stage)).optimizers[0]
+        assert saved["class"] == "AdamW"
+        assert set(saved["groups"][0]) == {*torch.optim.AdamW([torch.zeros(1)]).param_groups[0]}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp_path: Path) -> None:
+    _assert_named(run_distributed(_named, 2, tmp_path, False, timeout=280, init=False), tmp_path, 1e-5)
+
+
+@pytest.mark.slow
+@needs_operation("CPUAdamBuilder")
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_optimizer_and_parameters_on_the_host_train_and_continue(tmp_path: Path) -> None:
+    _assert_named(run_distributed(_named, 2, tmp_path, True, timeout=280, init=False), tmp_path, 2e-3)
+
+
+# Number formats, building, evaluation
+
+
+class BuiltLate(Blocks):
+    """Has no layers before a strategy asks for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(5, 7)  # its own weight: ties across modules cannot be made of pieces
+        self.inputs.bias.requires_grad_(True)
+        self.blocks = None  # type: ignore[assignment]  # made later
+
+    def configure_model(self) -> None:
+        """Build the blocks."""
+        if self.blocks is None:
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+
+class Experts(nn.Module):
+    """Two layers, of which a batch goes through one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Choose by the data, so that ranks differ."""
+        expert: torch.Tensor = self.layers[int(hidden[0, 0] > 0)](hidden)
+        return hidden + expert
+
+
+class Routed(Blocks):
+    """Sends each batch through one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            self.gate = nn.Linear(5, 5)
+            self.experts = Experts()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Run the experts first."""
+        return super().forward(self.experts(self.gate(inputs)))
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer to which an expert without a gradient is one with a gradient of zero."""
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+_KEPT_SMALL = {"stage3_param_persistence_threshold": 0}
+
+
+class Teacher(nn.Module):
+    """What a student imitates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(17)
+            self.net = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 5))
+        self.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map `(items, 5)` to the same shape."""
+        outputs: torch.Tensor = self.net(inputs)
+        return outputs
+
+
+class Student(Blocks):
+    """Learns what a frozen teacher says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = Teacher()
+        self.held: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the distance to the teacher."""
+        self.held.append(sum(parameter.numel() for parameter in self.teacher.parameters()))
+        with torch.no_grad():
+            wanted = self.teacher(batch)
+        return (self(batch) - wanted).square().mean()
+
+
+def _distil(folder: Path) -> dict[str, Any]:
+    """Train, and continue from the middle."""
+    found: dict[str, Any] = {}
+    for stage in (1, 2):
+        task = Student()
+        options: dict[str, Any] = {
+            "config": {"zero_optimization": {"stage": stage, **_KEPT_SMALL}}, "frozen_modules": ("Teacher",),
+        }  # fmt: skip
+        found[f"distilled {stage}"] = train(DeepSpeedStrategy(**options), 2, task) | {"held": task.held}
+        settings = {
+            "devices": "auto",
+            "accumulate_grad_batches": 2,
+            "gradient_clip_val": 0.5,
+            "num_sanity_val_steps": 0,
+        }
+        saver = ModelCheckpoint(folder / f"distilled-{stage}", every_n_train_steps=2, save_top_k=-1)
+        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=1, callbacks=[saver], **settings).fit(
+            Student(), batches()
+        )
+        continued = Student()
+        path = next(path for path in (folder / f"distilled-{stage}").iterdir() if "step=2" in path.name)
+        quiet_trainer(strategy=DeepSpeedStrategy(**options), max_epochs=2, **settings).fit(
+            continued, batches(), ckpt_path=path
+        )
+        found[f"distilled {stage}"]["continued"] = weights_of(continued)
+    return found
+
+
+_THIRD_STAGES: dict[str, tuple[type[Blocks], dict[str, Any]]] = {
+    "experts": (
+        Routed,
+        {"config": {"zero_optimization": {"stage": 3, **_KEPT_SMALL}}, "moe_leaf_modules": ("Experts",)},
+    ),
+    "hpz": (Blocks, {"config": {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, **_KEPT_SMALL}}}),
+}
+
+
+def _other_ways(folder: Path) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        for precision in ("bf16-mixed", "bf16-true"):
+            found[precision, stage] = train(DeepSpeedStrategy(stage=stage), 2, precision=precision)
+    autocast = {"zero_optimization": {"stage": 2}, "torch_autocast": {"enabled": True}}
+    found["autocast"] = train(DeepSpeedStrategy(autocast), 2, precision="bf16-mixed")
+    found |= _distil(folder)
+    for name, (cls, options) in _THIRD_STAGES.items():
+        found[name] = train(DeepSpeedStrategy(**options), 2, cls())
+    torch.manual_seed(8)
+    task = BuiltLate()
+    trainer = quiet_trainer(devices="auto", strategy="deepspeed_stage_3", max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(task, batches())
+    found["built"] = weights_of(task)
+    trainer.save_checkpoint(folder / "built")
+    (validated,) = trainer.validate(BuiltLate(), batches(3), ckpt_path=folder / "built", verbose=False)
+    found["validated"] = validated["val_loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks made of other formats and ways to build."""
+    return run_distributed(_other_ways, 2, tmp_path_factory.mktemp("others"), timeout=290, init=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16_comes_close_to_one_process_in_it(precision: str, stage: int, others: list[dict[str, Any]]) -> None:
+    alone = train("single", 1, precision=precision)
+    for found in others:
+        weights = found[precision, stage]["weights"]
+        torch.testing.assert_close(weights, alone["weights"], rtol=0, atol=0.06)
+        assert {k: v.dtype for k, v in weights.items()} == {k: v.dtype for k, v in alone["weights"].items()}
+
+
+def test_autocast_keeps_float32_parameters(others: list[dict[str, Any]]) -> None:
+    alone = train("single", 1, precision="bf16-mixed")
+    torch.testing.assert_close(others[0]["autocast"]["weights"], alone["weights"], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_frozen_teacher_in_pieces_beside_a_whole_student_trains_as_in_one_process(
+    stage: int, others: list[dict[str, Any]]
+) -> None:
+    alone = train("single", 1, Student())
+    assert_trained_alike([found[f"distilled {stage}"] for found in others], alone)
+    total = sum(parameter.numel() for parameter in Teacher().parameters())
+    for found in others:
+        held = found[f"distilled {stage}"]["held"]
+        assert max(held) < total / 2  # what is not gathered has no elements
+        torch.testing.assert_close(found[f"distilled {stage}"]["continued"], alone["weights"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", _THIRD_STAGES)
+def test_experts_that_ranks_choose_apart_and_hierarchical_partitions_train_as_in_one_process(
+    name: str, others: list[dict[str, Any]]
+) -> None:
+    assert_trained_alike([found[name] for found in others], train("single", 1, _THIRD_STAGES[name][0]()))
+
+
+def test_a_model_is_cut_as_it_is_built_and_evaluated_without_an_optimizer(others: list[dict[str, Any]]) -> None:
+    assert_equal_weights(others[0]["built"], others[1]["built"])
+    assert others[0]["validated"] == others[1]["validated"]
+    task = BuiltLate()
+    task.configure_model()
+    task.load_state_dict(others[0]["built"])
+    (expected,) = quiet_trainer().validate(task, batches(3), verbose=False)
+    assert others[0]["validated"] == pytest.approx(expected["val_loss"], abs=1e-6)
+
+
+def test_averaged_weights_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="EMAWeightAveraging averages the weights"):
+        quiet_trainer(strategy="deepspeed_stage_1", callbacks=[EMAWeightAveraging()])
+
+
+class _Returns(Blocks):
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__()
+        self.returned = optimizers
+
+    def configure_optimizers(self) -> Any:
+        return self.returned(self)
+
+
+class _Sparse(_Returns):
+    def __init__(self, optimizers: Any) -> None:
+        super().__init__(optimizers)
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
+def _sgd(task: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(task.parameters(), lr=0.1)
+
+
+def _refuse() -> list[str]:
+    texts = []
+    for task, options in (
+        (_Returns(lambda task: [_sgd(task), _sgd(task)]), {"stage": 2}),
+        (_Returns(lambda task: torch.optim.LBFGS(task.parameters())), {"stage": 2}),
+        (_Returns(lambda _: _sgd(nn.Linear(2, 2))), {"stage": 2}),
+        (_Returns(_sgd), {"stage": 2, "offload_optimizer": True}),
+        (Named(), {"stage": 2}),
+        (Blocks(), {"config": config(2)}),
+        (Blocks(), {"stage": 3, "offload_parameters": True, "offload_params_device": "nvme"}),
+        (Blocks(), {"stage": 2, "moe_leaf_modules": ("Block",)}),
+        (Blocks(), {"stage": 2, "frozen_modules": ("Block",)}),
+        (_Sparse(_sgd), {"stage": 1}),
+    ):
+        with pytest.raises(ConfigurationError) as raised:
+            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(**options), max_epochs=1).fit(task, batches())
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_what_an_engine_cannot_train_is_said_before_there_is_one() -> None:
+    (texts,) = run_distributed(_refuse, 1, timeout=280, init=False)
+    for text, expected in zip(
+        texts,
+        ["returned 2 optimizers", "LBFGS evaluates", "not the task's own", "DeepSpeedCPUAdam", "has no 'optimizer'",
+         "has an 'optimizer'", "configure_model", "stage 3 only", "is trained",
+         "words has sparse=True"],
+        strict=True,
+    ):  # fmt: skip
+        assert expected in text

@@ -1,0 +1,133 @@
+"""What DeepSpeed would do wrong without a word: optimizers it exchanges or flattens, and parameters frozen later."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
+from trainwright.core.errors import ConfigurationError, TaskError
+from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+pytestmark = pytest.mark.distributed
+
+_SCRIPT = """
+import warnings
+
+warnings.simplefilter("ignore")
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.fsdp.sharded import Blocks, batches
+
+task = Blocks()
+trainer = quiet_trainer(devices=2, strategy="deepspeed_stage_3", max_epochs=1)
+trainer.fit(task, batches())
+(found,) = trainer.validate(task, batches(), verbose=False)
+(expected,) = quiet_trainer().validate(task, batches(), verbose=False)
+assert abs(found["val_loss"] - expected["val_loss"]) < 1e-6
+print("both stages are done")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_runs_one_stage_after_the_other_at_stage_3() -> None:
+    # The script's own process stays, and the others are started anew for each stage.
+    command = [sys.executable, "-c", _SCRIPT]
+    root = Path(__file__).parents[3]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240, check=False)
+    assert "both stages are done" in done.stdout, done.stderr[-3000:]
+
+
+class Accumulating(Blocks):
+    """Adagrad with two rates and a schedule."""
+
+    def configure_optimizers(self) -> Any:
+        """Return both."""
+        weights = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
+        others = [p for p in self.parameters() if p.requires_grad and p.dim() < 2]
+        optimizer = torch.optim.Adagrad([{"params": weights, "lr": 0.02}, {"params": others}], lr=0.1)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Factored(Blocks):
+    """An optimizer that looks at rows and columns."""
+
+    def configure_optimizers(self) -> Any:
+        """Return it."""
+        return torch.optim.Adafactor([p for p in self.parameters() if p.requires_grad])
+
+
+class Thawing(Blocks):
+    """One block is trained in every second epoch only."""
+
+    def __init__(self, begins: bool) -> None:
+        super().__init__()
+        self.begins = begins
+        self.blocks[1].requires_grad_(begins)
+
+    def on_train_epoch_start(self) -> None:
+        """Freeze or thaw."""
+        self.blocks[1].requires_grad_(self.begins == (self.current_epoch % 2 == 0))
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW over what is frozen too."""
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _try_all() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (1, 3):
+        found[f"adagrad {stage}"] = train(DeepSpeedStrategy(stage=stage), 2, Accumulating())
+        with pytest.raises(ConfigurationError) as refused:
+            quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(stage=stage)).fit(Factored(), batches())
+        found[f"adafactor {stage}"] = str(refused.value)
+        for begins in (False, True):
+            trainer = quiet_trainer(devices="auto", strategy=DeepSpeedStrategy(stage=stage), max_epochs=2)
+            with pytest.raises(TaskError) as failed:
+                trainer.fit(Thawing(begins), batches())
+            found[f"thawing {stage} {begins}"] = str(failed.value), trainer.global_step
+    found["stage 0"] = train(DeepSpeedStrategy(stage=0), 2, Thawing(begins=False))
+    return found
+
+
+@pytest.fixture(scope="module")
+def tried() -> list[dict[str, Any]]:
+    """What two ranks found."""
+    return run_distributed(_try_all, 2, timeout=240, init=False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_adagrad_keeps_its_groups_and_its_schedule(stage: int, tried: list[dict[str, Any]]) -> None:
+    alone = train("single", 1, Accumulating())
+    losses = torch.stack([found[f"adagrad {stage}"]["losses"] for found in tried]).mean(0)
+    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=1e-6)
+    for found in tried:
+        torch.testing.assert_close(found[f"adagrad {stage}"]["weights"], alone["weights"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused(stage: int, tried: list[dict[str, Any]]) -> None:
+    for found in tried:
+        assert "Adafactor looks at whole matrices" in found[f"adafactor {stage}"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("begins", "what"), [(False, "unfrozen"), (True, "frozen")])
+def test_what_is_frozen_or_thawed_later_is_an_error_before_the_step(
+    stage: int, begins: bool, what: str, tried: list[dict[str, Any]]
+) -> None:
+    for found in tried:
+        message, steps = found[f"thawing {stage} {begins}"]
+        assert f"blocks.1.norm.weight was {what} after" in message
+        assert steps == 4  # those of the first epoch
+
+
+def test_stage_0_takes_what_is_thawed_later(tried: list[dict[str, Any]]) -> None:
+    assert_trained_alike([found["stage 0"] for found in tried], train("single", 1, Thawing(begins=False)))

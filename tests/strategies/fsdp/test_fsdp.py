@@ -1,0 +1,666 @@
+"""Sharding: however a model is cut, it trains as one process would, and is whole again when the stage is over."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchmetrics import SumMetric
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.strategies.fsdp.sharded import Block, Blocks, assert_trained_alike, batches, train
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError, NonFiniteError
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "units of the task": {},
+    "no unit": {"auto_wrap_policy": []},
+    "by name": {"auto_wrap_policy": "Block"},
+    "by class": {"auto_wrap_policy": {Block}},
+    "by function": {"auto_wrap_policy": lambda module: isinstance(module, (Block, nn.Linear))},
+    "by size": {"min_num_params": 50},
+    "gradients and optimizer": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "not at all": {"sharding_strategy": "NO_SHARD"},
+    "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (1, 2)},
+    "hybrid, kept": {"sharding_strategy": "HYBRID_SHARD_ZERO2", "device_mesh": (1, 2)},
+    "replicas": {"device_mesh": (2, 1)},
+    "resharded root": {"reshard_after_forward": True},
+    "on the host": {"cpu_offload": True},
+    "recomputed": {"activation_checkpointing": True},
+    "recomputed layers": {"activation_checkpointing": {nn.LayerNorm}},
+    "prefetched": {"forward_prefetch": 2},
+}
+
+
+def _train_with_all() -> dict[str, Any]:
+    return {name: train(FSDPStrategy(**options), 2) for name, options in _OPTIONS.items()}
+
+
+@pytest.mark.distributed
+def test_however_it_is_cut_a_model_trains_as_in_one_process() -> None:
+    alone = train("single", 1)
+    assert float(alone["norms"].max()) > 0.5  # something is clipped
+    by_rank = run_distributed(_train_with_all, 2, timeout=300)
+    for name in _OPTIONS:
+        assert_trained_alike([found[name] for found in by_rank], alone)
+        assert by_rank[0][name]["reported"] == pytest.approx(alone["norms"].tolist(), abs=1e-6), name
+
+
+def _train_on_a_grid() -> dict[str, Any]:
+    return train(FSDPStrategy(device_mesh=(2, 2)), 4)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_replicas_of_two_pieces_train_as_in_one_process() -> None:
+    assert_trained_alike(run_distributed(_train_on_a_grid, 4, timeout=300), train("single", 1))
+
+
+def _train_clipped_by_value() -> dict[str, Any]:
+    return train("fsdp", 2, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+@pytest.mark.distributed
+def test_gradients_are_clipped_by_value() -> None:
+    alone = train("single", 1, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    assert_trained_alike(run_distributed(_train_clipped_by_value, 2), alone)
+
+
+def _train_in(precision: Any) -> dict[str, Any]:
+    return train("fsdp", 2, precision=precision)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true", "64-true"])
+def test_other_precisions_come_close_to_one_process_in_them(precision: Any) -> None:
+    alone = train("single", 1, precision=precision)
+    by_rank = run_distributed(_train_in, 2, precision)
+    assert_trained_alike(by_rank, alone, atol={"64-true": 1e-6}.get(precision, 0.02))
+    assert {k: v.dtype for k, v in by_rank[0]["weights"].items()} == {k: v.dtype for k, v in alone["weights"].items()}
+
+
+def _train_compiled() -> dict[str, Any]:
+    return train("fsdp", 2, compile={"backend": "eager"})
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_units_are_compiled_by_themselves() -> None:
+    assert_trained_alike(run_distributed(_train_compiled, 2, timeout=300), train("single", 1))
+
+
+# Pieces
+
+
+class PieceWatcher(Callback):
+    """Counts what this rank holds in the middle of training, and how often gradients cross ranks."""
+
+    def __init__(self) -> None:
+        self.held = self.all = self.states = 0
+        self.crossings: list[int] = []
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        exchange = dist.reduce_scatter_single
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.crossings[-1] += 1
+            return exchange(*args, **kwargs)
+
+        self._put_back = lambda: setattr(dist, "reduce_scatter_single", exchange)
+        dist.reduce_scatter_single = counted
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        self.crossings.append(0)
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        self._put_back()
+        assert all(isinstance(parameter, DTensor) for parameter in task.parameters())
+        self.held = sum(p.to_local().numel() for p in task.parameters())
+        self.all = sum(p.numel() for p in task.parameters())
+        self.states = sum(s["exp_avg"].to_local().numel() for s in trainer.optimizers[0].state.values())
+
+
+def _watch() -> PieceWatcher:
+    watcher = PieceWatcher()
+    train("fsdp", 2, callbacks=[watcher])
+    del watcher._put_back
+    return watcher
+
+
+@pytest.mark.distributed
+def test_each_rank_holds_its_pieces_only_and_gradients_cross_in_the_last_micro_batch_only() -> None:
+    by_rank = run_distributed(_watch, 2)
+    total = by_rank[0].all
+    assert sum(watcher.held for watcher in by_rank) == total == sum(p.numel() for p in Blocks().parameters())
+    assert max(watcher.held for watcher in by_rank) < 0.62 * total
+    frozen = Blocks().inputs.bias.numel()
+    assert sum(watcher.states for watcher in by_rank) == total - frozen
+    assert by_rank[0].crossings == [0, 4] * 4  # three blocks and what is around them
+
+
+# After a stage
+
+
+def _after() -> dict[str, Any]:
+    task, plain = Blocks(), Blocks()
+    for options in ({"activation_checkpointing": True}, {}):
+        trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(**options), max_epochs=1)
+        trainer.fit(task, batches(), batches(3))
+    classes = [type(module) for module in task.modules()] == [type(module) for module in plain.modules()]
+    attributes = all(
+        set(vars(one)) == set(vars(other))
+        for one, other in zip(task.blocks.modules(), plain.blocks.modules(), strict=True)
+    )
+    hooks = [key for m in task.modules() for key, value in vars(m).items() if key.endswith("_hooks") and value]
+    tied = task.tied.weight is task.inputs.weight
+    frozen = not task.inputs.bias.requires_grad
+    again = pickle.loads(pickle.dumps(copy.deepcopy(task)))
+    outputs = again(batches()[3])
+    predictions = trainer.predict(task, batches(3))
+    (validated,) = trainer.validate(task, batches(3), verbose=False)
+    weights = weights_of(task)
+    second = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1)
+    second.fit(task, batches())
+    return {
+        "plain": (classes, attributes, hooks, tied, frozen), "outputs": outputs.detach(), "weights": weights,
+        "predictions": predictions, "validated": validated["val_loss"], "moved": weights_of(task),
+    }  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_after_a_stage_the_task_is_a_plain_one_with_whole_weights_and_can_be_used_again() -> None:
+    first, second = run_distributed(_after, 2, timeout=120)
+    for found in (first, second):
+        assert found["plain"] == (True, True, [], True, True)
+        assert_equal_weights(found["weights"], first["weights"])
+        assert_equal_weights(found["moved"], first["moved"])
+    task = Blocks()
+    task.load_state_dict(first["weights"])
+    with torch.no_grad():
+        torch.testing.assert_close(first["outputs"], task(batches()[3]))
+        expected = [task(batch) for batch in batches(3)]
+    torch.testing.assert_close(first["predictions"], expected)
+    assert not torch.equal(first["moved"]["outputs.weight"], first["weights"]["outputs.weight"])
+
+
+class GroupWatcher(Callback):
+    """Takes a weak reference to each stage's process group."""
+
+    def __init__(self, groups: list[weakref.ref[Any]]) -> None:
+        self.groups = groups
+
+    def on_fit_start(self, trainer: Any, task: Any) -> None:
+        self.groups.append(weakref.ref(dist.group.WORLD))
+
+
+def _groups_left() -> list[bool]:
+    groups: list[weakref.ref[Any]] = []
+    for _ in range(3):
+        trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[GroupWatcher(groups)])
+        trainer.fit(Blocks(), batches())
+        gc.disable()
+    return [group() is not None for group in groups]
+
+
+@pytest.mark.distributed
+def test_a_process_group_ends_with_its_stage() -> None:
+    for alive in run_distributed(_groups_left, 2, init=False):
+        assert alive[1:] == [False, False]
+
+
+class _Fails(Blocks):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise OSError("the disk is gone")
+
+
+def _fit_again_after_a_failure() -> str:
+    task = _Fails()
+    with pytest.raises(OSError, match="disk"):
+        quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1).fit(task, batches())
+    assert type(task.blocks[0]) is Block
+    with pytest.raises(ConfigurationError) as raised:
+        quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1).fit(task, batches())
+    return str(raised.value)
+
+
+@pytest.mark.distributed
+def test_a_task_whose_stage_failed_says_that_its_weights_are_pieces() -> None:
+    (text,) = run_distributed(_fit_again_after_a_failure, 1, init=False)
+    assert "pieces of what a run had that failed" in text
+
+
+# Steps that do not end
+
+
+class _LeavesGroup(Blocks):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.current_epoch == 0 and batch_idx == (5 if self._run.world_size == 1 else 3) else None
+
+
+def _train_left() -> dict[str, Any]:
+    return train("fsdp", 2, _LeavesGroup(), accumulate_grad_batches=2)
+
+
+@pytest.mark.distributed
+def test_a_group_that_is_left_between_its_micro_batches_leaves_no_gradient_behind() -> None:
+    by_rank = run_distributed(_train_left, 2)
+    alone = train("single", 1, _LeavesGroup())
+    assert_trained_alike(by_rank, alone)
+
+
+class _BadOn(Blocks):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if (self.global_rank, self.current_epoch, batch_idx) == (self.rank, 0, 2):
+            loss = loss + (0 * self.outputs.bias.sum()).sqrt()  # its gradient is not a number
+        return loss
+
+
+def _train_on_bad(policy: str, rank: int) -> Any:
+    task = _BadOn(rank)
+    trainer = quiet_trainer(
+        devices="auto",
+        strategy="fsdp",
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=2,
+        on_nonfinite=policy,
+    )
+    try:
+        trainer.fit(task, batches())
+    except NonFiniteError as error:
+        return str(error)
+    return trainer.global_step, len(trainer.skipped_batches), weights_of(task)
+
+
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore:.*left out.*:UserWarning", "ignore:.*finite.*:UserWarning")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_agree_on_a_gradient_that_is_not_finite_in_one_ranks_piece(rank: int) -> None:
+    first, second = run_distributed(_train_on_bad, 2, "skip", rank)
+    assert first[:2] == second[:2] == (1, 1)
+    assert all(tensor.isfinite().all() for tensor in first[2].values())
+    texts = run_distributed(_train_on_bad, 2, "raise", rank)
+    assert all("outputs.bias" in text for text in texts)
+
+
+# Building
+
+
+class OnMeta(RegressionTask):
+    """Its layers have no memory before a strategy gives it to them; on other ranks than 0, or everywhere."""
+
+    def __init__(self, everywhere: bool) -> None:
+        super().__init__(momentum=0.9)
+        self.everywhere = everywhere
+
+    def configure_model(self) -> None:
+        """Move what is there to the device meta."""
+        if self.everywhere or self.global_rank > 0:
+            self.net.to("meta")
+
+    def shard_units(self) -> Any:
+        """Cut the first layer by itself."""
+        return [self.net[0]]
+
+
+def _fit_from_meta(everywhere: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(9)
+    task = OnMeta(everywhere)
+    quiet_trainer(devices="auto", strategy="fsdp", max_steps=2, num_sanity_val_steps=0).fit(task, regression_loader(8))
+    return weights_of(task)
+
+
+@pytest.mark.distributed
+def test_a_model_on_meta_begins_as_its_layers_reset_themselves() -> None:
+    first, second = run_distributed(_fit_from_meta, 2, True)
+    assert_equal_weights(first, second)
+    assert all(tensor.isfinite().all() and tensor.abs().max() < 3 for tensor in first.values())
+
+
+@pytest.mark.distributed
+def test_ranks_that_build_on_meta_get_rank_zeros_weights() -> None:
+    first, second = run_distributed(_fit_from_meta, 2, False)
+    assert_equal_weights(first, second)
+    task = RegressionTask(momentum=0.9)
+    quiet_trainer(max_steps=2, accumulate_grad_batches=2, num_sanity_val_steps=0).fit(task, regression_loader(8))
+    torch.testing.assert_close(first, weights_of(task))
+
+
+# Checkpoints
+
+
+class StateWatcher(Callback):
+    """Notes the devices of the weights that a checkpoint is about to hold."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+
+    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        self.seen = {(type(value).__name__, value.device.type) for value in checkpoint["state_dict"].values()}
+        self.shape = checkpoint["state_dict"]["blocks.0.mix.weight"].shape
+
+
+def _save(folder: Path, state_dict_type: str) -> set[tuple[str, str]]:
+    watcher = StateWatcher()
+    # What wraps the units is not in their names.
+    strategy = FSDPStrategy(activation_checkpointing=True, state_dict_type=state_dict_type)
+    train(strategy, 2, callbacks=[watcher, ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1)])
+    assert watcher.shape == (7, 7)
+    return watcher.seen
+
+
+_SEEN = {
+    "full": [{("Tensor", "cpu")}, {("Tensor", "meta"), ("Tensor", "cpu")}],
+    "sharded": [{("DTensor", "cpu"), ("Tensor", "cpu")}] * 2,
+}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_a_checkpoint_within_a_run_holds_all_tensors_and_ties_and_loads_into_one_process(
+    tmp_path: Path, state_dict_type: str
+) -> None:
+    seen = run_distributed(_save, 2, tmp_path / "run", state_dict_type)
+    assert seen == _SEEN[state_dict_type]
+    path = next(path for path in (tmp_path / "run").iterdir() if "step=2" in path.name)
+    snapshot = read_checkpoint(path)
+    assert snapshot.model is not None
+    assert snapshot.model["tied.weight"].data_ptr() == snapshot.model["inputs.weight"].data_ptr()
+    assert snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]["exp_avg"].shape == (7, 7)
+    task = Blocks()
+    trainer = quiet_trainer(
+        max_epochs=2, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0,
+        callbacks=[ModelCheckpoint(tmp_path / "run", every_n_train_steps=2, save_top_k=-1)],
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="generators start anew"):
+        trainer.fit(task, batches(), ckpt_path=path)
+    torch.testing.assert_close(weights_of(task), train("single", 1)["weights"], rtol=0, atol=1e-5)
+
+
+def _resume_in_other_ways(path: Path) -> list[dict[str, torch.Tensor]]:
+    warnings.simplefilter("ignore")
+    found = []
+    for options in (
+        {"activation_checkpointing": True},
+        {"device_mesh": (2, 1)},
+        {"cpu_offload": True, "min_num_params": 9},
+    ):
+        task = Blocks()
+        trainer = quiet_trainer(
+            devices="auto", strategy=FSDPStrategy(**options), max_epochs=2, accumulate_grad_batches=2,
+            gradient_clip_val=0.5, num_sanity_val_steps=0,
+        )  # fmt: skip
+        trainer.fit(task, batches(), ckpt_path=path)
+        found.append(weights_of(task))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_one_process_is_cut_in_whatever_way_it_is_loaded(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_epochs=1, accumulate_grad_batches=4, gradient_clip_val=0.5, num_sanity_val_steps=0)
+    trainer.fit(Blocks(), batches())
+    path = trainer.save_checkpoint(tmp_path / "one")
+    whole = train("single", 1)["weights"]
+    for of_rank in run_distributed(_resume_in_other_ways, 2, path, timeout=120):
+        for weights in of_rank:
+            torch.testing.assert_close(weights, whole, rtol=0, atol=1e-5)
+
+
+def _save_in_failure(folder: Path) -> list[str]:
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=1, callbacks=[OnExceptionCheckpoint(folder)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(OSError, match="disk"):
+            trainer.fit(_FailsBetween(), batches())
+    return [str(warning.message) for warning in caught]
+
+
+class _FailsBetween(Blocks):
+    def on_train_epoch_end(self) -> None:
+        raise OSError("the disk is gone")
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_says_that_it_cannot_collect_the_pieces(tmp_path: Path) -> None:
+    first, second = run_distributed(_save_in_failure, 2, tmp_path, init=False)
+    assert any("pieces on 2 ranks" in text for text in first)
+    assert not second
+    assert not list(tmp_path.iterdir())
+
+
+# Evaluation
+
+
+class CountsRows(Blocks):
+    """Counts what it evaluates with a metric object, in a hook, and in what it logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = SumMetric()
+        self.hooks = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Count the rows twice."""
+        self(batch)
+        self.rows.update(len(batch))
+        self.log("rows", self.rows)
+        self.log("rows_too", float(len(batch)), reduce_fx="sum")
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Count the batches."""
+        self.hooks += 1
+
+
+def _count_rows(num: int) -> tuple[dict[str, float], int]:
+    task = CountsRows()
+    (found,) = quiet_trainer(devices="auto", strategy="fsdp").validate(task, batches(num), verbose=False)
+    return found, task.hooks
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("num", [1, 3, 4])
+def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) -> None:
+    by_rank = run_distributed(_count_rows, 2, num)
+    rows = sum(len(batch) for batch in batches(num))
+    for found, _ in by_rank:
+        assert found["rows_too"] == rows
+        assert num == 1 or found["rows"] == rows  # a rank without any batch has logged no metric object: warned of
+    assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
+
+
+def _count_rows_twice() -> list[float]:
+    task = CountsRows()
+    trainer = quiet_trainer(devices="auto", strategy="fsdp", max_epochs=2)
+    trainer.fit(task, batches(4), batches(3))
+    during = float(trainer.callback_metrics["rows"])
+    (after,) = trainer.validate(task, batches(4), verbose=False)
+    return [during, after["rows"]]
+
+
+@pytest.mark.distributed
+def test_a_metric_object_counts_in_one_evaluation_after_the_other() -> None:
+    rows = [float(sum(len(batch) for batch in batches(num))) for num in (3, 4)]
+    assert run_distributed(_count_rows_twice, 2) == [rows] * 2
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sharding_strategy": "FULL"}, "FULL_SHARD"),
+        ({"sharding_strategy": "SHARD_GRAD_OP", "reshard_after_forward": True}, "Leave one out"),
+        ({"auto_wrap_policy": "Block", "min_num_params": 5}, "Leave one out"),
+        ({"min_num_params": 0}, "whole number"),
+        ({"device_mesh": (0, 2)}, "replicas"),
+        ({"forward_prefetch": -1}, "number of units"),
+        ({"use_orig_params": True}, "no option of FSDP2"),
+        ({"sync_module_states": True}, "rank 0's weights always"),
+        ({"shardingstrategy": "FULL_SHARD"}, "Did you mean 'sharding_strategy'"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sharding_strategy": "HYBRID_SHARD"}, r"device_mesh=\(1, 2\)"),
+        ({"device_mesh": (2, 2)}, r"Use device_mesh=\(2, 1\)"),
+        ({"device_mesh": (3, 1)}, r"Use device_mesh=\(1, 2\)"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_processes_is_refused_before_anything_is_touched(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        quiet_trainer(devices=2, strategy=FSDPStrategy(**options))
+
+
+def test_the_options_of_an_accelerate_configuration_are_read() -> None:
+    strategy = FSDPStrategy.from_config(
+        {
+            "fsdp_version": 2,
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block, Linear",
+            "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
+            "fsdp_forward_prefetch": "true",
+            "fsdp_offload_params": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_use_orig_params": True,
+            "fsdp_activation_checkpointing": "false",
+        },
+        timeout=60,
+    )
+    assert (strategy.sharding_strategy, strategy.auto_wrap_policy) == ("SHARD_GRAD_OP", ["Block", "Linear"])
+    assert (strategy.forward_prefetch, strategy.cpu_offload, strategy.activation_checkpointing) == (1, True, False)
+    assert strategy.state_dict_type == "full"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"fsdp_use_orig_params": False}, "option of|FSDP2 always"),
+        ({"fsdp_backward_prefetch_policy": "NO_PREFETCH"}, "Leave it out"),
+        ({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "needs fsdp_transformer_layer_cls_to_wrap"),
+        ({"fsdp_auto_wrap_policy": "SOME_WRAP"}, "Known"),
+        ({"fsdp_offload_params": "maybe"}, "true or false"),
+        ({"fsdp_colour": "red"}, "fsdp_colour"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "each rank writes its pieces"),
+    ],
+)
+def test_an_accelerate_option_that_cannot_be_served_is_named(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy.from_config(config)
+
+
+class ByHand(RegressionTask):
+    """Optimizes by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class BuiltEarly(RegressionTask):
+    """Its optimizer is as old as itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+    def configure_optimizers(self) -> Any:
+        """Return it."""
+        return self.early[0]
+
+
+class WithLBFGS(RegressionTask):
+    """Evaluates its loss several times in a step."""
+
+    def configure_optimizers(self) -> Any:
+        """Return L-BFGS."""
+        return torch.optim.LBFGS(self.parameters())
+
+
+class WithRprop(RegressionTask):
+    """Its optimizer's step has no form for pieces in torch."""
+
+    def configure_optimizers(self) -> Any:
+        """Return Rprop."""
+        return torch.optim.Rprop(self.parameters())
+
+
+class WithSparseGradients(RegressionTask):
+    """One layer's gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+
+
+class FromMetaWithoutReset(RegressionTask):
+    """Has a parameter on meta that nobody can give a value."""
+
+    def configure_model(self) -> None:
+        """Add it."""
+        self.scale = nn.Parameter(torch.empty(2, device="meta"))
+
+
+def _refusal(task: RegressionTask, options: dict[str, Any], arguments: dict[str, Any]) -> str:
+    with pytest.raises(ConfigurationError) as raised:
+        quiet_trainer(devices="auto", strategy=FSDPStrategy(**options), max_steps=1, **arguments).fit(
+            task, regression_loader(4)
+        )
+    return str(raised.value)
+
+
+def _refusals() -> list[str]:
+    return [
+        _refusal(ByHand(), {}, {}),
+        _refusal(BuiltEarly(), {}, {}),
+        _refusal(WithLBFGS(), {}, {}),
+        _refusal(FromMetaWithoutReset(), {}, {}),
+        _refusal(RegressionTask(), {"auto_wrap_policy": "Linaer"}, {}),
+        _refusal(RegressionTask(), {"auto_wrap_policy": 5}, {}),
+        _refusal(RegressionTask(), {"activation_checkpointing": True}, {}),
+        _refusal(RegressionTask(), {}, {"compile": True}),
+        _refusal(WithRprop(), {}, {}),
+        _refusal(WithSparseGradients(), {}, {}),
+    ]
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_sharded_is_refused_with_a_way_out() -> None:
+    (texts,) = run_distributed(_refusals, 1, init=False)
+    wanted = (
+        "strategy='ddp'", "configure_optimizers", "strategy='ddp'", "reset_parameters", "Did you mean 'Linear'",
+        "classes of modules", "shard_units", "shard_units", "Rprop of torch cannot step", "words has sparse=True",
+    )  # fmt: skip
+    for text, part in zip(texts, wanted, strict=True):
+        assert part in text

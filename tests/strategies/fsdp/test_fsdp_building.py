@@ -1,0 +1,321 @@
+"""How a sharded model comes into being, and what is left of it: no rank need ever hold the whole."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from torch.nn import functional
+
+import trainwright.strategies.fsdp.parallelize as fsdp_module
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.fsdp.sharded import Block, Blocks
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.units import find_units, warn_of_large_rest
+
+_WIDTH, _NUM_BLOCKS = 64, 6
+
+
+class Grown(TaskModule):
+    """Builds its blocks in `configure_model`, and reads their first values from a file on rank 0 if told."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
+        self.path = path
+        self.built_on = ""
+        self.blocks: Any = None
+
+    def configure_model(self) -> None:
+        """Build once."""
+        if self.blocks is not None:
+            return
+        self.blocks = nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)])
+        self.built_on = self.blocks[0].mix.weight.device.type
+        if self.path is not None and self.global_rank == 0:
+            self.blocks.load_state_dict(torch.load(self.path))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the mean squared error."""
+        hidden = batch
+        for block in self.blocks:
+            hidden = block(hidden)
+        return functional.mse_loss(hidden, batch.flip(1))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the error."""
+        self.log("error", self.training_step(batch, batch_idx))
+
+    def shard_units(self) -> Any:
+        """Cut block by block."""
+        return self.blocks
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _batches(num: int = 4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, _WIDTH, generator=generator) for _ in range(num)]
+
+
+def _fit(strategy: Any, task: TaskModule, *, steps: int = 2, ckpt_path: Any = None, **arguments: Any) -> Any:
+    trainer = quiet_trainer(devices="auto", strategy=strategy, max_steps=steps, num_sanity_val_steps=0, **arguments)
+    trainer.fit(task, _batches(8), ckpt_path=ckpt_path)
+    return trainer
+
+
+def _held() -> int:
+    """Return the bytes of all tensors of this process."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found if t.device.type == "cpu"}
+    return sum(sizes.values())
+
+
+def _most_held() -> int:
+    """Return how many bytes a rank holds at most when the next unit is about to be cut."""
+    most, cut, before = 0, fsdp_module.fully_shard, _held()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        most = max(most, _held() - before)
+        return cut(*args, **kwargs)
+
+    fsdp_module.fully_shard = counted
+    try:
+        _fit(FSDPStrategy(meta_init=True, weights_after_stage="none"), Grown())
+    finally:
+        fsdp_module.fully_shard = cut
+    return most
+
+
+def _build(path: Path, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    torch.manual_seed(3)
+    task = Grown()
+    trainer = _fit(FSDPStrategy(meta_init=True), task)
+    found["from meta"] = (task.built_on, weights_of(task))
+    trainer.save_checkpoint(folder / "two-steps")
+    whole, resumed = Grown(), Grown()
+    torch.manual_seed(3)
+    _fit(FSDPStrategy(meta_init=True), whole, steps=4)
+    torch.manual_seed(4)
+    _fit(FSDPStrategy(meta_init=True), resumed, steps=4, ckpt_path=folder / "two-steps")
+    found["whole"], found["resumed"] = weights_of(whole), weights_of(resumed)
+    task = Grown(path)
+    _fit(FSDPStrategy(cpu_ram_efficient_loading=True), task)
+    found["from rank 0"] = (task.built_on, weights_of(task))
+    found["most held"] = _most_held()
+    return found
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What two ranks built in several ways, and the file that rank 0 has read."""
+    folder = tmp_path_factory.mktemp("built")
+    torch.manual_seed(8)
+    torch.save(nn.ModuleList([Block(_WIDTH) for _ in range(_NUM_BLOCKS)]).state_dict(), folder / "weights.pt")
+    return run_distributed(_build, 2, folder / "weights.pt", folder, timeout=120), folder / "weights.pt"
+
+
+@pytest.mark.distributed
+def test_a_model_is_built_without_values_on_every_rank_and_begins_as_its_layers_say(built: Any) -> None:
+    (device, first), (other_device, second) = (rank["from meta"] for rank in built[0])
+    assert device == other_device == "meta"
+    assert_equal_weights(first, second)
+    bound = _WIDTH**-0.5 + 0.1  # of nn.Linear's first values, and two steps
+    assert all(value.isfinite().all() and value.abs().max() < 1.1 for value in first.values())
+    assert 0.05 < float(first["blocks.0.mix.weight"].abs().max()) < bound
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_is_resumed_by_a_model_that_is_built_without_values(built: Any) -> None:
+    for rank in built[0]:
+        assert_equal_weights(rank["resumed"], rank["whole"])
+
+
+@pytest.mark.distributed
+def test_rank_zero_reads_a_file_and_the_others_build_without_values(built: Any) -> None:
+    by_rank, path = built
+    assert [rank["from rank 0"][0] for rank in by_rank] == ["cpu", "meta"]
+    alone = Grown(path)
+    _fit("single", alone, accumulate_grad_batches=2)
+    for rank in by_rank:
+        torch.testing.assert_close(rank["from rank 0"][1], weights_of(alone), rtol=0, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_no_rank_ever_holds_more_than_its_pieces_and_one_whole_unit_while_it_builds(built: Any) -> None:
+    unit = 4 * sum(parameter.numel() for parameter in Block(_WIDTH).parameters())
+    pieces = (_NUM_BLOCKS - 1) * unit // 2
+    for rank in built[0]:
+        assert unit < rank["most held"] < pieces + unit + 8_192  # the data and the like
+
+
+# What is left after a stage
+
+
+def _end(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for which in ("all", "main", "none"):
+        torch.manual_seed(5)
+        task = Grown()
+        trainer = _fit(FSDPStrategy(weights_after_stage=which), task)
+        found[which] = {
+            name: value if which == "all" else value.device.type for name, value in weights_of(task).items()
+        }
+        found[which, "states"] = {
+            value.device.type for state in trainer.optimizers[0].state.values() for value in state.values()
+        }
+        if which == "main":
+            trainer.save_checkpoint(folder / "main")
+            (found["tested from main"],) = trainer.test(task, _batches(), verbose=False)
+    with pytest.raises(CheckpointError) as unsaved:
+        trainer.save_checkpoint(folder / "none")
+    with pytest.raises(ConfigurationError) as unloaded:
+        trainer.test(task, _batches(), verbose=False)
+    (found["tested from none"],) = trainer.test(task, _batches(), ckpt_path=folder / "main", verbose=False)
+    found["texts"] = str(unsaved.value), str(unloaded.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks have when a stage has ended, and what they can do with it."""
+    return run_distributed(_end, 2, tmp_path_factory.mktemp("ended"), timeout=120, init=False)
+
+
+@pytest.mark.distributed
+def test_whole_weights_are_left_on_the_ranks_that_were_asked_for(ended: Any) -> None:
+    for rank, kept in enumerate(("cpu", "meta")):
+        assert {value.device.type for value in ended[rank]["all"].values()} == {"cpu"}
+        assert set(ended[rank]["main"].values()) == {kept}
+        assert set(ended[rank]["none"].values()) == {"meta"}
+        assert ended[rank]["none", "states"] == {"meta"}
+
+
+@pytest.mark.distributed
+def test_the_next_stage_goes_on_with_what_rank_zero_has(ended: Any) -> None:
+    for rank in ended:
+        assert rank["tested from main"] == rank["tested from none"]
+        assert rank["tested from main"]["error"] > 0
+
+
+@pytest.mark.distributed
+def test_a_task_that_has_given_its_weights_up_is_neither_saved_nor_used_without_a_checkpoint(ended: Any) -> None:
+    for rank in ended:
+        saved, used = rank["texts"]
+        assert "ModelCheckpoint" in saved or "rank 0" in saved
+        assert "Pass ckpt_path" in used
+
+
+# What is refused or warned of
+
+
+@pytest.mark.parametrize("option", ["meta_init", "cpu_ram_efficient_loading"])
+def test_a_task_that_builds_everything_early_is_told_to_build_later(option: str) -> None:
+    trainer = quiet_trainer(strategy=FSDPStrategy(**{option: True}), max_steps=1)
+    with pytest.raises(ConfigurationError, match=f"{option}=True says where Blocks.configure_model"):
+        trainer.fit(Blocks(), _batches())
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"meta_init": True, "cpu_ram_efficient_loading": True}, "Leave one out"),
+        ({"weights_after_stage": "mian"}, "Did you mean 'main'"),
+    ],
+)
+def test_options_of_building_that_mean_nothing_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy(**options)
+
+
+class WithScalar(Blocks):
+    """Has a parameter without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+
+def test_a_parameter_that_cannot_be_cut_is_named_with_what_to_write() -> None:
+    trainer = quiet_trainer(strategy="fsdp", max_steps=1)
+    with pytest.raises(ConfigurationError, match=r"temperature has no dimension.*nn.Parameter\(torch.ones\(1\)\)"):
+        trainer.fit(WithScalar(), _batches())
+
+
+def _large(inside: int) -> tuple[TaskModule, list[nn.Module]]:
+    task = TaskModule()
+    with torch.device("meta"):
+        task.blocks = nn.ModuleList([nn.Linear(20_000, 20_000) for _ in range(4)])
+    return task, list(task.blocks)[:inside]
+
+
+@pytest.mark.parametrize(("inside", "pieces", "warned"), [(0, 2, True), (1, 2, True), (3, 2, False), (0, 1, False)])
+def test_a_large_model_that_is_mostly_gathered_at_once_is_warned_of(inside: int, pieces: int, warned: bool) -> None:
+    task, units = _large(inside)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_large_rest(task, units, pieces)
+    texts = [str(warning.message) for warning in caught if warning.category is TrainwrightWarning]
+    assert len(texts) == warned
+    assert not warned or f"{(4 - inside) * 400_020_000:,}" in texts[0]
+
+
+_TORCH_POLICIES: dict[str, tuple[Any, list[str]]] = {
+    "classes": (ModuleWrapPolicy({Block}), ["blocks.0", "blocks.1", "blocks.2"]),
+    "layers": (
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        ["blocks.0", "blocks.1", "blocks.2"],
+    ),
+    "size": (
+        functools.partial(size_based_auto_wrap_policy, min_num_params=60), ["blocks.0", "blocks.1", "blocks.2"],
+    ),
+    "small size": (functools.partial(size_based_auto_wrap_policy, min_num_params=50), [
+        "blocks.0.mix", "blocks.1.mix", "blocks.2.mix",
+    ]),
+    "function": (CustomPolicy(lambda module: isinstance(module, nn.LayerNorm)), [
+        "blocks.0.norm", "blocks.1.norm", "blocks.2.norm",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_TORCH_POLICIES))
+def test_torchs_own_policies_choose_the_units_that_they_mean(name: str) -> None:
+    policy, wanted = _TORCH_POLICIES[name]
+    task = Blocks()
+    names = {id(module): path for path, module in task.named_modules()}
+    assert [names[id(unit)] for unit in find_units(task, policy, None)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("policy", "least", "wanted"),
+    [
+        (None, 20, ["layer.self_attn", "layer.linear1", "layer.linear2"]),
+        ({nn.Linear}, None, ["layer.linear1", "layer.linear2"]),
+        ({nn.Linear, nn.TransformerEncoderLayer}, None, ["layer.linear1", "layer.linear2", "layer"]),
+    ],
+)
+def test_parts_of_an_attention_that_it_never_calls_are_left_to_it(policy: Any, least: Any, wanted: list[str]) -> None:
+    task = TaskModule()
+    task.layer = nn.TransformerEncoderLayer(4, 2, 8)
+    names = {id(module): name for name, module in task.named_modules()}
+    found = [names[id(unit)] for unit in find_units(task, policy, least)]
+    assert [name for name in found if name.startswith("layer")] == wanted

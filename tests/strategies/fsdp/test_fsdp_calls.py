@@ -1,0 +1,163 @@
+"""Which modules are called where under FSDP: outside of steps, and others on one rank than on another."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, train
+from trainwright.core.errors import TaskError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+class Sampling(Blocks):
+    """Calls itself, and its parts, in hooks: before the first step, between steps and after an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples: list[torch.Tensor] = []
+
+    def sample(self) -> None:
+        """Call the whole, a part in no unit and a unit."""
+        inputs = torch.ones(2, 5)
+        hidden = self.inputs(inputs)
+        found = [self(inputs), hidden, self.blocks[0](hidden)]
+        self.samples += [tensor.detach().float().clone() for tensor in found]
+
+    def on_train_start(self) -> None:
+        """Sample."""
+        self.sample()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Sample, with gradients recorded as always here."""
+        if batch_idx == 1:
+            self.sample()
+
+    def on_validation_epoch_end(self) -> None:
+        """Sample."""
+        self.sample()
+
+
+class Experts(TaskModule):
+    """Each batch says which expert computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.spare = nn.Linear(5, 5)  # used by nobody, which is no harm
+        self.units: Any = None
+
+    def shard_units(self) -> Any:
+        """Return what the test wants."""
+        return self.units
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the mean square."""
+        loss: torch.Tensor = self.experts[int(batch[1])](batch[0]).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _chosen(*experts: int) -> list[Any]:
+    return [(torch.ones(2, 5), torch.tensor(expert)) for expert in experts]
+
+
+def _error(folder: Path, experts: list[int], *, own_units: bool, save: bool = False) -> tuple[str, int]:
+    task = Experts()
+    task.units = task.experts if own_units else None
+    trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_epochs=1)
+    if save:
+        task.on_train_end = lambda: trainer.save_checkpoint(folder / "mixed")  # type: ignore[method-assign]
+    with pytest.raises(TaskError) as failed:
+        trainer.fit(task, _chosen(*experts))
+    return str(failed.value), trainer.global_step
+
+
+def _try_all(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        task = Sampling()
+        found[name] = train(FSDPStrategy(sharding_strategy=name), 2, task)
+        found[name]["samples"] = task.samples
+    task = Sampling()
+    train(FSDPStrategy(), 2, task, precision="bf16-mixed")
+    found["bf16"] = task.samples
+    found["parts"] = _error(folder, [0, 1], own_units=False)
+    found["units"] = _error(folder, [0, 1], own_units=True)
+    # Four steps alike, one that mixes up, and a last one: neither is compared by itself.
+    found["last"] = _error(folder, [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 1], own_units=False, save=True)
+    task = Experts()
+    trainer = quiet_trainer(devices="auto", strategy=FSDPStrategy(), max_epochs=1)
+    trainer.fit(task, _chosen(0, 0, 1, 1))
+    gc.collect()
+    ours = {id(parameter) for parameter in trainer.optimizers[0].param_groups[0]["params"]}
+    found["kept"] = [
+        tuple(tensor.shape)
+        for tensor in gc.get_objects()
+        if isinstance(tensor, DTensor) and tensor.requires_grad and id(tensor) not in ours
+    ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks found."""
+    folder = tmp_path_factory.mktemp("calls")
+    found = run_distributed(_try_all, 2, folder, timeout=120, init=False)
+    for of_rank in found:
+        of_rank["saved"] = (folder / "mixed").exists()
+    return found
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_task_and_its_parts_can_be_called_in_hooks(name: str, tried: list[dict[str, Any]]) -> None:
+    task = Sampling()
+    alone = train("single", 1, task)
+    for found in tried:
+        samples = found[name]["samples"]
+        # One process has micro-batch 1 in the first of two steps; two ranks end theirs with it.
+        torch.testing.assert_close(samples[:3], task.samples[:3], rtol=0, atol=1e-6)
+        torch.testing.assert_close(samples[-3:], task.samples[-3:], rtol=0, atol=1e-5)
+        assert not any(sample.requires_grad for sample in samples)
+    assert_trained_alike([found[name] for found in tried], alone)
+
+
+def test_calls_in_hooks_have_the_precision_of_the_run(tried: list[dict[str, Any]]) -> None:
+    for found in tried:
+        torch.testing.assert_close(found["bf16"][0], tried[0]["FULL_SHARD"]["samples"][0], rtol=0, atol=0.05)
+
+
+def test_a_trainer_that_is_kept_after_a_fit_keeps_no_pieces(tried: list[dict[str, Any]]) -> None:
+    assert [found["kept"] for found in tried] == [[], []]
+
+
+@pytest.mark.parametrize("name", ["parts", "units"])
+def test_other_parameters_on_one_rank_than_on_another_are_an_error_before_the_step(
+    name: str, tried: list[dict[str, Any]]
+) -> None:
+    for found in tried:
+        message, steps = found[name]
+        assert "rank 1 used experts.1.weight, and rank 0 did not" in message
+        assert steps == 0
+
+
+def test_no_checkpoint_is_written_of_gradients_that_were_mixed_up(tried: list[dict[str, Any]]) -> None:
+    for found in tried:
+        message, steps = found["last"]
+        assert "Experts has used other parameters" in message
+        assert steps == 6
+        assert not found["saved"]

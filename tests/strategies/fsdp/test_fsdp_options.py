@@ -1,0 +1,131 @@
+"""What people say about sharding in Lightning's, Accelerate's and torch's words is understood, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+)
+
+from tests.strategies.fsdp.sharded import Block
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+
+_BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
+        ({"sharding_strategy": "full_shard"}, {"sharding_strategy": "FULL_SHARD"}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
+        ({"cpu_offload": CPUOffloadPolicy()}, {"cpu_offload": True}),
+        ({"cpu_offload": OffloadPolicy()}, {"cpu_offload": False}),
+        ({"cpu_offload": None}, {"cpu_offload": False}),
+        (
+            {"mixed_precision": MixedPrecision(param_dtype=_BF16, reduce_dtype=torch.float32)},
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=_BF16, reduce_dtype=torch.float32)},
+        ),
+        ({"activation_checkpointing": None}, {"activation_checkpointing": False}),
+        ({"activation_checkpointing": [Block]}, {"activation_checkpointing": [Block]}),
+        ({"activation_checkpointing_policy": {Block}}, {"activation_checkpointing": {Block}}),
+    ],
+)
+def test_lightnings_and_torchs_ways_to_say_it_are_understood(options: dict[str, Any], wanted: dict[str, Any]) -> None:
+    strategy = FSDPStrategy(**options)
+    assert {name: getattr(strategy, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"fsdp_sharding_strategy": 5}, {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
+        ({"fsdp_sharding_strategy": "2"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({"reshard_after_forward": "SHARD_GRAD_OP"}, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ({"fsdp_reshard_after_forward": False}, {"reshard_after_forward": False}),
+        ({"fsdp_cpu_ram_efficient_loading": "true", "fsdp_sync_module_states": True}, {"_others": True}),
+        ({"fsdp_cpu_ram_efficient_loading": False}, {"_others": False}),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, {"cpu_offload": True}),
+        (
+            {"mixed_precision_policy": "bf16"},
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=_BF16, reduce_dtype=_BF16)},
+        ),
+        (
+            {"mixed_precision_policy": {"param_dtype": _BF16, "reduce_dtype": torch.float32}},
+            {"mixed_precision": MixedPrecisionPolicy(param_dtype=_BF16, reduce_dtype=torch.float32)},
+        ),
+        (
+            {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
+            {"auto_wrap_policy": ["Block"]},
+        ),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": "50"}, {"min_num_params": 50}),
+        ({"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 50}, {"min_num_params": None}),
+        ({"auto_wrap_policy": callable}, {"auto_wrap_policy": callable}),
+        (
+            {"limit_all_gathers": True, "state_dict_config": None, "fsdp_version": 2},
+            {"sharding_strategy": "FULL_SHARD"},
+        ),
+        ({"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, {"sharding_strategy": "FULL_SHARD"}),
+        ({"fsdp_activation_checkpointing_offload": False}, {"activation_checkpointing": False}),
+    ],
+)
+def test_every_field_of_accelerates_configuration_that_can_be_served_is(
+    config: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    strategy = FSDPStrategy.from_config(config)
+    found = vars(strategy) | vars(strategy._building)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"fsdp_version": 1}, "FSDP2 is what there is"),
+        ({"fsdp_sync_module_states": False}, "rank 0's weights always"),
+        ({"fsdp_backward_prefetch": "BACKWARD_POST"}, "by itself"),
+        ({"limit_all_gathers": False}, "hold gathers back"),
+        ({"ignored_modules": "head.*"}, "outside of the task"),
+        ({"param_init_fn": print}, "reset_parameters"),
+        ({"optim_state_dict_config": object()}, "one layout"),
+        ({"fsdp_activation_checkpointing_offload": True}, "stays on the device"),
+        ({"mixed_precision_policy": "fp8"}, "Known: bf16, fp16, fp32"),
+        ({"mixed_precision_policy": {"param_dtype": _BF16, "buffer_dtype": _BF16}}, "Leave buffer_dtype"),
+        ({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}, "needs fsdp_min_num_params"),
+    ],
+)
+def test_a_field_of_accelerates_configuration_that_cannot_be_served_says_what_to_do(
+    config: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"state_dict_type": "local"}, "sharded"),
+        ({"cpu_offload": CPUOffloadPolicy(pin_memory=False)}, "Write cpu_offload=True"),
+        ({"cpu_offload": "yes"}, "True or False"),
+        ({"mixed_precision": "bf16"}, "MixedPrecisionPolicy"),
+        ({"mixed_precision": MixedPrecision(param_dtype=_BF16, keep_low_precision_grads=True)}, "those of the pieces"),
+        ({"device_mesh": 2}, "such as"),
+        ({"sharding_strategy": "HYBRID_SHARD_ZERO2", "reshard_after_forward": True}, "Leave one out"),
+        ({"precision_plugin": None}, "precision=…"),
+        ({"parallel_devices": []}, "devices=…"),
+    ],
+)
+def test_an_argument_of_lightnings_strategy_that_cannot_be_served_says_what_to_do(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        FSDPStrategy(**options)

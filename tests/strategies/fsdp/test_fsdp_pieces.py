@@ -1,0 +1,264 @@
+"""What a rank holds, gathers and computes with: bytes against their formula, order, dtypes, frozen and uneven parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.strategies.fsdp.sharded import Blocks, assert_trained_alike, batches, train
+from trainwright.callbacks.callback import Callback
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.shards import local_piece
+from trainwright.strategies.units import find_units
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained correction of rank one, whose first dimension no two ranks can share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(7, 7)
+        self.down, self.up = nn.Linear(7, 1, bias=False), nn.Linear(1, 7, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map `(items, 7)` to the same shape."""
+        outputs: torch.Tensor = inputs + torch.tanh(self.base(inputs) + self.up(self.down(inputs)))
+        return outputs
+
+
+class AdaptedBlocks(Blocks):
+    """Every block is frozen but for its correction; one is frozen altogether; two units share one."""
+
+    def __init__(self) -> None:
+        super().__init__(own_units=True)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.blocks = nn.ModuleList([Adapted() for _ in range(4)])
+        self.blocks[1].requires_grad_(False)
+        self.blocks[3].down = self.blocks[2].down
+
+
+class Watcher(Callback):
+    """Counts the bytes that a rank holds where an optimizer is about to step, and looks at dtypes."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+        self.dtypes: dict[str, set[torch.dtype]] = {}
+        self.hooks: list[Any] = []
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        def note(name: str, *tensors: torch.Tensor) -> None:
+            self.dtypes.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
+
+        def within(module: nn.Module, inputs: Any) -> None:  # where FSDP's own hooks of the unit have run
+            note("gathered", *task.blocks[1].parameters())
+            note("inputs", *inputs)
+
+        block = task.blocks[1]
+        self.hooks = [
+            block.norm.register_forward_pre_hook(within),
+            block.register_forward_hook(lambda module, inputs, outputs: note("outputs", outputs)),
+        ]
+        self.sizes["parameters"] = _bytes([local_piece(p) for p in task.parameters()])
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        grads = [local_piece(p.grad) for p in task.parameters() if p.grad is not None]
+        self.sizes["gradients"] = _bytes(grads)
+        self.dtypes["gradients"] = {grad.dtype for grad in grads}
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        states = list(trainer.optimizers[0].state.values())
+        self.sizes["states"] = _bytes([local_piece(s[key]) for s in states for key in ("exp_avg", "exp_avg_sq")])
+        self.dtypes["pieces"] = {p.dtype for p in task.parameters()}
+        self.hooks = []
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class GatherOrder(Callback):
+    """Writes down in which order units are gathered and called."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        names = {id(block): f"blocks.{i}" for i, block in enumerate(task.blocks)}
+        begun, events = FSDPParamGroup.unshard, self.events
+        self.put_back = lambda: setattr(FSDPParamGroup, "unshard", begun)
+
+        def unshard(group: Any, async_op: bool = False) -> None:
+            name = names.get(id(group.modules[0]), "root")
+            if group._all_gather_result is None and group.is_sharded:
+                events.append(f"gather {name}")
+            begun(group, async_op)
+
+        FSDPParamGroup.unshard = unshard
+        for block in task.blocks:
+            # FSDP's own hook comes first; what is called last is the layer within.
+            called = f"call {names[id(block)]}"
+            block.norm.register_forward_pre_hook(lambda *_, called=called: events.append(called))
+
+    def on_before_backward(self, trainer: Any, task: Any, loss: Any) -> None:
+        self.events.append("backward")
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        self.put_back()
+        del self.put_back
+
+
+_MEMORY: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "HYBRID_SHARD": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)},
+    "NO_SHARD": {"sharding_strategy": "NO_SHARD"},
+}
+_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+def _watch(strategy: Any, task: Any, watcher: Any, **arguments: Any) -> Any:
+    trainer = quiet_trainer(
+        devices="auto", strategy=strategy, max_steps=1, num_sanity_val_steps=0, callbacks=[watcher], **arguments
+    )
+    trainer.fit(task, batches(2))
+    return watcher
+
+
+def _look() -> dict[Any, Any]:
+    found: dict[Any, Any] = {name: _watch(FSDPStrategy(**o), Blocks(), Watcher()).sizes for name, o in _MEMORY.items()}
+    found |= {name: _watch(name, Blocks(), Watcher()).sizes for name in ("ddp", "local_sgd")}
+    for ahead in (0, 1, 2):
+        order = _watch(FSDPStrategy(forward_prefetch=ahead), Blocks(), GatherOrder())
+        found["order", ahead] = order.events
+    found["bf16-mixed"] = _watch("fsdp", Blocks(), Watcher(), precision="bf16-mixed").dtypes
+    found["policy"] = _watch(FSDPStrategy(mixed_precision=_POLICY), Blocks(), Watcher(), precision="bf16-mixed").dtypes
+    for name in ("fsdp", "NO_SHARD"):
+        strategy = FSDPStrategy(**_MEMORY.get(name, {}))
+        found["adapted", name] = train(strategy, 2, AdaptedBlocks())
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    """What two ranks have seen in all of these runs."""
+    return run_distributed(_look, 2, timeout=240)
+
+
+def _piece_bytes(parameters: list[torch.Tensor], num_pieces: int) -> int:
+    """The formula of docs/strategies.md: the first dimension is filled up to a multiple of the number of pieces."""
+    return sum(-(-p.shape[0] // num_pieces) * p[0].numel() * p.element_size() for p in parameters)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "num_pieces"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 1), ("NO_SHARD", 1)]
+)
+def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_pieces: int, seen: list[dict[str, Any]]) -> None:
+    parameters = list(Blocks().parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for rank in seen:
+        sizes = rank[name]
+        assert sizes["parameters"] == _piece_bytes(parameters, num_pieces)
+        assert sizes["gradients"] == _piece_bytes(trained, num_pieces)
+    total = sum(rank[name]["states"] for rank in seen)
+    assert total == (3 - num_pieces) * 2 * 4 * sum(parameter.numel() for parameter in trained)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "local_sgd"])
+def test_a_replica_takes_sixteen_bytes_for_each_trained_parameter_with_adam(
+    name: str, seen: list[dict[str, Any]]
+) -> None:
+    for rank in seen:
+        _check_whole(rank[name])
+
+
+def test_one_process_takes_sixteen_bytes_for_each_trained_parameter_with_adam() -> None:
+    _check_whole(_watch("single", Blocks(), Watcher()).sizes)
+
+
+def _check_whole(sizes: dict[str, int]) -> None:
+    parameters = list(Blocks().parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    everything = sum(parameter.numel() for parameter in parameters)
+    assert sizes == {"parameters": 4 * everything, "gradients": 4 * trained, "states": 8 * trained}
+
+
+def test_a_module_within_two_units_is_left_to_what_surrounds_both_unless_it_has_no_parameters() -> None:
+    task = AdaptedBlocks()
+    activation = nn.GELU()
+    for block in task.blocks:
+        block.activation = activation
+    assert find_units(task, None, None) == [task.blocks[0], task.blocks[1]]
+    units = find_units(task, (nn.Linear, Adapted), None)
+    assert [unit for unit in units if isinstance(unit, Adapted)] == [*task.blocks]  # what they share is a unit itself
+
+
+@pytest.mark.distributed
+def test_units_are_gathered_as_far_ahead_as_was_asked_for(seen: list[dict[str, Any]]) -> None:
+    for rank in seen:
+        for ahead in (0, 1, 2):
+            forward = rank["order", ahead][: rank["order", ahead].index("backward")]
+            for i in range(3):
+                before_call = forward[: forward.index(f"call blocks.{i}")]
+                gathered = [event for event in before_call if event.startswith("gather blocks")]
+                assert gathered == [f"gather blocks.{k}" for k in range(min(3, i + 1 + ahead))]
+
+
+@pytest.mark.distributed
+def test_backward_gathers_the_unit_before_while_one_is_at_work(seen: list[dict[str, Any]]) -> None:
+    events = seen[0]["order", 0]
+    backward = [event for event in events[events.index("backward") :] if event.startswith("gather blocks")]
+    assert backward == ["gather blocks.2", "gather blocks.1", "gather blocks.0"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["bf16-mixed", "policy"])
+def test_mixed_precision_gathers_in_half_and_keeps_pieces_and_gradients_in_full(
+    name: str, seen: list[dict[str, Any]]
+) -> None:
+    for rank in seen:
+        dtypes = rank[name]
+        assert dtypes["gathered"] == {torch.bfloat16}
+        assert dtypes["pieces"] == dtypes["gradients"] == {torch.float32}
+
+
+@pytest.mark.distributed
+def test_a_policy_says_what_units_take_and_give(seen: list[dict[str, Any]]) -> None:
+    assert seen[0]["policy"]["inputs"] == {torch.bfloat16}
+    assert seen[0]["policy"]["outputs"] == {torch.float32}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["fsdp", "NO_SHARD"])
+def test_frozen_shared_and_tiny_parameters_are_clipped_and_trained_as_in_one_process(
+    name: str, seen: list[dict[str, Any]]
+) -> None:
+    alone = train("single", 1, AdaptedBlocks())
+    assert float(alone["norms"].max()) > 0.5  # something is clipped
+    assert_trained_alike([rank["adapted", name] for rank in seen], alone)
+    before = AdaptedBlocks().state_dict()
+    assert torch.equal(seen[0]["adapted", name]["weights"]["blocks.0.base.weight"], before["blocks.0.base.weight"])
+
+
+def _train_really_compiled() -> dict[str, Any]:
+    return train("fsdp", 2, compile=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_units_that_are_really_compiled_train_as_in_one_process() -> None:
+    by_rank = run_distributed(_train_really_compiled, 2, timeout=800)
+    assert_trained_alike(by_rank, train("single", 1), atol=1e-5)

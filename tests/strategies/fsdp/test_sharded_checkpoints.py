@@ -1,0 +1,207 @@
+"""Checkpoints that every rank writes its pieces of: on other numbers of ranks, in commands, and when a rank cannot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.fsdp.test_fsdp import Blocks, batches
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.checkpoint import read_checkpoint, read_manifest, set_fault_hook, verify
+from trainwright.checkpoint.interop.diff import diff_checkpoints
+from trainwright.checkpoint.interop.export import export_weights
+from trainwright.cli.main import main
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+
+pytestmark = pytest.mark.distributed
+
+
+class SaveAtEnd(Callback):
+    """Saves while the model lies in pieces."""
+
+    def __init__(self, path: Path, weights_only: bool = False) -> None:
+        self.path, self.weights_only = path, weights_only
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        trainer.save_checkpoint(self.path, weights_only=self.weights_only)
+
+
+def train(
+    processes: int, epochs: int, *, strategy: Any = "auto", callbacks: Any = (), ckpt_path: Path | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train to so many epochs, four micro-batches a step over all ranks; return this rank's weights and losses."""
+    warnings.filterwarnings("ignore", message=".*generators start anew")
+    task = Blocks()
+    trainer = quiet_trainer(
+        devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
+        accumulate_grad_batches=4 // processes, gradient_clip_val=0.5, callbacks=list(callbacks),
+    )  # fmt: skip
+    trainer.fit(task, batches(), ckpt_path=ckpt_path)
+    with torch.no_grad():
+        losses = [float(functional.mse_loss(task(batch), batch.flip(1))) for batch in batches(3)]
+    return losses, weights_of(task)
+
+
+def _train_and_save(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    checkpoints = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_last=True)
+    torch.manual_seed(0)
+    return train(2, 1, strategy="fsdp", callbacks=[checkpoints, SaveAtEnd(folder / "at_once")])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two ranks: of each step, in a thread; and of the last one once more, at once."""
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights after the run that wrote them."""
+    (_, weights), _ = run_distributed(lambda: _train_and_save(folder), 2, init=False, timeout=300)
+    return dict(weights)
+
+
+@pytest.mark.parametrize("name", ["step=2", "last", "at_once"])
+def test_every_rank_has_written_its_pieces(name: str, folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    path = folder / name
+    assert verify(path) == []
+    snapshot = read_checkpoint(path)
+    assert_equal_weights(dict(snapshot.model or {}), trained)
+    assert snapshot.optimizers[0]["state"]["blocks.0.mix.weight"]["exp_avg"].shape == (7, 7)
+    indices = [json.loads((path / "model" / f"rank-0000{rank}.json").read_text())["pieces"] for rank in (0, 1)]
+    rows = [next(piece["lengths"] for piece in index if piece["tensor"] == "blocks.0.mix.weight") for index in indices]
+    assert rows == [[4, 7], [3, 7]]
+    assert not [entry.name for entry in folder.iterdir() if entry.name.startswith(".")]
+
+
+def test_commands_work_on_pieces(
+    folder: Path, trained: dict[str, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, merged = folder / "step=2", tmp_path / "merged.safetensors"
+    assert main(["checkpoint", "merge", str(path), str(merged)]) == 0
+    from safetensors.torch import load_file
+
+    loaded = load_file(merged)
+    assert_equal_weights(loaded, {name: trained[name] for name in loaded})
+    assert set(trained) - set(loaded) == {"tied.weight"}
+    assert export_weights(path, tmp_path / "folder", layout="sharded", max_shard_bytes=500).num_tensors == len(loaded)
+    assert main(["checkpoint", "verify", str(path)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "format version: 2" in shown
+    assert "exp_avg, exp_avg_sq, step" in shown
+    assert main(["checkpoint", "diff", str(path), str(folder / "step=1")]) == 1
+    found = diff_checkpoints(path, folder / "at_once")
+    assert not [item.path for item in found.tensors if not item.path.startswith("rng")]
+
+
+def test_a_task_is_loaded_out_of_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    assert_equal_weights(weights_of(Blocks.load_from_checkpoint(folder / "last")), trained)
+
+
+def test_a_plain_process_begins_from_the_weights_in_pieces(folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    begun: list[dict[str, torch.Tensor]] = []
+
+    class Begin(Callback):
+        def on_train_start(self, trainer: Any, task: Any) -> None:
+            begun.append(weights_of(task))
+            trainer.should_stop = True
+
+    trainer = quiet_trainer(max_steps=1, callbacks=[Begin()])
+    trainer.fit(Blocks(), batches(), ckpt_path=folder / "last", load_weights_only=True)
+    assert_equal_weights(begun[0], trained)
+
+
+def _save_weights(path: Path) -> None:
+    train(2, 1, strategy=FSDPStrategy(device_mesh=(2, 1)), callbacks=[SaveAtEnd(path, weights_only=True)])
+
+
+def test_what_all_replicas_hold_is_written_once_by_turns(tmp_path: Path) -> None:
+    run_distributed(lambda: _save_weights(tmp_path / "a"), 2, init=False, timeout=300)
+    assert read_manifest(tmp_path / "a").kind == "weights"
+    sizes = [(tmp_path / "a" / "model" / f"rank-0000{rank}.safetensors").stat().st_size for rank in (0, 1)]
+    total = sum(parameter.numel() * 4 for parameter in Blocks().parameters())
+    assert sum(sizes) < total + 4000  # with their headers
+    assert min(sizes) > total / 3
+    assert verify(tmp_path / "a") == []
+    assert set(read_checkpoint(tmp_path / "a").model or {}) == set(Blocks().state_dict())
+
+
+@pytest.mark.slow
+def test_two_four_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
+    expected = train(1, 4)[1]
+    mesh = FSDPStrategy(device_mesh=(2, 2))
+    steps: list[tuple[int, Any, int]] = [(2, "fsdp", 1), (4, mesh, 2), (1, "auto", 3), (4, "fsdp", 4)]
+    path: Path | None = None
+    for processes, strategy, epochs in steps:
+        target = tmp_path / str(epochs)
+
+        def work(
+            processes: int = processes, strategy: Any = strategy, epochs: int = epochs, path: Path | None = path,
+            target: Path = target,
+        ) -> dict[str, torch.Tensor]:  # fmt: skip
+            return train(processes, epochs, strategy=strategy, callbacks=[SaveAtEnd(target)], ckpt_path=path)[1]
+
+        by_rank = run_distributed(work, processes, init=False, timeout=400) if processes > 1 else [work()]
+        path = target
+    for weights in by_rank:
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+
+
+# A rank that cannot
+
+
+class FullDisk:
+    """A fault hook: from a given step on nothing can be written on this rank."""
+
+    def __init__(self) -> None:
+        self.full = False
+
+    def __call__(self, event: str, path: Path) -> None:
+        if self.full and event == "write":
+            raise OSError(28, "No space left on device", str(path))
+
+
+def _fill_the_disk_of_rank_one(folder: Path, async_save: bool) -> str:
+    disk = FullDisk()
+
+    class Fill(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            disk.full = trainer.global_rank == 1 and trainer.global_step >= 2
+
+    set_fault_hook(disk)
+    try:
+        trainer = quiet_trainer(
+            devices="auto", strategy=FSDPStrategy(timeout=datetime.timedelta(seconds=120)), max_epochs=1,
+            async_save=async_save,
+            callbacks=[Fill(), ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)],
+        )  # fmt: skip
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(Blocks(), batches())
+    finally:
+        set_fault_hook(None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("async_save", [True, False])
+def test_a_rank_whose_disk_is_full_fails_the_save_on_all_and_nothing_half_is_left(
+    async_save: bool, tmp_path: Path
+) -> None:
+    texts = run_distributed(lambda: _fill_the_disk_of_rank_one(tmp_path, async_save), 2, init=False, timeout=300)
+    for text in texts:
+        assert "rank 1 could not write its files: OSError" in text
+        assert "No space left" in text
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["index.json", "step=1"]
+    assert verify(tmp_path / "step=1") == []

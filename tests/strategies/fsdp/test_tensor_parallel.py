@@ -1,0 +1,551 @@
+"""Layers split over ranks: they train as one process would, on the data of one, and are whole again afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import SumMetric
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from trainwright.callbacks.callback import Callback
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.fsdp.layers.check import check_plan
+from trainwright.strategies.fsdp.layers.divisibility import need_divisible
+from trainwright.strategies.fsdp.layers.plan import SplitLayers
+from trainwright.strategies.fsdp.layers.styles import LossParallel
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy, TensorParallelStrategy
+from trainwright.strategies.precision import Precision
+
+_VOCABULARY, _LENGTH, _WIDTH = 24, 8, 16
+
+
+class Attention(nn.Module):
+    """Causal attention with queries, keys and values in one layer; (batch, length, width) → the same."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.head_width = _WIDTH // heads
+        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.out = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length = x.shape[:2]
+        query, key, value = self.qkv(x).view(batch, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        found: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return found
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, normalised before each."""
+
+    def __init__(self, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.attention = Attention(heads)
+        self.mlp = nn.Sequential(nn.Linear(_WIDTH, 2 * _WIDTH), nn.GELU(), nn.Linear(2 * _WIDTH, _WIDTH))
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.norm_1(x)))
+        found: torch.Tensor = x + self.mlp(self.norm_2(x))
+        return found
+
+
+_PLAN: dict[str, Any] = {
+    "tokens": "embedding",
+    "blocks.*.attention.qkv": "fused_colwise",
+    "blocks.*.attention.out": "rowwise",
+    "blocks.*.mlp.0": "colwise",
+    "blocks.*.mlp.2": "rowwise",
+    "head": "colwise_gathered",
+}
+_SEQUENCE_PLAN: dict[str, Any] = {
+    **_PLAN,
+    "blocks.0": "split_sequence",
+    "blocks.*.norm_1": "sequence",
+    "blocks.*.norm_2": "sequence",
+    "blocks.*.attention": "gather_sequence",
+    "blocks.*.mlp": "gather_sequence",
+    "blocks.*.attention.out": "rowwise_to_sequence",
+    "blocks.*.mlp.2": "rowwise_to_sequence",
+    "norm": ["sequence"],
+    "head": LossParallel(input_layouts=Shard(1)),
+}
+_LOSS_PLAN = {**_PLAN, "head": "loss"}
+
+
+class Gpt(TaskModule):
+    """A small language model whose embedding and head are one weight; its first norm is frozen."""
+
+    def __init__(self, plan: Any = None, heads: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.plan = _PLAN if plan is None else plan
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.tokens = nn.Embedding(_VOCABULARY, _WIDTH)
+            self.places = nn.Embedding(_LENGTH, _WIDTH)
+            self.blocks = nn.ModuleList([Block(heads, dropout)])
+            self.norm = nn.LayerNorm(_WIDTH)
+            self.head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks[0].norm_1.requires_grad_(False)
+        self.total = SumMetric()
+        self.seen: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Map (batch, length) to logits (batch, length, vocabulary)."""
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all tokens."""
+        return functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the loss, and log it."""
+        (ids,) = batch
+        self.seen += ids[:, 0].tolist()
+        loss = self.loss(ids)
+        self.log("loss", loss)
+        self.log("rows", float(len(ids)), on_step=False, on_epoch=True, reduce_fx="sum")
+        return loss
+
+    def num_items(self, batch: Any) -> int:
+        """Count the rows."""
+        return len(batch[0])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Log the loss and a metric object."""
+        self.log("val_loss", self.loss(batch[0]), batch_size=len(batch[0]))
+        self.total.update(batch[0].float().sum())
+        self.log("total", self.total)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """Return the logits of the last place."""
+        logits: torch.Tensor = self(batch[0][:, :-1])
+        return logits[:, -1]
+
+    def shard_units(self) -> Any:
+        """Cut block by block."""
+        return self.blocks
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Return the plan under test."""
+        assert mesh["tp"].size() > 1
+        return self.plan
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW over what is not frozen; a key's bias has no gradient but noise, which `eps` drowns."""
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.02, eps=1e-3)
+
+
+def rows(num: int) -> torch.Tensor:
+    """Return `num` rows of tokens; the first of each is its number."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(_VOCABULARY, (num, _LENGTH + 1), generator=generator)
+    ids[:, 0] = torch.arange(num)
+    return ids
+
+
+def train(strategy: Any, dp_size: int = 1, task: Gpt | None = None, **arguments: Any) -> dict[str, Any]:
+    """Train on 12 rows in steps of 8, validate and predict; return what can be compared."""
+    torch.manual_seed(1)  # of the data's order
+    recorder, task = StepRecorder(), task or Gpt()
+    settings = {"gradient_clip_val": 0.1, "max_epochs": 1, "accumulate_grad_batches": 2, **arguments}
+    callbacks = [recorder, *settings.pop("callbacks", [])]
+    trainer = quiet_trainer(
+        devices="auto" if strategy != "single" else 1,
+        strategy=strategy,
+        callbacks=callbacks,
+        num_sanity_val_steps=0,
+        **settings,
+    )
+    loaders = [DataLoader(TensorDataset(rows(num)), batch_size=4 // dp_size, shuffle=num == 12) for num in (12, 5)]
+    trainer.fit(task, *loaders)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name != "loss"}
+    found = {
+        "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
+        "metrics": metrics, "reported": torch.tensor([n or 0.0 for n in recorder.reported]), "seen": task.seen,
+        "samples": trainer.state.samples, "hooks": sum(len(m._forward_pre_hooks) for m in task.modules()),
+        "tied": task.head.weight is task.tokens.weight,
+    }  # fmt: skip
+    predicted = trainer.predict(task, loaders[1])
+    return {**found, "predicted": torch.cat(predicted or [])}
+
+
+def assert_trained_alike(by_rank: list[dict[str, Any]], alone: dict[str, Any], dp_size: int, atol: float) -> None:
+    """Compare everything with one process; ranks next to each other share their data."""
+    tp = len(by_rank) // dp_size
+    losses = torch.stack([found["losses"] for found in by_rank[::tp]]).mean(0)
+    torch.testing.assert_close(losses, alone["losses"], rtol=0, atol=atol)
+    assert sorted(row for found in by_rank[::tp] for row in found["seen"]) == sorted(alone["seen"])
+    for rank, found in enumerate(by_rank):
+        assert found["seen"] == by_rank[rank - rank % tp]["seen"]
+        torch.testing.assert_close(found["norms"], alone["norms"], rtol=0, atol=10 * atol)
+        torch.testing.assert_close(found["reported"], alone["reported"], rtol=0, atol=10 * atol)
+        torch.testing.assert_close(found["weights"], alone["weights"], rtol=0, atol=10 * atol)
+        torch.testing.assert_close(found["predicted"], alone["predicted"], rtol=0, atol=100 * atol)
+        assert found["metrics"] == pytest.approx(alone["metrics"], abs=10 * atol)
+        assert found["samples"] == alone["samples"]
+        assert found["tied"]
+        assert found["hooks"] == 0
+
+
+_PLANS = {"layers": _PLAN, "sequence": _SEQUENCE_PLAN, "loss": _LOSS_PLAN}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """What one process gives."""
+    return train("single")
+
+
+def _train_all() -> dict[str, Any]:
+    return {name: train("tp", task=Gpt(plan)) for name, plan in _PLANS.items()}
+
+
+@pytest.fixture(scope="module")
+def split() -> list[dict[str, Any]]:
+    """What two ranks give under each plan, by rank."""
+    return run_distributed(_train_all, 2, init=False, timeout=300)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", list(_PLANS))
+def test_a_split_model_trains_evaluates_and_predicts_as_one_process_does(
+    plan: str, split: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    assert alone["norms"].max() > 0.1  # something is clipped
+    assert_trained_alike([found[plan] for found in split], alone, 1, 1e-5)
+
+
+def _train_all_on_four() -> dict[str, Any]:
+    found = {name: train(FSDPStrategy(tp=2), 2, Gpt(plan)) for name, plan in _PLANS.items()}
+    replicas = FSDPStrategy(tp=2, device_mesh=(2, 1), activation_checkpointing=True)
+    return found | {"replicas": train(replicas, 2)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_model_that_is_split_and_sharded_trains_as_one_process_does(alone: dict[str, Any]) -> None:
+    by_rank = run_distributed(_train_all_on_four, 4, init=False, timeout=600)
+    for name in (*_PLANS, "replicas"):
+        assert_trained_alike([found[name] for found in by_rank], alone, 2, 1e-5)
+
+
+# Checkpoints
+
+
+class _SaveAtEnd(Callback):
+    """Saves while layers are split; after a stage they are whole again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def _continue(
+    strategy: Any, dp_size: int, path: Path, save_to: Path | None = None, *, epochs: int = 2
+) -> dict[str, torch.Tensor]:
+    """Go on from a checkpoint until the end of an epoch."""
+    task = Gpt()
+    loader = DataLoader(TensorDataset(rows(12)), batch_size=4 // dp_size, shuffle=True)
+    trainer = quiet_trainer(
+        devices="auto" if strategy != "single" else 1,
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=2,
+        callbacks=[] if save_to is None else [_SaveAtEnd(save_to)],
+    )
+    trainer.fit(task, loader, ckpt_path=path)
+    return weights_of(task)
+
+
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, tmp_path: Path) -> None:
+    def strategy() -> Any:
+        return "tp" if processes == 2 else FSDPStrategy(tp=2)
+
+    dp_size = processes // 2
+    trainer = quiet_trainer(strategy="single", max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Gpt(), DataLoader(TensorDataset(rows(12)), batch_size=4, shuffle=True))
+    trainer.save_checkpoint(tmp_path / "half")
+    expected = _continue("single", 1, tmp_path / "half", tmp_path / "single")
+    last = _continue("single", 1, tmp_path / "single", epochs=3)
+
+    def run() -> Any:
+        second = _continue(strategy(), dp_size, tmp_path / "half", tmp_path / "split")
+        return second, _continue("tp", 1, tmp_path / "split", epochs=3)  # over all ranks
+
+    for weights, third in run_distributed(run, processes, init=False, timeout=240):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(third, last, rtol=0, atol=1e-5)
+    found = _continue("single", 1, tmp_path / "split", epochs=3)
+    torch.testing.assert_close(found, last, rtol=0, atol=1e-5)
+    held = [
+        json.loads(path.read_text())["pieces"] for path in sorted((tmp_path / "split" / "model").glob("rank-*.json"))
+    ]
+    assert len(held) == processes
+    assert sum(entry["tensor"].endswith("qkv.weight") for entries in held for entry in entries) >= 3 * 2
+    split, whole = read_checkpoint(tmp_path / "split"), read_checkpoint(tmp_path / "single")
+    torch.testing.assert_close(split.model, whole.model, rtol=0, atol=1e-5)
+    torch.testing.assert_close(split.optimizers[0]["state"], whole.optimizers[0]["state"], rtol=0, atol=1e-5)
+    assert split.model["head.weight"].data_ptr() == split.model["tokens.weight"].data_ptr()
+
+
+# What each rank holds and draws
+
+
+class _Look(Callback):
+    """Write down what a rank holds of the weights and what it has drawn."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[str, tuple[int, int]] = {}
+        self.draws: list[float] = []
+        self.meshes: list[Any] = []
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        for name, p in task.named_parameters():
+            local = p.to_local() if isinstance(p, DTensor) else p
+            self.pieces[name] = (local.numel(), local.untyped_storage().nbytes() // 4)
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.draws.append(float(torch.rand(())))
+
+
+def _look() -> Any:
+    look = _Look()
+    found = train("tp", task=Gpt(dropout=0.2), callbacks=[look])
+    return look.pieces, look.draws, found["losses"], found["weights"]
+
+
+def _odd_and_mixed() -> Any:
+    losses = {}
+    for precision in ("bf16-mixed", "16-mixed", "bf16-true"):
+        losses[precision] = train("tp", precision=precision)["losses"]
+    return losses
+
+
+@pytest.mark.distributed
+def test_ranks_hold_their_share_in_memory_of_its_own_and_draw_the_same_numbers() -> None:
+    (pieces, draws, losses, weights), other = run_distributed(_look, 2, init=False, timeout=120)
+    whole = {name: p.numel() for name, p in Gpt().named_parameters()}
+    split = [name for name, (numel, _) in pieces.items() if numel == whole[name] // 2]
+    assert set(split) == {
+        "tokens.weight", *(f"blocks.{i}.{name}" for i in range(1) for name in (
+            "attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "mlp.0.weight", "mlp.0.bias",
+            "mlp.2.weight",
+        ))
+    }  # fmt: skip
+    assert all(numel == held for numel, held in pieces.values())
+    assert draws == other[1]
+    torch.testing.assert_close(losses, other[2], rtol=0, atol=0)
+    torch.testing.assert_close(weights, other[3], rtol=0, atol=0)
+
+
+@pytest.mark.distributed
+def test_other_precisions_come_close_to_one_process_in_them() -> None:
+    by_rank = run_distributed(_odd_and_mixed, 2, init=False, timeout=240)
+    for precision, losses in by_rank[0].items():
+        expected = train("single", precision=precision)["losses"]
+        torch.testing.assert_close(losses, expected, rtol=2**-8, atol=0)  # the last place of bfloat16
+
+
+# What is refused
+
+
+def configured(strategy: Any, processes: int, num_nodes: int = 1) -> None:
+    """Hand a strategy the Trainer's settings."""
+    strategy.configure(EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true")))
+
+
+@pytest.mark.parametrize(
+    ("make", "processes", "text"),
+    [
+        (
+            lambda: FSDPStrategy(tp=3),
+            4,
+            r"tp=3 does not divide the run's 4 process\(es\). Use tp=1 or 2 or 4, or 6 proc",
+        ),
+        (
+            lambda: FSDPStrategy(tp=2, device_mesh=(1, 4)),
+            4,
+            r"2 group\(s\) of tp=2 processes. Use device_mesh=\(1, 2\)",
+        ),
+        (lambda: TensorParallelStrategy(tp=2), 4, r"Use tp=4, or FSDPStrategy\(tp=2\)"),
+        (lambda: TensorParallelStrategy(tp=3), 2, r"tp=3 with 2 process\(es\).*Use tp=2\."),
+    ],
+)
+def test_sizes_that_do_not_make_up_the_run_are_refused_with_those_that_would(
+    make: Any, processes: int, text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        configured(make(), processes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "processes", "num_nodes", "tp"),
+    [((2, 2), 4, 1, 2), (("auto", 2), 4, 1, 2), ((4, "auto"), 8, 1, 2), (("auto", "auto"), 4, 2, 4)],
+)
+def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
+    sizes: Any, processes: int, num_nodes: int, tp: int
+) -> None:
+    strategy = ModelParallelStrategy(*sizes)
+    configured(strategy, processes, num_nodes)
+    assert strategy.tp == tp
+
+
+def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"do not make up the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
+    ):
+        configured(ModelParallelStrategy(3, 2), 4)
+    with pytest.raises(ConfigurationError, match="data_parallel_size=0: write a number of ranks"):
+        ModelParallelStrategy(0)
+
+
+@pytest.mark.parametrize("tp", [0, -1, 1.5, True, "2"])
+def test_a_size_that_is_no_number_of_ranks_is_refused(tp: Any) -> None:
+    with pytest.raises(ConfigurationError, match="write over how many ranks"):
+        FSDPStrategy(tp=tp)
+
+
+class _TwoRanks:
+    """As much of a mesh as a plan's checks ask for."""
+
+    def size(self) -> int:
+        """Return the number of ranks."""
+        return 2
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (
+            {"blocks.*.attention.ou": "rowwise"},
+            r"'blocks.*.attention.ou', which matches no module.*Did you mean 'blocks.\*.attention.out'",
+        ),
+        ({"head": "colwize"}, "style 'colwize', which is unknown. Did you mean 'colwise'"),
+        ({"norm": "colwise"}, "splits norm by ColwiseParallel, and it is a LayerNorm"),
+        ({"head": "fused_colwise", "norm": "fused_colwise"}, "splits norm by FusedColwise, and it is a LayerNorm"),
+        ({"odd": "colwise"}, r"odd: its width 9 is not divisible by tp=2. Use a width that is a multiple of 2 \(10\)"),
+        ({"odd": ColwiseParallel()}, "odd: its width 9"),
+        ({"odd": "rowwise"}, "odd: its width 15"),
+        ({"blocks.0.attention.out": "fused_colwise"}, "its width 16 of 3 blocks is not divisible by tp=2"),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_task_is_refused_before_anything_is_touched(plan: Any, text: str) -> None:
+    task = Gpt()
+    task.odd = nn.Linear(15, 9)
+    before = {name: id(p) for name, p in task.named_parameters()}
+    with pytest.raises(ConfigurationError, match=text):
+        SplitLayers(task, plan, _TwoRanks())  # type: ignore[arg-type]  # as much of a mesh as is asked for
+    assert {name: id(p) for name, p in task.named_parameters()} == before
+
+
+def test_a_number_of_heads_that_cannot_be_divided_is_refused_with_ranks_that_could() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"heads=6 is not divisible by tp=4. Use tp=2 or 3 or 6, or a multiple"
+    ):
+        need_divisible(4, heads=6)
+
+
+class TwoHeads(Gpt):
+    """Says how many heads it has."""
+
+    def __init__(self) -> None:
+        super().__init__(heads=2)
+        self.plan = None
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Say that heads must be divisible."""
+        need_divisible(mesh["tp"].size(), num_heads=2)
+        return _PLAN
+
+
+class _Broken(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return self.no_such_thing
+
+
+class _AsksForRanks(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return {"nowhere": "colwise"} if mesh["tp"].get_local_rank() else {}
+
+
+@pytest.mark.parametrize(
+    ("task", "strategy", "devices", "text"),
+    [
+        (Gpt({"block": "colwise"}), "tp", 2, r"names 'block', which matches no module.*Did you mean 'blocks'"),
+        (Gpt({"blocks.*.mlp.1": "colwise"}), FSDPStrategy(tp=2), 2, "it is a GELU"),
+        (TwoHeads(), FSDPStrategy(tp=4), 4, r"num_heads=2 is not divisible by tp=4. Use tp=2"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_a_process_starts(
+    task: Any, strategy: Any, devices: int, text: str
+) -> None:
+    trainer = quiet_trainer(devices=devices, strategy=strategy, max_epochs=1)
+    with pytest.raises(ConfigurationError, match=text):
+        trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+
+
+def test_a_plan_that_asks_for_ranks_is_left_until_there_are_some() -> None:
+    check_plan(_AsksForRanks(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        check_plan(_Broken(), None, {"dp_replicate": 1, "dp_shard": 1, "tp": 2})
+
+
+class _NoPlan(Gpt):
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        return None
+
+
+class _EarlyOptimizer(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+def _refusals() -> list[str]:
+    found = []
+    tasks = [_NoPlan(), _EarlyOptimizer(), Gpt({"tokens": "embedding"}), Gpt({**_PLAN, "head": "rowwise"})]
+    for task in tasks:
+        trainer = quiet_trainer(devices="auto", strategy="tp", max_epochs=1)
+        with pytest.raises(ConfigurationError) as caught:
+            trainer.fit(task, DataLoader(TensorDataset(rows(4)), batch_size=4))
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_missing_plan_an_early_optimizer_and_ties_that_part_are_refused() -> None:
+    for no_plan, early, half_tied, parted in run_distributed(_refusals, 2, init=False, timeout=120):
+        assert "nothing says which layers of _NoPlan" in no_plan
+        assert "Build it in configure_optimizers" in early
+        for text in (half_tied, parted):
+            assert "tokens.weight and head.weight are one weight" in text

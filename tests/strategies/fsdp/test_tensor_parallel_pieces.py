@@ -1,0 +1,142 @@
+"""What a rank holds of split layers: bytes against their formula; and what else works on the pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from tests.strategies.fsdp.test_tensor_parallel import _PLAN, Gpt, train
+from trainwright.callbacks import EMAWeightAveraging
+from trainwright.callbacks.callback import Callback
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.shards import local_piece
+
+
+class Untied(Gpt):
+    """Has a head of its own, so that the embedding's gradient is its own too; nothing is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.head.weight.detach().flip(0).clone())
+        self.requires_grad_(True)
+
+
+class Built(Gpt):
+    """Is built where the strategy says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in [name for name, _ in self.named_children() if name != "total"]:
+            delattr(self, name)
+
+    def configure_model(self) -> None:
+        """Build the layers."""
+        for name, module in Gpt().named_children():
+            if name != "total":
+                setattr(self, name, module)
+
+
+class Sizes(Callback):
+    """Counts the bytes of a rank's pieces of what training keeps."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    def on_train_start(self, trainer: Any, task: Any) -> None:
+        self.sizes["weights"] = _bytes(task.parameters())
+
+    def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+        self.sizes["gradients"] = _bytes(p.grad for p in task.parameters())
+
+    def on_train_end(self, trainer: Any, task: Any) -> None:
+        states = [s[key] for s in trainer.optimizers[0].state.values() for key in ("exp_avg", "exp_avg_sq")]
+        self.sizes["states"] = _bytes(states)
+
+
+def _bytes(tensors: Any) -> int:
+    held = {local_piece(tensor).untyped_storage()._cdata: local_piece(tensor) for tensor in tensors}
+    return sum(piece.untyped_storage().nbytes() for piece in held.values())
+
+
+def split_and_whole() -> tuple[int, int]:
+    """Return how many numbers lie in weights that the plan splits, and in the others."""
+    split = ("tokens.", "head.", "qkv.", "mlp.0.", "out.weight", "mlp.2.weight")  # biases behind a sum are whole
+    sizes = {name: p.numel() for name, p in Untied().named_parameters()}
+    inside = sum(size for name, size in sizes.items() if any(part in f".{name}" for part in split))
+    return inside, sum(sizes.values()) - inside
+
+
+def _measure(strategy: Any, dp_size: int) -> tuple[dict[str, int], dict[str, Any]]:
+    sizes = Sizes()
+    found = train(strategy, dp_size, task=Untied(), callbacks=[sizes])
+    return sizes.sizes, found
+
+
+def _run_two() -> dict[str, Any]:
+    average = EMAWeightAveraging(decay=0.5)
+    meta = TensorParallelStrategy(cpu_ram_efficient_loading=True)
+    return {
+        "untied": _measure("tp", 1),
+        "averaged": train("tp", callbacks=[average])["weights"],
+        "on one host": train(meta, task=Built())["losses"],
+        "checkpointed": train(TensorParallelStrategy(activation_checkpointing=True))["weights"],
+    }
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    """What two ranks have found."""
+    return run_distributed(_run_two, 2, init=False, timeout=300)
+
+
+@pytest.mark.distributed
+def test_a_rank_holds_a_share_of_split_layers_and_all_of_the_others(two: list[dict[str, Any]]) -> None:
+    assert _PLAN["tokens"] == "embedding"
+    split, rest = split_and_whole()
+    held = 4 * (split // 2 + rest)
+    assert [found["untied"][0] for found in two] == [{"weights": held, "gradients": held, "states": 2 * held}] * 2
+
+
+@pytest.mark.distributed
+def test_an_embedding_that_shares_no_weight_is_trained_as_in_one_process(two: list[dict[str, Any]]) -> None:
+    alone = train("single", task=Untied())
+    for found in two:
+        torch.testing.assert_close(found["untied"][1]["weights"], alone["weights"], rtol=0, atol=1e-4)
+        torch.testing.assert_close(found["untied"][1]["reported"], alone["reported"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.distributed
+def test_split_weights_are_averaged_as_whole_ones_are(two: list[dict[str, Any]]) -> None:
+    alone = train("single", callbacks=[EMAWeightAveraging(decay=0.5)])["weights"]
+    plain = train("single")["weights"]
+    assert (alone["head.weight"] - plain["head.weight"]).abs().max() > 1e-3
+    for found in two:
+        torch.testing.assert_close(found["averaged"], alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.distributed
+def test_layers_that_rank_zero_alone_has_built_are_split(two: list[dict[str, Any]]) -> None:
+    alone = train("single")["losses"]
+    for found in two:
+        torch.testing.assert_close(found["on one host"], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.distributed
+def test_split_blocks_can_be_computed_anew_in_backward(two: list[dict[str, Any]]) -> None:
+    alone = train("single")["weights"]
+    for found in two:
+        torch.testing.assert_close(found["checkpointed"], alone, rtol=0, atol=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_with_shards_a_rank_holds_a_share_of_everything() -> None:
+    split, rest = split_and_whole()
+    held = 4 * (split // 4 + rest // 2)  # every first dimension of this model is even after the split
+    by_rank = run_distributed(lambda: _measure(FSDPStrategy(tp=2), 2)[0], 4, init=False, timeout=300)
+    assert by_rank == [{"weights": held, "gradients": held, "states": 2 * held}] * 4

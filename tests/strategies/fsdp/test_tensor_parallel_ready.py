@@ -1,0 +1,120 @@
+"""Ready plans: transformers' models train split as they do whole, and what does not divide is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import StepRecorder, quiet_trainer, weights_of
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
+from trainwright.strategies.fsdp.layers.ready import ready_plan
+
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 4, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
+}  # fmt: skip
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    """Return a tiny causal language model with a vocabulary of 24."""
+    import transformers
+
+    sizes = {"vocab_size": 24, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.AutoConfig.for_model(kind, **(sizes | _SIZES[kind if kind == "gpt2" else "llama"] | changes))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+class Hf(TaskModule):
+    """A model of transformers, split by its ready plan."""
+
+    def __init__(self, kind: str, options: dict[str, bool] | None = None) -> None:
+        super().__init__()
+        self.options = options
+        self.model = make_model(kind)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the model's own loss."""
+        return self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss
+
+    def tensor_parallel_plan(self, mesh: Any) -> Any:
+        """Ask for a ready plan with options; None: whatever is found."""
+        return self.options and ready_plan(self.model, mesh["tp"].size(), prefix="model", **self.options)
+
+    def configure_optimizers(self) -> Any:
+        """Return AdamW; a key's bias has no gradient but noise, which `eps` drowns."""
+        return torch.optim.AdamW(self.parameters(), lr=0.01, eps=1e-3)
+
+
+def train(strategy: str, task: Hf) -> dict[str, Any]:
+    """Train two steps."""
+    recorder = StepRecorder()
+    ids = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(4))
+    trainer = quiet_trainer(
+        devices=1 if strategy == "single" else "auto", strategy=strategy, max_epochs=1, gradient_clip_val=0.5,
+        callbacks=[recorder],
+    )  # fmt: skip
+    trainer.fit(task, DataLoader(TensorDataset(ids), batch_size=2))
+    return {
+        "losses": torch.tensor(recorder.losses), "norms": torch.tensor(recorder.norms), "weights": weights_of(task),
+        "widths": [getattr(part, "split_size", 0) for part in task.modules()],
+    }  # fmt: skip
+
+
+_CASES: dict[str, tuple[str, dict[str, bool] | None]] = {
+    "llama": ("llama", None),
+    "llama, sequence and loss": ("llama", {"sequence_parallel": True, "loss_parallel": True}),
+    "gpt2": ("gpt2", None),
+    "gpt2, loss": ("gpt2", {"loss_parallel": True}),
+}
+
+
+def _train_all() -> dict[str, Any]:
+    return {name: train("tp", Hf(kind, options)) for name, (kind, options) in _CASES.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its models are split")
+def test_models_of_transformers_train_split_as_they_do_in_one_process() -> None:
+    by_rank = run_distributed(_train_all, 2, init=False, timeout=300)
+    for name, (kind, _) in _CASES.items():
+        alone = train("single", Hf(kind))
+        for found in by_rank:
+            torch.testing.assert_close(found[name], alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its models are split")
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "gpt2"])
+def test_ready_plans_name_modules_that_there_are(kind: str) -> None:
+    model = make_model(kind)
+    names = [".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()]
+    plan = ready_plan(model, 2)
+    assert set(plan) <= set(names)
+    assert ("gpt2" in kind and "transformer.h.*.attn.c_attn" in plan) or "model.layers.*.self_attn.q_proj" in plan
+
+
+@pytest.mark.slow
+@pytest.mark.requires("transformers", reason="its models are split")
+def test_heads_and_vocabularies_that_do_not_divide_are_named() -> None:
+    with pytest.raises(ConfigurationError, match=r"num_key_value_heads=2 is not divisible by tp=4. Use tp=2"):
+        ready_plan(make_model("llama"), 4)
+    odd = make_model("gpt2", vocab_size=25)
+    with pytest.warns(TrainwrightWarning, match="vocab_size=25 is not divisible by tp=2: the embedding"):
+        assert "lm_head" not in ready_plan(odd, 2)
+    with pytest.raises(ConfigurationError, match=r"Call model.resize_token_embeddings\(pad_to_multiple_of=2\)"):
+        ready_plan(odd, 2, loss_parallel=True)
+    with pytest.raises(ConfigurationError, match="sequence_parallel=True, and GPT-2"):
+        ready_plan(odd, 2, sequence_parallel=True)
+    with pytest.raises(ConfigurationError, match="no ready tensor-parallel plan for Linear"):
+        ready_plan(torch.nn.Linear(2, 2), 2)

@@ -1,0 +1,197 @@
+"""Weights go to the device before the next forward, and whoever writes them before that is heard."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.strategies.offload.overlapped import Losses, assert_same, train, writer, writes
+from tests.strategies.offload.test_training import Tiny, batches
+from trainwright import ConfigurationError, OffloadStrategy
+from trainwright.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, Throughput, Timer
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
+
+EVENTS = (
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_train_step_start",
+    "on_train_step_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_validation_end",
+    "on_validation_epoch_start",
+)
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_what_a_callback_writes_is_what_is_trained_on(event: str) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": 2}
+    wanted = train("single", writer(event), **options)
+    for parameters in ("cpu", "device"):
+        assert_same(train(OffloadStrategy(parameters, stream=True), writer(event), **options), wanted)
+
+
+class Assigning(Callback):
+    """Puts other tensors in the place of weights: for good after a step, for the time of an evaluation."""
+
+    def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+        for parameter in task.parameters():
+            parameter.data = parameter.data.clamp(-0.3, 0.3)
+
+    def on_validation_start(self, trainer: Any, task: Any) -> None:
+        self.own = [parameter.data for parameter in task.parameters()]
+        for parameter in task.parameters():
+            parameter.data = parameter.data * 0.5
+
+    def on_validation_end(self, trainer: Any, task: Any) -> None:
+        for parameter, own in zip(task.parameters(), self.own, strict=True):
+            parameter.data = own
+
+
+@pytest.mark.parametrize(("parameters", "state"), [("cpu", "cpu"), ("disk", "disk"), ("device", "cpu")])
+def test_what_is_assigned_is_used_and_may_be_put_back(parameters: Any, state: Any) -> None:
+    wanted = train("single", Assigning())
+    assert_same(train(OffloadStrategy(parameters, state, stream=True), Assigning()), wanted)
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    class Growing(Callback):
+        def on_train_batch_end(self, trainer: Any, task: Any, *_: Any) -> None:
+            task.blocks[0].down.bias.data = torch.zeros(3)
+
+    with pytest.raises(ConfigurationError, match=r"float32 \(16,\) was given values of torch.float32 \(3,\)"):
+        train(OffloadStrategy(stream=True), Growing())
+
+
+def test_what_a_task_writes_is_what_is_trained_on() -> None:
+    class Writing(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            writes(None, self)
+
+    class Scheduling(Tiny):
+        def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+            super().lr_scheduler_step(scheduler, metric)
+            writes(None, self)
+
+    class Moving(Tiny):
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.training:
+                writes(None, self)
+            return batch
+
+    for kind in (Writing, Scheduling, Moving):
+        assert_same(train(OffloadStrategy("device", stream=True), task=kind()), train(task=kind()))
+
+
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+def test_a_frozen_part_that_follows_a_trained_one_is_the_present_one(parameters: Any) -> None:
+    class Taught(Tiny):
+        """The last block is a running average of the first one, and its teacher."""
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](self.embed(tokens))
+            with torch.no_grad():
+                wanted = self.blocks[-1](hidden)
+            scores: torch.Tensor = self.head(hidden - wanted)
+            return scores
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            for old, new in zip(self.blocks[-1].parameters(), self.blocks[0].parameters(), strict=True):
+                old.data.lerp_(new.data, 0.5)
+            return loss
+
+    def task() -> Taught:
+        made = Taught()
+        made.blocks[-1].requires_grad_(False)
+        return made
+
+    strategy = OffloadStrategy(parameters, stream=True, prefetch=0)
+    assert_same(train(strategy, task=task(), limit_val_batches=0), train(task=task(), limit_val_batches=0))
+
+
+def test_what_is_done_at_a_safe_point_is_what_is_trained_on() -> None:
+    class Later(Callback):
+        def on_before_zero_grad(self, trainer: Any, task: Any, optimizer: Any) -> None:
+            trainer.at_safe_point(functools.partial(writes, trainer, task))
+
+    assert_same(train(OffloadStrategy("device", stream=True), Later()), train("single", Later()))
+
+
+def test_weights_that_were_copied_early_are_used() -> None:
+    """Who says that he only reads, and writes, writes in vain: what holds him off is that he says nothing."""
+    told = writer("on_train_step_end", reads_only=True)
+    found = train(OffloadStrategy("device", stream=True), told, limit_val_batches=0)
+    assert found[0] != train("single", writer("on_train_step_end"), limit_val_batches=0)[0]
+
+
+def test_what_torch_sees_written_is_copied_again() -> None:
+    class Visibly(Callback):
+        reads_only = True
+
+        @torch.no_grad()
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            for parameter in task.parameters():
+                parameter.mul_(0.9)
+
+    for parameters in ("cpu", "device"):
+        assert_same(train(OffloadStrategy(parameters, stream=True), Visibly()), train("single", Visibly()))
+
+
+def test_reading_is_said_by_each_class_for_itself() -> None:
+    assert HookTable([Losses()]).only_read(["on_train_step_end"])
+    assert HookTable([writer("on_train_step_end")]).only_read(["on_train_batch_end"])  # nobody listens
+    assert not HookTable([writer("on_train_step_end", base=Losses)]).only_read(["on_train_step_end"])
+    assert not HookTable([], _task_that_listens()).only_read(["on_train_epoch_end"])
+    mine = Losses()
+    mine.reads_only = False  # type: ignore[misc]  # one object may say so too
+    assert not HookTable([mine]).only_read(["on_train_step_end"])
+
+
+def _task_that_listens() -> Tiny:
+    class Listening(Tiny):
+        def on_train_epoch_end(self) -> None:
+            pass
+
+    return Listening()
+
+
+def test_what_comes_with_a_run_by_default_only_reads(tmp_path: Path) -> None:
+    found: list[tuple[int, bool]] = []
+
+    class Look(Callback):
+        reads_only = True
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            units = trainer.strategy.weight_stream.all_units
+            found.append((trainer.global_step, all(unit.fresh for unit in units)))
+
+    options: dict[str, Any] = {"enable_checkpointing": True, "enable_progress_bar": True, "logger": "csv"}
+    callbacks = [
+        EarlyStopping("val_loss"), LearningRateMonitor(), ModelCheckpoint(every_n_train_steps=2), Throughput(), Timer()
+    ]  # fmt: skip
+    strategy = OffloadStrategy("device", stream=True)
+    run = train(strategy, Look(), *callbacks, default_root_dir=tmp_path, **options)
+    assert found == [(step, True) for step in range(1, 11)]
+    assert_same(run, train())
+
+
+def test_a_run_goes_on_from_a_checkpoint_with_its_weights(tmp_path: Path) -> None:
+    wanted = train()
+
+    def part(epochs: int, path: Path | None) -> Any:
+        task = Tiny()
+        trainer = quiet_trainer(strategy=OffloadStrategy("device", stream=True), max_epochs=epochs)
+        torch.manual_seed(3)
+        trainer.fit(task, batches(5), batches(2), ckpt_path=path)
+        trainer.save_checkpoint(tmp_path / f"after-{epochs}")
+        return weights_of(task)
+
+    part(1, None)
+    assert_equal_weights(part(2, tmp_path / "after-1"), wanted[1])

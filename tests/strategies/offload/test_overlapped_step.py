@@ -1,0 +1,379 @@
+"""The optimizer steps while gradients still come and weights already go, and no bit changes by that."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.runs import assert_equal_weights
+from tests.strategies.offload.late_stream import LateStream
+from tests.strategies.offload.overlapped import assert_same, train, writer
+from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
+from trainwright import OffloadStrategy
+from trainwright.callbacks import EMAWeightAveraging
+from trainwright.callbacks.callback import Callback
+from trainwright.strategies.offload import streaming
+from trainwright.strategies.offload.portions import can_be_split
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have all copies made as late as can be. Without it, they are made as early as can be."""
+    monkeypatch.setattr(streaming, "CopyStream", LateStream)
+    yield
+    LateStream.all.clear()
+
+
+LISTENERS: dict[str, Callable[[], list[Callback]]] = {
+    "nobody": list,
+    "one who writes": lambda: [writer("on_train_step_end")],
+    "averages": lambda: [EMAWeightAveraging(decay=0.5)],
+}
+
+
+CASES: list[Any] = [(*places, "nobody") for places in PLACES]
+CASES += [
+    (*places, who) for places in (("cpu", "cpu"), ("device", "cpu"), ("disk", "disk")) for who in [*LISTENERS][1:]
+]
+
+
+QUICK = (("device", "cpu", "nobody"), ("disk", "disk", "nobody"))
+CASES = [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES]
+
+
+@functools.cache
+def plainly(listener: str, accumulate: int, clip: float | None) -> Any:
+    return train("single", *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copies", ["late", "at once"])
+@pytest.mark.parametrize(("parameters", "state", "listener"), CASES)
+def test_every_bit_is_that_of_training_in_one_place(
+    parameters: Any, state: Any, listener: str, copies: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if copies == "late":
+        request.getfixturevalue("late")
+    for accumulate, clip in ((1, None), (3, None), (1, 0.5), (3, 0.5)):
+        strategy = OffloadStrategy(parameters, state, stream=True, offload_folder=tmp_path)
+        found = train(
+            strategy, *LISTENERS[listener](), accumulate_grad_batches=accumulate, gradient_clip_val=clip
+        )  # fmt: skip
+        assert_same(found, plainly(listener, accumulate, clip))
+
+
+# Order
+
+
+@pytest.fixture
+def trace(late: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Write down what is waited for, steps and is copied: (what, the unit's index, gradients on their way then)."""
+    found: list[tuple[str, int, int]] = []
+    units: list[streaming.Unit] = []
+
+    def note(what: str, unit: streaming.Unit) -> None:
+        found.append((what, units.index(unit), len(LateStream.all[1].waiting)))
+
+    def watch(name: str, what: str) -> None:
+        own = getattr(streaming.Unit, name)
+
+        @functools.wraps(own)
+        def watched(unit: streaming.Unit, *args: Any) -> Any:
+            if unit not in units:  # they are made in the order of the forward, what is in no unit last
+                units.append(unit)
+            if what != "copy" or not unit.fresh:
+                note(what, unit)
+            return own(unit, *args)
+
+        monkeypatch.setattr(streaming.Unit, name, watched)
+
+    own_init, own_step = streaming.Unit.__init__, torch.optim.AdamW.step
+
+    def init(unit: streaming.Unit, *args: Any, **options: Any) -> None:
+        own_init(unit, *args, **options)
+        units.append(unit)
+
+    @functools.wraps(own_step)
+    def step(optimizer: Any, *args: Any) -> Any:
+        stepped = {p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        for unit in units:
+            if stepped & set(unit.parameters):
+                note("step", unit)
+        return own_step(optimizer, *args)
+
+    monkeypatch.setattr(streaming.Unit, "__init__", init)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    watch("wait_for_gradients", "wait")
+    watch("copy", "copy")
+    return found
+
+
+ROOT = DEPTH
+IN_ORDER = [*range(DEPTH - 1, -1, -1), ROOT]  # the embedding's gradient comes last
+
+
+def last_step(trace: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    """Return what happened from the last step's first wait for gradients on."""
+    begins = [i for i, (what, unit, _) in enumerate(trace) if (what, unit) == ("wait", IN_ORDER[0])]
+    return trace[begins[-1] :]
+
+
+def test_a_unit_steps_before_the_gradients_of_the_next_one_are_waited_for(trace: Any) -> None:
+    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0)
+    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
+    assert [entry[:2] for entry in steps] == [(what, unit) for unit in IN_ORDER for what in ("wait", "step")]
+    on_their_way = [entry[2] for entry in steps if entry[0] == "step"]
+    assert on_their_way == sorted(on_their_way, reverse=True)
+    assert on_their_way[0] > DEPTH
+    assert on_their_way[-1] == 0
+
+
+def test_gradients_of_the_last_micro_batch_are_added_when_their_unit_steps(trace: Any) -> None:
+    train(OffloadStrategy(stream=True, prefetch=0), limit_val_batches=0, accumulate_grad_batches=5)
+    steps = [entry for entry in last_step(trace) if entry[0] != "copy"]
+    assert [entry[1] for entry in steps if entry[0] == "step"] == IN_ORDER
+    assert [entry[2] > 0 for entry in steps if entry[0] == "step"] == [unit != ROOT for unit in IN_ORDER]
+
+
+def test_the_host_holds_the_gradients_of_two_units_that_are_to_be_added(late: None) -> None:
+    task = Tiny()
+    found: list[int] = []
+
+    def count(*_: Any) -> None:
+        found.append(sum(bool(unit._to_add) for unit in task.trainer.strategy.weight_stream.units))
+
+    for block in task.blocks:
+        block.norm.weight.register_hook(count)
+    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0, accumulate_grad_batches=5)
+    assert max(found) == 2
+
+
+def test_the_weights_of_a_unit_are_on_their_way_when_the_next_one_steps(trace: Any) -> None:
+    train(OffloadStrategy("device", stream=True), limit_val_batches=0)
+    found = [entry[:2] for entry in last_step(trace) if entry[0] != "wait"]
+    assert found == [(what, unit) for unit in IN_ORDER for what in ("step", "copy")]
+
+
+def test_as_many_units_go_to_the_device_early_as_it_has_room_for(trace: Any) -> None:
+    train(OffloadStrategy(stream=True, prefetch=2), limit_val_batches=0)
+    copied = [unit for what, unit, _ in last_step(trace) if what == "copy"]
+    assert copied == [1, 0, ROOT]
+
+
+def test_clipping_waits_for_gradients_and_not_for_weights(trace: Any) -> None:
+    train(OffloadStrategy("device", stream=True), limit_val_batches=0, gradient_clip_val=0.5)
+    found = last_step(trace)
+    assert {on_their_way for _, _, on_their_way in found} == {0}
+    assert [entry[:2] for entry in found if entry[0] != "wait"] == [
+        (what, unit) for unit in IN_ORDER for what in ("step", "copy")
+    ]
+
+
+@pytest.mark.usefixtures("late")
+def test_who_looks_at_gradients_finds_all_of_them() -> None:
+    class Look(Callback):
+        def __init__(self) -> None:
+            self.sums: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+            self.sums.append(sum(float(p.grad.sum()) for p in task.parameters()))
+
+    looks = [Look(), Look()]
+    assert_same(train(OffloadStrategy(stream=True), looks[0]), train("single", looks[1]))
+    assert looks[0].sums == looks[1].sums
+
+
+@pytest.mark.usefixtures("late")
+def test_a_group_is_looked_at_when_all_its_gradients_are_there() -> None:
+    class Odd(Tiny):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(batch, batch_idx)
+            # A finite loss and a gradient that is no number, of the weight whose gradient comes last.
+            return loss + (0 * self.embed.weight).sum().sqrt() if batch_idx == 2 else loss
+
+    options: dict[str, Any] = {"on_nonfinite": "skip"}
+    with pytest.warns(UserWarning, match="not finite"):
+        found = train(OffloadStrategy("device", stream=True), task=Odd(), **options)
+    with pytest.warns(UserWarning, match="not finite"):
+        wanted = train(task=Odd(), **options)
+    assert found[2].skipped_batches == wanted[2].skipped_batches
+    assert_equal_weights(found[1], wanted[1])
+
+
+@pytest.mark.usefixtures("late")
+def test_a_gradient_that_comes_in_two_parts_is_their_sum() -> None:
+    class Recomputing(Tiny):
+        """Has one layer in two parts that are computed anew, each with a backward of its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.random.fork_rng():
+                self.mix = torch.nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.blocks[0](self.embed(tokens))
+            for _ in range(2):
+                hidden = checkpoint(self.mix, hidden, use_reentrant=True)
+            scores: torch.Tensor = self.head(hidden)
+            return scores
+
+    torch.manual_seed(0)
+    found = train(OffloadStrategy(stream=True), task=Recomputing(), limit_val_batches=0)
+    torch.manual_seed(0)
+    assert_same(found, train(task=Recomputing(), limit_val_batches=0))
+
+
+@pytest.mark.usefixtures("late")
+def test_without_the_waits_other_weights_come_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming.Unit, "wait_for_gradients", lambda unit: None)
+    found = train(OffloadStrategy(stream=True), limit_val_batches=0)
+    assert found[0] != train(limit_val_batches=0)[0]
+
+
+@pytest.mark.usefixtures("late")
+def test_the_device_keeps_the_gradients_of_one_unit() -> None:
+    task = Tiny()
+    train(OffloadStrategy(stream=True), task=task, limit_val_batches=0)
+    of_root = task.embed.weight.nbytes + sum(parameter.nbytes for parameter in task.head.parameters())
+    of_unit = sum(parameter.nbytes for parameter in task.blocks[0].parameters())
+    assert 0 < LateStream.all[1].most_kept <= of_unit + of_root
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_between_steps_the_device_holds_what_begins_the_next_forward(ahead: int) -> None:
+    task = Tiny()
+    seen: list[int] = []
+
+    class Count(Callback):
+        reads_only = True
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            units = trainer.strategy.weight_stream.units
+            seen.append(sum(unit.flats[0][1].untyped_storage().nbytes() > 0 for unit in units))
+
+    def count(*_: Any) -> None:
+        Count().on_train_step_end(task.trainer, task, None)
+
+    for block in task.blocks:
+        block.up.register_forward_hook(count)
+    train(OffloadStrategy(stream=True, prefetch=ahead), Count(), task=task, limit_val_batches=0)
+    assert seen[DEPTH] == ahead
+    assert max(seen) == 1 + ahead
+
+
+# Failures, and optimizers that cannot be split
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("parameters", ["cpu", "device"])
+def test_a_failure_amid_a_step_leaves_weights_at_home_and_all_gradients(
+    parameters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, calls = torch.optim.AdamW.step, 0
+
+    @functools.wraps(own)
+    def step(optimizer: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise ArithmeticError
+        return own(optimizer, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    gradients: list[list[torch.Tensor]] = []
+    for strategy, fails_at in (("single", 1), (OffloadStrategy(parameters, stream=True), 3)):  # noqa: B007  # by step
+        task, calls = Tiny(), 0
+        with pytest.raises(ArithmeticError):
+            train(strategy, task=task, limit_val_batches=0)
+        gradients.append([parameter.grad for parameter in task.parameters() if parameter.grad is not None])
+    for found, wanted in zip(gradients[1], gradients[0], strict=True):
+        assert torch.equal(found, wanted)
+    untouched = Tiny()
+    stepped = [
+        not torch.equal(found.up.weight, before.up.weight)
+        for found, before in zip(task.blocks, untouched.blocks, strict=True)
+    ]
+    assert stepped == [False] * (DEPTH - 2) + [True, True]
+
+
+@pytest.mark.usefixtures("late")
+def test_several_optimizers_may_share_a_unit() -> None:
+    def task() -> Tiny:
+        made = Tiny()
+        norms = [p for name, p in made.named_parameters() if "norm" in name]
+        others = [p for name, p in made.named_parameters() if "norm" not in name]
+        made.automatic_optimization = True  # two optimizers on one loss are meant
+        made.configure_optimizers = lambda: (  # type: ignore[method-assign]
+            [torch.optim.SGD(others, lr=0.1, momentum=0.9), torch.optim.Adam(norms, lr=0.1)]
+        )
+        return made
+
+    for parameters in ("cpu", "device"):
+        assert_same(train(OffloadStrategy(parameters, stream=True), task=task()), train(task=task()))
+
+
+class SharedNorm(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        return super().step(closure)
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("state", ["cpu", "disk"])
+def test_an_optimizer_that_joins_its_parameters_steps_once(state: Any) -> None:
+    def task() -> Tiny:
+        made = Tiny()
+        made.configure_optimizers = lambda: SharedNorm(made.parameters(), lr=0.1, momentum=0.9)  # type: ignore[method-assign]
+        return made
+
+    assert_same(train(OffloadStrategy("device", state, stream=True), task=task()), train(task=task()))
+
+
+def test_torchs_optimizers_are_split_unless_somebody_would_notice() -> None:
+    def parameters() -> list[torch.Tensor]:
+        return [torch.nn.Parameter(torch.zeros(2, 2))]
+
+    class Renamed(torch.optim.AdamW):
+        pass
+
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD, Renamed):
+        assert can_be_split(kind(parameters()))
+    for other in (torch.optim.LBFGS, SharedNorm):
+        assert not can_be_split(other(parameters()))
+    heard = torch.optim.SGD(parameters())
+    heard.register_step_post_hook(lambda *_: None)
+    assert not can_be_split(heard)
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        assert not can_be_split(torch.optim.SGD(parameters()))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.requires("cuda", "copies that are made beside a device's computation")
+@pytest.mark.parametrize(("parameters", "state"), PLACES)
+def test_on_a_device_every_bit_is_that_of_waiting(parameters: Any, state: Any, tmp_path: Path) -> None:
+    class Waiting(Callback):
+        def on_before_optimizer_step(self, trainer: Any, task: Any, optimizer: Any) -> None:
+            """Might look at gradients."""
+
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            """Might write weights."""
+
+    for accumulate in (1, 3):
+        options: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+        found = [
+            train(OffloadStrategy(parameters, state, offload_folder=tmp_path), *callbacks, **options)
+            for callbacks in ([], [Waiting()])
+        ]
+        assert_same(*found)

@@ -1,0 +1,96 @@
+"""No argument of a public function is dropped in silence: it is used, or the list here says why it may be ignored."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "trainwright"
+
+# "function.argument" → why a user who gives it loses nothing.
+IGNORED = {
+    "predict_step.batch_idx": "a hook's default, which the user's own replaces",
+    "optimizer_zero_grad.epoch": "a hook's default, which the user's own replaces",
+    "optimizer_zero_grad.batch_idx": "a hook's default, which the user's own replaces",
+    "untoggle_optimizer.optimizer": "what `toggle_optimizer` froze is put back, whichever optimizer it was for",
+    "get_metrics.task": "a hook's default, which the user's own replaces",
+    "measure_flops.model": "Lightning's signature; `forward_fn` holds the model, and everything that runs is counted",
+    "fit.weights_only": "Lightning's argument about unpickling: nothing is ever unpickled here",
+    "validate.weights_only": "as for fit",
+    "test.weights_only": "as for fit",
+    "predict.weights_only": "as for fit",
+    "prepare_optimizer.device_placement": "an optimizer's state is where its parameters are",
+    "get_state_dict.unwrap": "names are always the model's own",
+    "take_parameter.module": "torch's signature of a hook",
+    "take_parameter.name": "torch's signature of a hook",
+    "load_and_quantize_model.offload_state_dict": "a state dict never stands in memory as a whole, as is documented",
+    "load_checkpoint_in_model.offload_state_dict": "as above",
+    "load_checkpoint_and_dispatch.offload_state_dict": "as above",
+    "leave_Try.original": "libcst's signature",
+    "after.args": "torch's signature of a hook",
+    "stop_recording.module": "torch's signature of a hook",
+    "stop_recording.args": "torch's signature of a hook",
+    "resume_recording.module": "torch's signature of a hook",
+    "resume_recording.args": "torch's signature of a hook",
+    "resume_recording.output": "torch's signature of a hook",
+}  # fmt: skip
+
+
+def _files() -> Iterator[Path]:
+    for folder in SOURCE.iterdir():
+        if folder.is_dir() and folder.name not in ("templates", "__pycache__"):
+            yield from folder.resolve().rglob("*.py")
+
+
+@cache
+def _trees() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in _files()}
+
+
+def _is_left_open(function: ast.FunctionDef) -> bool:
+    """Tell whether a body does nothing but answer a constant or raise: a hook's default, or a refusal."""
+    body = [s for s in function.body if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))]
+    return all(
+        isinstance(s, ast.Pass | ast.Raise)
+        or (isinstance(s, ast.Return) and (s.value is None or isinstance(s.value, ast.Constant)))
+        for s in body
+    )
+
+
+def _unread(function: ast.FunctionDef) -> list[str]:
+    given = function.args
+    arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    read = {node.id for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    names = [argument.arg for argument in arguments if argument is not None]
+    return [name for name in names if name not in read and name not in ("self", "cls") and not name.startswith("_")]
+
+
+def _public_functions() -> Iterator[ast.FunctionDef]:
+    """Yield functions and methods that have a signature of their own: a name that one class alone defines."""
+    functions = [n for tree in _trees().values() for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
+    methods = Counter(
+        n.name
+        for tree in _trees().values()
+        for c in ast.walk(tree)
+        if isinstance(c, ast.ClassDef)
+        for n in c.body
+        if isinstance(n, ast.FunctionDef)
+    )
+    for function in functions:
+        if not function.name.startswith("_") and methods[function.name] < 2 and not _is_left_open(function):
+            yield function
+
+
+def test_every_argument_is_read_or_its_silence_is_argued() -> None:
+    found = {f"{function.name}.{name}" for function in _public_functions() for name in _unread(function)}
+    assert found == set(IGNORED)
+
+
+@pytest.mark.parametrize("name", ["fit", "load_checkpoint_in_model", "find_tied_parameters", "save_model"])
+def test_the_search_sees_the_public_functions(name: str) -> None:
+    assert name in {function.name for function in _public_functions()}

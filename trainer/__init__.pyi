@@ -1,0 +1,2 @@
+from trainwright.trainer.accelerator.accelerator import Accelerator as Accelerator
+from trainwright.trainer.trainer import Trainer as Trainer

@@ -1,0 +1,153 @@
+"""What `Accelerator.prepare` makes of a model: one that behaves like the user's."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.tree import map_tensors
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class AcceleratedModel(nn.Module):
+    """A model behind what joins the processes, or behind a mixed precision.
+
+    Its state dict has the model's own names, and attributes that it lacks are the model's.
+
+    Args:
+        module: the user's model.
+        engine: is called in the model's place; the model itself, or a wrapper that holds it.
+        make_context: makes the context of a forward, whose outputs become float32; None: it has none.
+        clearer: see `Strategy.clearer`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: nn.Module,
+        make_context: Callable[[], AbstractContextManager[Any]] | None,
+        clearer: Callable[[BaseException, nn.Module], Exception | None],
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.make_context = make_context
+        self._clearer = clearer
+        object.__setattr__(self, "engine", engine)  # no child: its parameters are the module's
+        self._num_forwards = 0  # that are under way
+        self._guard: Any = None
+        if engine is not module:
+            self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Run the model's forward; collective in training, under a strategy of several processes."""
+        self._num_forwards += 1
+        try:
+            if self.make_context is None:
+                return self.engine(*args, **kwargs)
+            with self.make_context():
+                output = self.engine(*args, **kwargs)
+        except RuntimeError as error:
+            clearer = self._clearer(error, self.module)
+            if clearer is None:
+                raise
+            raise clearer from error
+        finally:
+            self._num_forwards -= 1
+        return map_tensors(_widened, output)
+
+    def release(self) -> None:
+        """Let another object stand for the same model."""
+        if self._guard is not None:
+            self._guard.remove()
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of this object is under way."""
+        return self._num_forwards > 0
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return a context in which backward leaves gradients on this rank; see `Accelerator.no_sync`."""
+        found: AbstractContextManager[Any] = getattr(self.engine, "no_sync", nullcontext)()
+        return found
+
+    def train(self, mode: bool = True) -> AcceleratedModel:
+        """Choose between training and evaluation; returns this object."""
+        super().train(mode)
+        if self.engine is not self.module:
+            self.engine.training = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's own state dict; within another module's, names are torch's usual ones."""
+        within = args or kwargs.get("destination") is not None or kwargs.get("prefix")
+        return super().state_dict(*args, **kwargs) if within else self.module.state_dict(**kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's own names and parameters."""
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the model's own names and buffers."""
+        return self.module.named_buffers(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state dict of the model's own names, on every rank."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model (`config`, `generate`, …)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+
+def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
+    """Return the user's model out of what surrounds it: ours, torch's replicas, and compiled modules.
+
+    Args:
+        model: is left as it is.
+        keep_torch_compile: return a compiled module where one surrounds the model.
+    """
+    inner: Any = model
+    compiled: Any = None
+    while True:
+        if isinstance(inner, (AcceleratedModel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif "_orig_mod" in inner._modules and hasattr(inner, "dynamo_ctx"):  # torch.compile's OptimizedModule
+            compiled, inner = inner if compiled is None else compiled, inner._orig_mod
+        else:
+            break
+    if compiled is None or not keep_torch_compile:
+        found: nn.Module = inner
+    elif compiled._orig_mod is inner:
+        found = compiled
+    else:  # another one: the loop may go on to train through the prepared model that it surrounds
+        found = type(compiled)(inner, compiled.dynamo_ctx)
+    return found
+
+
+def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
+    """Raise where a model that is trained by several processes runs past what joins them."""
+    owner = prepared()
+    if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
+        return
+    raise ConfigurationError(
+        f"{type(module).__name__} was called past what prepare() returned, by a method of its own or unwrapped: its "
+        "gradients would stay on each process, and the weights would part. Call the prepared model itself, or this one "
+        "under torch.no_grad() or in eval mode."
+    )
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in _NARROW else tensor

@@ -1,0 +1,105 @@
+"""What `Accelerator.prepare` makes of an optimizer: it steps once per group of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from trainwright.trainer.accelerator.accumulation import Accumulation
+from trainwright.trainer.accelerator.loss_scale import LossScale
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer that steps once per group of micro-batches, and not at all where fp16 gradients overflowed.
+
+    Args:
+        optimizer: the user's; its groups and state are this one's.
+        accumulation: says when a step is due.
+        scaler: of the loss; None: it is not scaled.
+
+    Attributes:
+        num_steps: steps that it has taken.
+    """
+
+    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self._accumulation = accumulation
+        self._skipped = False
+        self.num_steps = 0
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # the inner one holds it
+        """The optimizer's state, by parameter."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]  # the inner one holds it
+        """The optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]  # the inner one holds it
+        """The optimizer's default options."""
+        return self.optimizer.defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step that was due left the weights as they were, since gradients were not finite in fp16."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step if the present micro-batch ends its group; nothing happens otherwise."""
+        if not self._accumulation.sync_gradients:
+            return None
+        if self.scaler is None:
+            self.num_steps += 1
+            return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+        self._skipped = not self.scaler.step(self.optimizer, closure)
+        self.num_steps += not self._skipped
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Free the gradients if the present micro-batch ends its group; they go on being added up otherwise."""
+        if self._accumulation.sync_gradients:
+            self.optimizer.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state dict."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> None:
+        """Tell an optimizer that has two kinds of weights (schedule-free ones) that training goes on."""
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        """Tell an optimizer that has two kinds of weights (schedule-free ones) that an evaluation begins."""
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+    def __repr__(self) -> str:
+        """Show the optimizer."""
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the optimizer."""
+        if name.startswith("__") or "optimizer" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)

@@ -1,0 +1,168 @@
+"""Checkpoints that every rank writes a share of: begun, copied and published in step with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainwright.checkpoint import AsyncWriter, Contents, Crew, Draft, Snapshot, plan_share
+from trainwright.checkpoint.format.writer import plain_metrics
+from trainwright.core.errors import CheckpointError
+from trainwright.strategies.strategy import Strategy
+
+_GRACE_S = 10.0  # for the others to report, once the run has failed
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """One checkpoint of a moment.
+
+    Attributes:
+        path: its folder.
+        metrics: for its manifest.
+        then: called on the main rank with `path` once it is published.
+        fresh: see `SaveRequest`.
+    """
+
+    path: Path
+    metrics: dict[str, float]
+    then: Callable[[Path], None]
+    fresh: bool = False
+
+
+class JointSaves:
+    """Saves of which every rank writes its own pieces, and the main one what is whole.
+
+    Before a save goes on, all ranks agree that it can: then each writes by itself, and the main rank alone waits for
+    what the others report.
+
+    Args:
+        strategy: holds the processes.
+        writer: this rank's; None: saves return once they are published.
+    """
+
+    def __init__(self, strategy: Strategy, writer: AsyncWriter | None) -> None:
+        self._strategy = strategy
+        self._writer = writer
+        self._crew: Crew | None = None
+        self._processes: Any = None  # that the crew speaks through
+
+    def save(
+        self, snapshot: Snapshot, targets: list[SaveTarget], *, before: Callable[[], None], at_once: bool = False
+    ) -> None:
+        """Write one moment under several names. Collective; returns when the state may change.
+
+        Args:
+            snapshot: this rank's.
+            targets: the same on every rank.
+            before: called on the main rank first.
+            at_once: return once they are published, also if there is a writer.
+
+        Raises:
+            CheckpointError, OSError: a rank cannot write; every rank raises, and nothing is published.
+        """
+        writer = None if at_once else self._writer
+        drafts: list[Draft] = []
+        share: list[Contents] = []
+        names = ", ".join(str(target.path) for target in targets)
+
+        def begin() -> list[Path]:
+            before()
+            share.append(plan_share(snapshot, 0))
+            for target in targets:
+                drafts.append(Draft(target.path, fresh=target.fresh))
+                drafts[-1].make_folders(share[0])
+            return [draft.folder for draft in drafts]
+
+        try:
+            folders = self._strategy.processes.on_main_rank(begin, f"write {names}")
+            contents = self._agree(partial(self._prepare, snapshot, share, folders, writer), names)
+            if not self._strategy.is_main:
+                for target, folder in zip(targets, folders, strict=True):
+                    self._do(writer, target, partial(self._meet().write_share, folder, contents))
+            publish = partial(self._publish, contents, targets, drafts, writer)
+            self._strategy.processes.on_main_rank(publish, f"write {names}")
+        finally:
+            for draft in drafts:  # those that nobody has taken over
+                draft.close()
+
+    def hurry(self) -> None:
+        """Do not wait long for the others any more: the run has failed, and they may have ended."""
+        if self._crew is not None:
+            self._crew.hurry(_GRACE_S)
+
+    def _meet(self) -> Crew:
+        processes = self._strategy.processes
+        if self._crew is None or self._processes is not processes:
+            self._processes = processes
+            self._crew = Crew(
+                processes.own_store("save"),
+                rank=processes.rank,
+                world_size=processes.world_size,
+                timeout_s=processes.timeout.total_seconds(),
+            )
+        return self._crew
+
+    def _prepare(
+        self, snapshot: Snapshot, share: list[Contents], folders: list[Path], writer: AsyncWriter | None
+    ) -> Contents:
+        """Plan this rank's share, and copy it if it is to be written later."""
+        if self._writer is not None:
+            self._writer.join()  # its thread uses the crew's connection
+        contents = share[0] if share else plan_share(snapshot, self._strategy.processes.rank)
+        for folder in folders:
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"it does not see {folder}, which rank 0 has made: put checkpoints on a file system that all "
+                    "nodes share, or have rank 0 write them whole (state_dict_type='full')."
+                )
+        self._meet()
+        if writer is not None:
+            writer.stage(contents)
+        return contents
+
+    def _agree(self, prepare: Callable[[], Contents], names: str) -> Contents:
+        """Return what `prepare` returns if it has succeeded on every rank."""
+        problem: Exception | None = None
+        contents: Contents | None = None
+        try:
+            contents = prepare()
+        except (OSError, CheckpointError) as error:
+            problem = error
+        told = self._strategy.processes.gather_object(
+            None if problem is None else f"{type(problem).__name__}: {problem}"
+        )
+        if problem is not None:
+            raise problem
+        for rank, text in enumerate(told):
+            if text is not None:
+                raise CheckpointError(f"rank {rank} could not write {names}: {text}")
+        assert contents is not None  # or there was a problem
+        return contents
+
+    def _publish(
+        self, contents: Contents, targets: list[SaveTarget], drafts: list[Draft], writer: AsyncWriter | None
+    ) -> None:
+        """Write the main rank's share, or have it written, and what the others have written be published."""
+        for target in targets:
+            draft = drafts.pop(0)
+            write = partial(
+                self._meet().write_and_publish, draft, replace(contents, metrics=plain_metrics(target.metrics))
+            )
+            try:
+                self._do(writer, target, write)
+            except BaseException:
+                draft.close()
+                raise
+
+    def _do(self, writer: AsyncWriter | None, target: SaveTarget, write: Callable[..., None]) -> None:
+        then = target.then if self._strategy.is_main else None
+        if writer is not None:
+            writer.start(target.path, write, then=then)
+            return
+        write()
+        if then is not None:
+            then(target.path)

@@ -1,0 +1,111 @@
+"""Checkpoints that live elsewhere, in a run: going up behind the local ones, and coming down to be resumed from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.checkpoint import newest_valid, read_manifest
+from trainwright.checkpoint.format.layout import Kind
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, find_remote
+from trainwright.core.errors import CheckpointError
+from trainwright.core.host.folders import is_url, last_part, local_folder
+from trainwright.core.run import SaveRequest
+from trainwright.trainer.run import StageRun
+
+DOWNLOADS = "downloaded"  # below `default_root_dir`
+
+
+def upload(path: Path, request: SaveRequest, run_id: str) -> list[str]:
+    """Upload a published checkpoint, then delete what it replaces there. Blocks on the network; one process calls it.
+
+    Args:
+        path: the local checkpoint.
+        request: with `remote`, the URL of the folder to put it in.
+        run_id: whose uploads may be replaced and deleted.
+
+    Returns:
+        What was not deleted, and why.
+
+    Raises:
+        CheckpointError: the upload failed; what is there has no manifest, or is what was there before.
+    """
+    assert request.remote is not None  # asked for by the caller
+    index = RemoteIndex(request.remote, run=run_id)
+    index.upload(path, replace=True)
+    uploaded = {entry.name for entry in index.entries()}
+    complaints = []
+    for name in request.remove:
+        if name in uploaded:
+            try:
+                index.delete(name)
+            except CheckpointError as error:
+                complaints.append(f"an earlier checkpoint was not deleted: {error}")
+    return complaints
+
+
+def tidy(run: StageRun, path: Path | None) -> None:
+    """Put in order what a session of this run left when it was killed while it uploaded; for rank 0, before training.
+
+    Args:
+        run: the Trainer, after a resume.
+        path: a checkpoint in the ModelCheckpoint's local folder that may not have gone up yet, or None.
+    """
+    remotes: set[str] = {url for callback in run.callbacks if (url := getattr(callback, "remote", None)) is not None}
+    for remote in sorted(remotes):
+        RemoteIndex(remote, run=run.history.run_id).delete_unfinished()
+    home = getattr(run.saver, "remote", None)
+    if path is not None and home is not None:
+        RemoteIndex(home, run=run.history.run_id).upload(path, replace=True)
+
+
+def twin(run: StageRun, url: str) -> Path:
+    """Return where on this machine the checkpoint stands that is to be uploaded to `url`."""
+    return local_folder(run.settings.root.absolute() / "checkpoints", _parent(url)) / last_part(url)
+
+
+def upload_to(run: StageRun, path: Path, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+    """Upload the checkpoint `path` to `url`, which ends with its name; an own one of that name is replaced."""
+    RemoteIndex(_parent(url), run=run.history.run_id, storage_options=storage_options).upload(path, replace=True)
+
+
+def _parent(url: str) -> str:
+    return url.rstrip("/").rpartition("/")[0]
+
+
+def fetch(run: StageRun, url: str) -> Path:
+    """Return a local copy of the remote checkpoint `url`; one that was fetched before is not fetched again.
+
+    Raises:
+        FileNotFoundError, CheckpointError, MissingPackageError: see `download_checkpoint`.
+    """
+    return fetch_checkpoint(url, run.settings.root / DOWNLOADS)
+
+
+def newest(run: StageRun, kind: Kind | None) -> str | None:
+    """Return the URL of the newest checkpoint of the ModelCheckpoint's remote folder.
+
+    Returns:
+        None when there is no remote folder, nothing in it, or a whole local checkpoint that is the same or was
+        written later.
+    """
+    remote = getattr(run.saver, "remote", None)
+    if remote is None:
+        return None
+    found = [item for item in find_remote(remote) if kind is None or item.manifest.kind == kind]
+    if not found:
+        return None
+    last = max(found, key=lambda item: (item.manifest.created, item.manifest.step))
+    local = newest_valid(run.checkpoint_dir, kind=kind)
+    if local is not None and read_manifest(local).created >= last.manifest.created:
+        return None
+    return last.url
+
+
+def on_this_machine(run: StageRun, path: str) -> Path:
+    """Return a local checkpoint for a path or URL: the one from which it was uploaded, else a download."""
+    if not is_url(path):
+        return Path(path)
+    ours = run.checkpoint_dir / last_part(path)
+    return ours if ours.is_dir() else fetch(run, path)

@@ -1,0 +1,147 @@
+"""What callbacks ask of a run, and the checkpoints that are being written for it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.checkpoint import AsyncWriter
+from trainwright.checkpoint.disk.durable import hidden, make_folder
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.run import SaveRequest
+from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.checkpoints.joint_saves import JointSaves
+from trainwright.trainer.configuration.arguments import TrainerArguments
+
+
+class SaveQueue:
+    """Wishes that wait for the safe point of a step (see `safe_point`), and the writer of checkpoints.
+
+    Args:
+        strategy: holds the processes.
+        arguments: the Trainer's. With `async_save=False` there is no writer: a save returns once it is published.
+        muted: wishes are dropped, since the steps that have them do not happen.
+
+    Attributes:
+        actions, requests: what was asked for and not been done.
+        writer: writes in a thread; None: nothing does.
+        joint: writes what lies in pieces on several ranks.
+        raises: a checkpoint that could not be written is an error; False: a warning (`on_save_error`).
+        published: what loggers have not been told of, with its other names; left by the writer's thread for the main
+            one: loggers and warnings are not made for several threads.
+        complaints: likewise, for the user.
+        placeholders: of names that are taken and not written yet, for other runs to see.
+        longest_write_s: from its collection until it was published; on the main rank.
+        first_step: waits for the first optimizer step, to have memory made ready.
+    """
+
+    def __init__(self, strategy: Strategy, arguments: TrainerArguments, *, muted: bool = False) -> None:
+        self._strategy = strategy
+        self.actions: list[Callable[[], None]] = []
+        self.requests: list[SaveRequest] = []
+        self.writer = AsyncWriter() if arguments.async_save and not muted else None
+        self.joint = JointSaves(strategy, self.writer)
+        self.raises = arguments.on_save_error == "raise"
+        self._muted = muted
+        self.published: deque[tuple[Path, tuple[str, ...]]] = deque()
+        self.complaints: deque[str] = deque()
+        self.placeholders: list[Path] = []
+        self.longest_write_s = 0.0
+        self.first_step: RemovableHandle | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything has been asked for."""
+        return bool(self.actions or self.requests)
+
+    def add_action(self, action: Callable[[], None]) -> None:
+        """Keep an action for the safe point."""
+        if not self._muted:
+            self.actions.append(action)
+
+    def add_save(self, request: SaveRequest) -> None:
+        """Keep a request for a checkpoint for the safe point."""
+        if not self._muted:
+            self.requests.append(request)
+
+    def forget(self) -> None:
+        """Drop everything that was asked for."""
+        self.actions, self.requests = [], []
+
+    def take_requests(self) -> list[SaveRequest]:
+        """Return the checkpoints that were asked for, which are asked for no more."""
+        requests, self.requests = self.requests, []
+        return requests
+
+    def take_name(self, path: Path) -> None:
+        """Keep other runs that share a folder from taking a name before its checkpoint is written."""
+        placeholder = hidden(path, "tmp")
+        with contextlib.suppress(OSError):  # the save itself will say what is wrong with the folder
+            make_folder(path.parent)
+            placeholder.mkdir()
+            self.placeholders.append(placeholder)
+
+    def give_names_back(self) -> None:
+        """Let others take names that were not used."""
+        while self.placeholders:
+            with contextlib.suppress(OSError):  # another run has tidied up
+                self.placeholders.pop().rmdir()
+
+    def finish_copy(self) -> None:
+        """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
+        if self.writer is not None:
+            self.writer.finish_copy()
+
+    def finish(self) -> None:
+        """Wait until every checkpoint is published. Collective.
+
+        Raises:
+            CheckpointError: the last one could not be written, on every rank.
+        """
+        if self.writer is not None:
+            self._strategy.processes.on_main_rank(self.wait, "write its last checkpoint")
+        self.give_names_back()
+
+    def wait(self) -> None:
+        """Wait for the writer; not collective.
+
+        Raises:
+            CheckpointError: what it wrote last could not be written, and that is an error.
+        """
+        try:
+            if self.writer is not None:
+                self.writer.wait()
+        except CheckpointError as error:
+            self.tolerate(error)
+
+    def close(self) -> None:
+        """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are warned of."""
+        self.forget_first_step()
+        if self.writer is None:
+            self.give_names_back()
+            return
+        self.joint.hurry()  # after a stage that went well nothing is left to wait for
+        try:
+            self.writer.close()
+        except CheckpointError as error:
+            # The error that ended the stage is the one to raise.
+            warnings.warn(str(error), TrainwrightWarning, stacklevel=2)
+        self.give_names_back()
+
+    def tolerate(self, error: Exception) -> None:
+        """Raise what has kept a checkpoint from being written, or have it told."""
+        if self.raises:
+            raise error
+        if self._strategy.is_main:
+            self.complaints.append(f"{error} Training goes on, as on_save_error='warn' says.")
+
+    def forget_first_step(self) -> None:
+        """Wait no more for the first optimizer step."""
+        if self.first_step is not None:
+            self.first_step.remove()
+            self.first_step = None

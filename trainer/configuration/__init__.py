@@ -1,0 +1,1 @@
+"""What a Trainer was told: its arguments, checked and resolved."""

@@ -1,0 +1,74 @@
+"""The callbacks of a run: those the user gave, the task's own, and the ones that come by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.task import TaskModule
+from trainwright.trainer.configuration.checks import check_callbacks
+
+
+def given_callbacks(callbacks: object) -> list[Any]:
+    """Return the `callbacks=` argument as a list."""
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, (list, tuple)):
+        return list(callbacks)
+    return [callbacks]
+
+
+def default_callbacks(
+    given: list[Any],
+    *,
+    enable_checkpointing: bool | None,
+    enable_progress_bar: bool | None,
+    enable_model_summary: bool | None,
+    quiet: bool,
+) -> list[Any]:
+    """Return the callbacks that the user did not give and did not switch off.
+
+    Args:
+        given: the user's.
+        enable_checkpointing, enable_progress_bar, enable_model_summary: None means on, unless `quiet`.
+        quiet: a fast development run or a bare one: nothing is saved.
+
+    Raises:
+        ConfigurationError: something was given and switched off.
+    """
+    from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+    from trainwright.callbacks.model_summary import ModelSummary
+    from trainwright.callbacks.progress_bar import ProgressBar
+    from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
+
+    wanted: list[tuple[str, bool | None, type, Any, bool]] = [
+        ("enable_checkpointing", enable_checkpointing, ModelCheckpoint, ModelCheckpoint, not quiet),
+        ("enable_model_summary", enable_model_summary, ModelSummary, ModelSummary, True),
+        ("enable_progress_bar", enable_progress_bar, ProgressBar, TQDMProgressBar, True),
+    ]
+    found: list[Any] = []
+    for name, switch, kind, make, by_default in wanted:
+        has = [callback for callback in given if isinstance(callback, kind)]
+        if has and switch is False:
+            raise ConfigurationError(
+                f"{name}=False, but callbacks holds a {type(has[0]).__name__}. Drop one of the two."
+            )
+        if not has and (by_default if switch is None else switch):
+            found.append(make())
+    return found
+
+
+def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Callback]:
+    """Add what `configure_callbacks` returns; each replaces the Trainer's of the same type.
+
+    Raises:
+        ConfigurationError: see `check_callbacks`.
+    """
+    own = given_callbacks(task.configure_callbacks())
+    if not own:
+        return callbacks
+    types = {type(callback) for callback in own}
+    found = [callback for callback in callbacks if type(callback) not in types] + own
+    check_callbacks(found)
+    return found

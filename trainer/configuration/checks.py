@@ -1,0 +1,217 @@
+"""What is wrong with a task or callback that can be told before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainwright.callbacks.callback import EVENTS, Callback
+from trainwright.callbacks.hook_table import check_hook_names
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.hooks import TaskHooks
+from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.run import Stage
+from trainwright.core.signatures import check_signatures, overrides
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+from trainwright.strategies.capabilities import REFUSALS
+from trainwright.strategies.strategy import Strategy
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_KNOWN_TASK_NAMES = tuple(
+    dict.fromkeys(name for cls in (TaskHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
+)
+_KNOWN_DATA_NAMES = tuple(name for name in vars(DataModule) if not name.startswith("_"))
+_KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
+_TASK_HOOKS = (
+    *(*vars(TaskHooks), *_STEPS),
+    *("configure_callbacks", "configure_model", "shard_units", "tensor_parallel_plan", "num_items", "num_tokens"),
+    *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+)
+# Words in the names of the hooks that a stage calls and others do not.
+_WORDS: dict[str, frozenset[str]] = {
+    "fit": frozenset({"train", "training", "sanity", "fit", "val", "validation"}),
+    "validate": frozenset({"val", "validation"}),
+    "test": frozenset({"test"}),
+    "predict": frozenset({"predict"}),
+}
+_WORDS_OF_STAGES = frozenset().union(*_WORDS.values())
+_ONLY_FIT = frozenset({"optimizer", "optimizers", "backward", "gradient", "scheduler", "items", "grad", "tokens"})
+
+
+def check_task(
+    task: object,
+    stage: Stage,
+    accumulate: int,
+    *,
+    clips: bool,
+    on_nonfinite: str | None = None,
+    counts_tokens: bool = False,
+) -> None:
+    """Check that a task can run a stage.
+
+    Args:
+        task: what the user handed over.
+        stage: the stage that is about to begin.
+        accumulate: micro-batches in one optimizer step.
+        clips: gradients are clipped.
+        on_nonfinite: the Trainer's argument.
+        counts_tokens: a length in tokens decides about something.
+
+    Raises:
+        ConfigurationError: it is no TaskModule, a hook is misspelt, a step or the optimizers are missing, or manual
+            optimization is combined with what only automatic optimization does.
+    """
+    if not isinstance(task, TaskModule):
+        check_owner(task)
+        if isinstance(task, type) and issubclass(task, TaskModule):
+            raise ConfigurationError(
+                f"{stage}() was given the class {task.__name__}. Make a task of it: {task.__name__}(…)."
+            )
+        raise ConfigurationError(
+            f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
+            "put the module inside."
+        )
+    name = type(task).__name__
+    if "_modules" not in vars(task):
+        raise ConfigurationError(f"{name}.__init__ does not call super().__init__(). Call it first.")
+    check_hook_names(task, TaskModule, _KNOWN_TASK_NAMES)
+    check_signatures(task, TaskModule, _called_in(stage, _TASK_HOOKS))
+    if counts_tokens and not callable(task.num_tokens):
+        raise ConfigurationError(
+            f"{name}.num_tokens is a {type(task.num_tokens).__name__}, but a length in tokens has the tokens of each "
+            "batch counted. Rename your attribute, and define num_tokens(self, batch)."
+        )
+    if stage == "fit":
+        if not overrides(task, "training_step", TaskModule):
+            raise ConfigurationError(f"{name} has no training_step. Define training_step(self, batch, batch_idx).")
+        if not overrides(task, "configure_optimizers", TaskModule):
+            raise ConfigurationError(
+                f"{name} has no configure_optimizers. Define it, for example: "
+                "return torch.optim.AdamW(self.parameters(), lr=1e-3)"
+            )
+        if not task.automatic_optimization and accumulate > 1:
+            raise ConfigurationError(
+                f"accumulate_grad_batches={accumulate}, but {name} optimizes by hand (automatic_optimization is "
+                "False). Accumulate in training_step, or leave accumulate_grad_batches=1."
+            )
+        if not task.automatic_optimization and clips:
+            raise ConfigurationError(
+                f"gradient_clip_val is set, but {name} optimizes by hand (automatic_optimization is False). Call "
+                "self.clip_gradients(optimizer, …) in training_step instead."
+            )
+        if not task.automatic_optimization and on_nonfinite is not None:
+            raise ConfigurationError(
+                f"on_nonfinite={on_nonfinite!r}, but {name} optimizes by hand (automatic_optimization is False): its "
+                "optimizers step inside training_step, before anything could look. Check the loss there (every rank "
+                "alike) and leave on_nonfinite=None."
+            )
+    elif stage in ("validate", "test"):
+        wanted = "validation_step" if stage == "validate" else "test_step"
+        if not overrides(task, wanted, TaskModule):
+            raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
+
+
+def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
+    """Return the task that was given under one of its two names; None when it was given under neither.
+
+    Raises:
+        ConfigurationError: two different ones were given, or none to train.
+    """
+    if task is not None and model is not None and task is not model:
+        raise ConfigurationError(f"{stage}() was given two tasks, as task= and as model=. Pass one of them.")
+    found = model if task is None else task
+    if found is None and stage == "fit":
+        raise ConfigurationError("fit() needs a task: pass a TaskModule as its first argument, or as task= or model=.")
+    return found
+
+
+def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
+    """Check the names and arguments of a data module's hooks.
+
+    Raises:
+        ConfigurationError: a hook is misspelt, or cannot be called.
+    """
+    check_hook_names(datamodule, DataModule, _KNOWN_DATA_NAMES)
+    hooks = [name for name in _KNOWN_DATA_NAMES if callable(vars(DataModule)[name])]
+    check_signatures(datamodule, DataModule, _called_in(stage, hooks))
+
+
+def _called_in(stage: Stage, hooks: Iterable[str]) -> list[str]:
+    """Return the hooks that a stage may call; methods for another one are the user's own affair."""
+    others = _WORDS_OF_STAGES - _WORDS[stage] | (frozenset() if stage == "fit" else _ONLY_FIT)
+    return [name for name in hooks if not name.startswith("__") and others.isdisjoint(name.split("_"))]
+
+
+def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
+    """Check that callbacks are callbacks, that their hooks exist, and that their states can be told apart.
+
+    Args:
+        callbacks: those known so far.
+        stage: the stage that is about to begin, whose hooks must be callable; None: none yet.
+
+    Raises:
+        ConfigurationError: naming the callback.
+    """
+    keys: dict[str, Any] = {}
+    for callback in callbacks:
+        if not isinstance(callback, Callback):
+            check_owner(callback)
+            raise ConfigurationError(
+                f"callbacks holds a {type(callback).__name__}, which is no trainwright.Callback. Pass instances of "
+                "sub-classes of Callback."
+            )
+        check_hook_names(callback, Callback, _KNOWN_CALLBACK_NAMES)
+        if stage is not None:
+            check_signatures(callback, Callback, _called_in(stage, (*EVENTS, "state_dict", "load_state_dict")))
+        key = callback.state_key
+        other = keys.get(key)
+        if other is not None and (callback.state_dict() or other.state_dict()):
+            raise ConfigurationError(
+                f"two callbacks have the state_key {key!r}, so a checkpoint could hold only one. Give each its own "
+                "state_key."
+            )
+        keys[key] = callback
+
+
+def check_needs(callbacks: list[Any], strategy: Strategy, task: TaskModule | None = None) -> None:
+    """Check that a strategy can do what callbacks and a task to be trained ask of it. Nothing is touched.
+
+    Args:
+        callbacks: those known so far.
+        strategy: configured.
+        task: to be trained; None when that is not known yet, or nothing is trained.
+
+    Raises:
+        ConfigurationError: with the reason and a way out.
+    """
+    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    for callback in callbacks:
+        for need in callback.needs:
+            if not getattr(strategy.capabilities, need) and not (alone and need == "lone_steps"):
+                raise ConfigurationError(f"{type(callback).__name__} {REFUSALS[need].format(strategy=name)}")
+    if task is None:
+        return
+    if not task.automatic_optimization and not strategy.capabilities.manual_optimization:
+        raise ConfigurationError(f"{type(task).__name__} {REFUSALS['manual_optimization'].format(strategy=name)}")
+    strategy.check_task(task)
+
+
+def check_graphs(loggers: list[Any], strategy: Strategy) -> None:
+    """Check that the main rank can run the task by itself where a logger wants its graph. Nothing is touched.
+
+    Raises:
+        ConfigurationError: a forward takes all ranks, and the others would not take part.
+    """
+    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    for logger in loggers:
+        if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:
+            raise ConfigurationError(
+                f"{type(logger).__name__}(log_graph=True) runs the task on the main rank alone, and a forward under "
+                f"{name} takes all ranks. Leave log_graph out, or log the graph of a run with devices=1."
+            )
+
+
+def has_step(task: TaskModule, name: str) -> bool:
+    """Tell whether the task defines the step called `name`."""
+    return name in _STEPS and overrides(task, name, TaskModule)

@@ -1,0 +1,429 @@
+"""The Trainer's arguments, read and checked before anything is touched."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.process import check_address
+from trainwright.loggers import resolve_loggers
+from trainwright.strategies.precision import Precision
+from trainwright.strategies.select import Selection, select
+from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.trainer.configuration.arguments import TrainerArguments
+from trainwright.trainer.configuration.assembly import default_callbacks, given_callbacks
+from trainwright.trainer.configuration.checks import check_callbacks, check_graphs, check_needs
+
+_LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+_POLICIES = ("raise", "skip", "rollback")  # of `on_nonfinite`
+# Arguments of other trainers, and where their meaning went.
+_ELSEWHERE = {
+    "gpus": "devices=…, accelerator='gpu'",
+    "tpu_cores": "accelerator='auto', devices=… (there are no TPUs here)",
+    "num_processes": "devices=…, accelerator='cpu'",
+    "distributed_backend": "strategy=…",
+    "resume_from_checkpoint": "fit(ckpt_path=…)",
+    "checkpoint_callback": "enable_checkpointing=… and callbacks=[ModelCheckpoint(…)]",
+    "weights_summary": "enable_model_summary=… and callbacks=[ModelSummary(…)]",
+    "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate=…)]",
+    "track_grad_norm": "trainer.last_step.grad_norm",
+    "auto_lr_find": "Tuner(trainer).lr_find(…), or callbacks=[LearningRateFinder()]",
+    "auto_scale_batch_size": "Tuner(trainer).scale_batch_size(…), or callbacks=[BatchSizeFinder()]",
+    "terminate_on_nan": "on_nonfinite='raise'",
+}
+# Arguments of Lightning that are taken with its default alone, and what to do about other values.
+_NOT_SERVED = {
+    "profiler": "there are no profilers here yet. Leave it out, and run torch.profiler in a callback.",
+    "plugins": "there are no plugins here. Leave it out: precision= sets the number formats, arguments of the strategy "
+    "set what an engine does, launcher= names the cluster, and sync_batchnorm=True serves BatchNorm.",
+    "model_registry": "there is no registry of models here. Leave it out, and have ModelCheckpoint(dirpath='s3://…') "
+    "upload checkpoints.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """When a fit ends, and before what it does not end early.
+
+    Attributes:
+        max_epochs: finished epochs; None: not bounded.
+        max_steps: completed optimizer steps; -1: not bounded.
+        others: further bounds, in samples, tokens or seconds.
+        min_epochs, min_steps: a request to stop waits for both.
+    """
+
+    max_epochs: int | None
+    max_steps: int
+    others: tuple[Duration, ...]
+    min_epochs: int
+    min_steps: int
+
+
+def parse_limits(
+    *,
+    max_epochs: int | None,
+    max_steps: int | None,
+    max_time: object,
+    max_samples: int | None,
+    max_tokens: int | None,
+    min_epochs: int | None,
+    min_steps: int | None,
+) -> Limits:
+    """Read when a fit ends; without any bound it ends after 1,000 epochs.
+
+    Raises:
+        ConfigurationError: a bound that is no whole number, or a minimum above its maximum.
+    """
+    max_steps = -1 if max_steps is None else max_steps
+    for name, value, lowest in (("max_epochs", max_epochs, -1), ("max_steps", max_steps, -1)):
+        _whole(name, value, lowest, "-1 for no bound")
+    for name, value in (("max_samples", max_samples), ("max_tokens", max_tokens)):
+        _whole(name, value, 1, "None for no bound")
+    for name, value in (("min_epochs", min_epochs), ("min_steps", min_steps)):
+        _whole(name, value, 0, "None for no bound")
+    others: list[Duration] = []
+    if max_samples is not None:
+        others.append(Duration(max_samples, "samples"))
+    if max_tokens is not None:
+        others.append(Duration(max_tokens, "tokens"))
+    if max_time is not None:
+        others.append(parse_time(max_time, "max_time"))
+    if max_epochs is None:
+        epochs = None if max_steps != -1 or others else 1000
+    else:
+        epochs = None if max_epochs == -1 else max_epochs
+    if epochs is not None and min_epochs is not None and min_epochs > epochs:
+        raise ConfigurationError(f"min_epochs={min_epochs} is more than max_epochs={epochs}. Raise max_epochs.")
+    if max_steps != -1 and min_steps is not None and min_steps > max_steps:
+        raise ConfigurationError(f"min_steps={min_steps} is more than max_steps={max_steps}. Raise max_steps.")
+    return Limits(epochs, max_steps, tuple(others), min_epochs or 0, min_steps or 0)
+
+
+def parse_time(value: Any, name: str) -> Duration:
+    """Read a length of time: a timedelta, `{"hours": 2}`, `"00:12:00:00"` (days first) or `"10 min"`."""
+    if isinstance(value, dict):
+        try:
+            value = datetime.timedelta(**value)
+        except TypeError as error:
+            raise ConfigurationError(f"{name}={value!r}: {error}. Use datetime.timedelta's argument names.") from None
+    duration = Duration(value)
+    if duration.unit != "seconds":
+        raise ConfigurationError(f"{name}={value!r} is in {duration.unit}; write a length of time, such as '10 min'.")
+    return duration
+
+
+def parse_validation_interval(value: object) -> int | float | Duration:
+    """Read `val_check_interval`: a whole number of batches, a fraction of an epoch, or a Duration.
+
+    Raises:
+        ConfigurationError: anything else.
+    """
+    if value is None:
+        return 1.0
+    if isinstance(value, (str, Duration, datetime.timedelta, dict)):
+        try:
+            duration = parse_time(value, "it") if isinstance(value, dict) else Duration(value)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"val_check_interval: {error}") from None
+        if duration.value <= 0:
+            raise ConfigurationError(f"val_check_interval={value!r} must be above 0.")
+        return duration
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(
+            f"val_check_interval={value!r}: write a whole number of batches, a fraction of an epoch such as 0.25, or a "
+            "length with its unit such as '500 steps' or {'minutes': 5}."
+        )
+    if isinstance(value, float) and not 0.0 < value <= 1.0:
+        raise ConfigurationError(
+            f"val_check_interval={value!r}: a float is a fraction of an epoch, above 0 and up to 1.0. For a number of "
+            f"batches write {max(int(value), 1)}."
+        )
+    if isinstance(value, int) and value < 1:
+        raise ConfigurationError(f"val_check_interval={value!r} batches: must be at least 1.")
+    return value
+
+
+def check_plain_arguments(arguments: TrainerArguments) -> None:
+    """Check the arguments that stand alone and those that contradict each other.
+
+    Raises:
+        ConfigurationError: naming the argument and a value that works.
+    """
+    for name in ("accumulate_grad_batches", "log_every_n_steps", "num_nodes"):
+        _whole(name, getattr(arguments, name), 1)
+    for name in ("reload_dataloaders_every_n_epochs", "max_rollbacks"):
+        _whole(name, getattr(arguments, name), 0)
+    _whole("num_sanity_val_steps", arguments.num_sanity_val_steps, -1, "-1 for all batches")
+    _whole("check_val_every_n_epoch", arguments.check_val_every_n_epoch, 1, "None to count batches over epochs")
+    for name in (*_LIMITS, "overfit_batches"):
+        _limit(name, getattr(arguments, name))
+    if arguments.fast_dev_run is not True and arguments.fast_dev_run is not False:
+        _whole("fast_dev_run", arguments.fast_dev_run, 0)
+    if arguments.check_val_every_n_epoch is None and isinstance(arguments.val_check_interval, float):
+        raise ConfigurationError(
+            "check_val_every_n_epoch=None counts batches over epochs, so val_check_interval="
+            f"{arguments.val_check_interval!r} cannot be a fraction of one. Use a whole number of batches."
+        )
+    for name, instead in _NOT_SERVED.items():
+        if (value := getattr(arguments, name)) is not None and value != []:
+            raise ConfigurationError(f"{name}={value!r}: {instead}")
+    if arguments.barebones:
+        _check_barebones(arguments)
+    if arguments.on_save_error not in ("raise", "warn"):
+        raise ConfigurationError(f"on_save_error={arguments.on_save_error!r} is unknown. Write 'raise' or 'warn'.")
+    if arguments.on_interrupt not in (None, "return", "raise"):
+        raise ConfigurationError(f"on_interrupt={arguments.on_interrupt!r} is unknown. Write 'return' or 'raise'.")
+    _whole("seed", arguments.seed, 0, "None for torch's initial seed")
+    _whole("max_skipped", arguments.max_skipped, 1, "None for no bound")
+    policy = arguments.on_nonfinite
+    if policy not in (None, *_POLICIES):
+        raise ConfigurationError(
+            f"on_nonfinite={policy!r} is unknown.{nearest(str(policy), _POLICIES)} Write 'raise', 'skip' or "
+            "'rollback', or None to look at nothing."
+        )
+    if arguments.uneven_batches not in ("pad", "stop", "error"):
+        raise ConfigurationError(
+            f"uneven_batches={arguments.uneven_batches!r} is unknown."
+            f"{nearest(str(arguments.uneven_batches), ('pad', 'stop', 'error'))} Known: 'pad', 'stop', 'error'."
+        )
+
+
+def refuse_unknown(name: str, _: object, known: Iterable[str]) -> None:
+    """Refuse an argument that the Trainer does not have, naming the nearest that it has.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    hint = f" Use {_ELSEWHERE[name]} instead." if name in _ELSEWHERE else nearest(name, known)
+    raise ConfigurationError(f"Trainer has no argument {name!r}.{hint}")
+
+
+_OLD_NAMES = {
+    "train_dataloader": "train_dataloaders",
+    "train_loader": "train_dataloaders",
+    "test_dataloaders": "dataloaders",
+}
+
+
+def refuse_of_verb(verb: str, name: str, _: object, known: Iterable[str]) -> None:
+    """Refuse an argument that `fit`, `validate`, `test` or `predict` does not have, naming the nearest that it has.
+
+    Raises:
+        ConfigurationError: always.
+    """
+    own = [each for each in known if each != "self"]
+    told = _OLD_NAMES.get(name)
+    hint = f" Use {told} instead." if told in own else nearest(name, own)
+    raise ConfigurationError(f"{verb}() has no argument {name!r}.{hint} It takes: {', '.join(own)}.")
+
+
+def _check_barebones(arguments: TrainerArguments) -> None:
+    for name in ("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "detect_anomaly"):
+        if value := getattr(arguments, name):
+            raise ConfigurationError(f"barebones=True leaves out what {name}={value!r} asks for. Drop one.")
+    if arguments.fast_dev_run:
+        raise ConfigurationError("barebones=True and fast_dev_run contradict each other. Drop one.")
+
+
+def _limit(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value != value:
+        raise ConfigurationError(
+            f"{name}={value!r}: write a whole number of batches, or a fraction between 0.0 and 1.0 of them."
+        )
+    if 1.0 < value < float("inf") and value != int(value):
+        raise ConfigurationError(f"{name}={value!r}: a fraction is at most 1.0, and a number of batches is whole.")
+
+
+def _whole(name: str, value: object, lowest: int, otherwise: str = "") -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        hint = f" ({otherwise})" if otherwise else ""
+        raise ConfigurationError(f"{name}={value!r}: write a whole number of at least {lowest}{hint}.")
+
+
+def parse_grace(value: Any) -> float | None:
+    """Read `preemption_grace`; returns seconds, or None when signals are left alone.
+
+    Raises:
+        ConfigurationError: it is no length of time.
+    """
+    if value is None:
+        return None
+    try:
+        length = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
+    except (ConfigurationError, TypeError) as error:
+        raise ConfigurationError(f"preemption_grace={value!r} is no length of time. {error}") from None
+    if length.unit != "seconds" or not length.value > 0:
+        raise ConfigurationError(
+            f"preemption_grace={value!r} is no length of time. Write seconds, '2 min', or None to leave signals alone."
+        )
+    return float(length.value)
+
+
+@dataclass(slots=True)
+class Settings:
+    """Everything that a Trainer's arguments say, checked; no device, process or file has been touched.
+
+    Attributes:
+        arguments: as they were given, but for what `fast_dev_run` and `barebones` say about others.
+        selection: the strategy, configured, and where its processes come from.
+        limits: when `fit` ends.
+        clip: how gradients are clipped.
+        val_check_interval: see `parse_validation_interval`.
+        limit_batches: stage → limit of its batches.
+        callbacks: the user's and the default ones.
+        loggers: the loggers.
+        root: the folder for the run's files.
+        accumulate_grad_batches: micro-batches in one optimizer step; a callback may change it before an epoch.
+        log_every_n_steps: steps between two flushes of metrics.
+        num_sanity_val_steps: validation batches tried before training; -1: all.
+        preemption_grace_s: seconds between a signal and the end; None: signals are left alone.
+    """
+
+    arguments: TrainerArguments
+    selection: Selection
+    limits: Limits
+    clip: GradientClip | None
+    val_check_interval: int | float | Duration
+    limit_batches: dict[str, int | float | None]
+    callbacks: list[Any]
+    loggers: list[Any]
+    root: Path
+    accumulate_grad_batches: int
+    log_every_n_steps: int
+    num_sanity_val_steps: int
+    preemption_grace_s: float | None = None
+
+    @property
+    def units(self) -> set[str]:
+        """The units of the lengths that decide about something: `"samples"`, `"tokens"`, …"""
+        lengths = (*self.limits.others, self.val_check_interval)
+        return {length.unit for length in lengths if isinstance(length, Duration)}
+
+
+def configure(arguments: TrainerArguments) -> Settings:
+    """Read and check all arguments of a Trainer.
+
+    Raises:
+        ConfigurationError: the first thing that is wrong.
+    """
+    check_plain_arguments(arguments)
+    dev_batches = int(arguments.fast_dev_run)
+    quiet = bool(dev_batches) or arguments.barebones
+    if dev_batches:
+        arguments = _one_quick_run(arguments, dev_batches)
+    if arguments.barebones:
+        arguments = _nothing_beside(arguments)
+    selection = _select(arguments)
+    limits = parse_limits(
+        max_epochs=arguments.max_epochs,
+        max_steps=dev_batches * arguments.accumulate_grad_batches if dev_batches else arguments.max_steps,
+        max_time=arguments.max_time,
+        max_samples=arguments.max_samples,
+        max_tokens=arguments.max_tokens,
+        min_epochs=arguments.min_epochs,
+        min_steps=arguments.min_steps,
+    )
+    clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
+    selection.strategy.check_run(accumulate_grad_batches=arguments.accumulate_grad_batches, clip=clip)
+    interval = parse_validation_interval(arguments.val_check_interval)
+    overfit = arguments.overfit_batches
+    limit_batches = {
+        "train": arguments.limit_train_batches,
+        "validate": overfit or arguments.limit_val_batches,
+        "test": arguments.limit_test_batches,
+        "predict": arguments.limit_predict_batches,
+    }
+    callbacks = _callbacks(arguments, quiet)
+    check_needs(callbacks, selection.strategy)
+    root = Path(arguments.default_root_dir or ".").absolute()
+    loggers = resolve_loggers(arguments.logger if arguments.logger is not None else True, root)
+    check_graphs(loggers, selection.strategy)
+    return Settings(
+        arguments=arguments,
+        selection=selection,
+        limits=limits,
+        clip=clip,
+        val_check_interval=interval,
+        limit_batches=limit_batches,
+        callbacks=callbacks,
+        loggers=loggers,
+        root=root,
+        accumulate_grad_batches=arguments.accumulate_grad_batches,
+        log_every_n_steps=arguments.log_every_n_steps or 50,
+        num_sanity_val_steps=2 if arguments.num_sanity_val_steps is None else arguments.num_sanity_val_steps,
+        preemption_grace_s=parse_grace(arguments.preemption_grace),
+    )
+
+
+def _one_quick_run(arguments: TrainerArguments, batches: int) -> TrainerArguments:
+    """What `fast_dev_run` makes of the others."""
+    return replace(
+        arguments,
+        max_epochs=1,
+        max_steps=batches,
+        min_epochs=None,
+        min_steps=None,
+        max_time=None,
+        max_samples=None,
+        max_tokens=None,
+        val_check_interval=1.0,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=False,
+        limit_train_batches=batches,
+        limit_val_batches=batches,
+        limit_test_batches=batches,
+        limit_predict_batches=batches,
+    )
+
+
+def _nothing_beside(arguments: TrainerArguments) -> TrainerArguments:
+    """What `barebones` makes of the others."""
+    return replace(
+        arguments,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+
+
+def _callbacks(arguments: TrainerArguments, quiet: bool) -> list[Any]:
+    given = given_callbacks(arguments.callbacks)
+    check_callbacks(given)
+    return given + default_callbacks(
+        given,
+        enable_checkpointing=arguments.enable_checkpointing,
+        enable_progress_bar=arguments.enable_progress_bar,
+        enable_model_summary=arguments.enable_model_summary,
+        quiet=quiet,
+    )
+
+
+def _select(arguments: TrainerArguments) -> Selection:
+    selection = select(
+        strategy=arguments.strategy,
+        accelerator=arguments.accelerator,
+        devices=arguments.devices,
+        num_nodes=arguments.num_nodes,
+        precision=Precision.parse(arguments.precision or "32-true"),
+        compile=arguments.compile,
+        launcher=arguments.launcher,
+        sync_batchnorm=arguments.sync_batchnorm,
+    )
+    if not dist.is_initialized():
+        check_address(selection.topology)
+    return selection

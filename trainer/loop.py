@@ -1,0 +1,298 @@
+"""FitLoop: the loop on one page.
+
+Read `run`, `_epoch` and `_after_step` for what happens in a fit and in which order. How a step is computed is the
+strategy's (`strategies/steps/step.py`); what a stage does before and after is in `stage.py`; when something is due is
+told by `schedule.py`, what becomes of a loss that is no number by `non_finite.py`, what callbacks asked for is done in
+`safe_point.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from trainwright.core.duration import Duration, Interval
+from trainwright.core.rng import rng_state, set_rng_state
+from trainwright.core.state import Group, SkipRestOfEpoch
+from trainwright.core.tree import batch_size
+from trainwright.trainer import evaluation
+from trainwright.trainer.checkpoints import safe_point
+from trainwright.trainer.counting import count_samples, count_tokens
+from trainwright.trainer.logger_start import begin_fit
+from trainwright.trainer.recovery import rollback
+from trainwright.trainer.recovery.agreement import Agreement
+from trainwright.trainer.recovery.leaving import leave
+from trainwright.trainer.recovery.non_finite import step_function
+from trainwright.trainer.recovery.preemption import EvaluationWatch
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.schedule import EndOfFit, Stop, ValidationSchedule
+
+_AGREE_EVERY_N_STEPS = 10  # at least so often ranks tell each other of their wishes
+
+
+class FitLoop:
+    """Trains epoch by epoch until a bound, a wish or a signal ends it; where it stands is the run's `loop`.
+
+    Args:
+        run: set up, its checkpoint restored.
+    """
+
+    def __init__(self, run: StageRun) -> None:
+        self._run = run
+        self._end = EndOfFit(run.settings.limits)
+        self._samples_decide = "samples" in run.settings.units
+        self._agreement = Agreement(run.strategy.processes, _AGREE_EVERY_N_STEPS)
+        self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
+        self._validates = False  # in the present epoch
+        self._align()
+
+    def _align(self) -> None:
+        """Align every interval with where the run stands."""
+        run = self._run
+        self._agreement.begin(run.state.step)
+        self._log_every.align(run.state)
+        run.loop.validation = run.loop.group_end = None
+        safe_point.prepare(run)
+
+    def run(self) -> None:
+        """Train; a rollback ends an epoch and goes on from a checkpoint."""
+        run = self._run
+        run.data.train()
+        run.metrics.close("on_train_start")
+        run.fire("on_train_start")
+        run.loop.clock = time.perf_counter()
+        if run.state.batch_in_epoch == 0:
+            run.loop.restore_last()
+        self._agree()
+        if self._is_over() and (by := self._end.reached_by(run.state, run.data.train().num_batches)):
+            run.print(f"trainwright: nothing is left to train: {by}. Raise it to go on.")
+        while not self._is_over():
+            try:
+                self._epoch()
+                continue
+            except rollback.RollBack as unwound:
+                wish = unwound.wish
+            # Out here, since the exception's traceback keeps the epoch's loader, and its workers, alive.
+            rollback.go_back(run, wish)
+            self._align()
+            begin_fit(run)
+            run.fire("on_train_start")
+            if run.state.batch_in_epoch == 0:
+                run.loop.restore_last()
+        run.saves.finish_copy()  # callbacks may empty optimizers here
+        run.metrics.close("on_train_end")
+        run.fire("on_train_end")
+        if self._log_every.left(run.state) < run.settings.log_every_n_steps:
+            run.flush_step(run.state.epoch_of_last_batch)  # what was logged since the last interval
+
+    def _epoch(self) -> None:
+        """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
+        run, loop = self._run, self._run.loop
+        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.hooks, run.strategy.step
+        clip = run.settings.clip
+        groups = self._begin_epoch()
+        if state.validation_owed:
+            self._validate()
+        forward_backward = step_function(run)  # the step's own, unless something is to be checked or left out
+        closed = True
+        try:
+            for group in groups:
+                loop.group, loop.at_step_boundary = group, False
+                for hook in hooks.on_train_step_start:
+                    hook(trainer, task, group)
+                loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
+                for hook in hooks.on_before_optimizer_step:
+                    for optimizer in () if loss is None else run.optimizers:
+                        hook(trainer, task, optimizer)
+                loop.stepping = True
+                norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
+                self._advance(group, loss is not None or step.stepped)
+                loop.at_step_boundary, loop.stepping = True, False  # from here on the step is done
+                loop.last_result = loss, norm
+                if hooks.on_train_batch_end:
+                    step.end_batch(group)
+                for hook in hooks.on_train_step_end:
+                    hook(trainer, task, run.last_step)
+                closed = group.is_last
+                loop.quiet_groups -= 1
+                if (closed or loop.quiet_groups < 0) and self._after_step(group):
+                    break
+        except SkipRestOfEpoch:
+            run.metrics.batch = None
+            step.discard_gradients()
+            run.schedules.after_epoch(state.epoch)
+            loop.at_step_boundary = closed = True
+        self._end_epoch(closed)
+        loop.group = None
+
+    def _after_step(self, group: Group) -> bool:
+        """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
+        run, loop, state = self._run, self._run.loop, self._run.state
+        loop.read_clock(state)
+        if self._validates and self._validation.due(state, len(group.batches), group.is_last):
+            self._validate()
+        if self._log_every.due(state):
+            run.flush_step()  # the only host sync
+        if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
+            run.notices.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
+        ends = group.is_last or self._must_stop()
+        if not ends and run.saves.waiting:
+            safe_point.settle(run)
+            ends = self._must_stop() if run.exchange is None else self._heeds_wish()  # an action may have asked for it
+        if run.preemption.agreed and not ends:
+            leave(run)
+        loop.quiet_groups = self._groups_until_due() - 1
+        if run.preemption.signal:  # it may have come meanwhile
+            loop.look()
+        return ends
+
+    def _groups_until_due(self) -> int:
+        """Return after how many groups `_after_step` must look again; a wish sets `quiet_groups` to 0 before that."""
+        run, state = self._run, self._run.state
+        if run.loop.stop != Stop.NOT or self._end.asks_every_step:
+            return 1
+        nearest = min(self._log_every.left(state), self._end.steps_left(state))
+        if self._validates:
+            nearest = min(nearest, self._validation.groups_left(state, run.settings.accumulate_grad_batches))
+        if run.exchange is not None:
+            nearest = min(nearest, self._agreement.left(state.step))
+        return int(nearest)
+
+    def _begin_epoch(self) -> Iterable[Group]:
+        run, data, state = self._run, self._run.data, self._run.state
+        run.loop.group_end = None
+        data.train().begin_epoch(state.epoch, data.take_place())
+        run.metrics.begin("train")
+        run.saves.finish_copy()  # callbacks may give optimizers a new start here
+        if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
+            run.fire("on_train_epoch_start")
+        self._validation.align(run.trainer)
+        self._validates = data.has_validation
+        run.loop.quiet_groups = 0
+        groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a callback may have made it anew
+        run.loop.restore_last()
+        run.metrics.in_step = True
+        return groups
+
+    def _end_epoch(self, closed: bool) -> None:
+        """Close the epoch at its last batch or at a wish to stop; a bound in its middle leaves it to a later fit."""
+        run, loop, state = self._run, self._run.loop, self._run.state
+        loop.read_clock(state)
+        run.metrics.in_step = False
+        if not closed and loop.stop_agreed == Stop.AND_CLOSE_EPOCH and self._heeds_wish():
+            closed = True
+            run.schedules.after_epoch(state.epoch)
+            if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
+                self._validate()
+        loop.epoch_closes = closed
+        run.fire("on_train_epoch_end")
+        run.take_metrics(run.metrics.flush_epoch(run.exchange), "train")
+        run.shown.show(run.metrics.peek())
+        if closed:
+            run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
+        state.epoch_done = closed
+        safe_point.settle(run)
+        self._agree()
+        if run.preemption.agreed:
+            leave(run)
+        if closed:
+            loop.group_end = None
+            state.begin_next_epoch()
+            every = run.arguments.reload_dataloaders_every_n_epochs
+            if every and state.epoch % every == 0:
+                run.data.forget()
+                loop.validation = None  # its interval may be a fraction of the new loader
+
+    def _advance(self, group: Group, stepped: bool) -> None:
+        """Count a group, and step the schedules whose unit has passed."""
+        run, state, n = self._run, self._run.state, len(group.batches)
+        if stepped:
+            state.step += 1
+            state.step_in_epoch += 1
+        state.batches += n
+        state.batch_in_epoch += n
+        samples = group.num_samples
+        if samples is None:
+            samples = (
+                batch_size(group.batches[0])
+                if n == 1 and not run.exchange
+                else count_samples(group, run.strategy, exact=self._samples_decide)
+            )
+        state.samples += samples
+        state.samples_in_epoch += samples
+        if run.count_tokens:
+            state.tokens += count_tokens(group, run.task, run.strategy)
+        if stepped and run.schedules.steps_often:
+            run.schedules.after_step(state.step, _metrics_of_step(run) if run.schedules.watch_steps else {})
+        if group.is_last:
+            run.schedules.after_epoch(state.epoch)
+        run.loop.group_end = n, group.is_last
+
+    @property
+    def _validation(self) -> ValidationSchedule:
+        """When to validate; known once the training data is."""
+        run, loop = self._run, self._run.loop
+        if loop.validation is None:
+            every = run.arguments.check_val_every_n_epoch
+            loop.validation = ValidationSchedule(run.settings.val_check_interval, every, run.data.train().num_batches)
+        return loop.validation
+
+    def _validate(self) -> None:
+        run = self._run
+        if not run.data.has_validation:
+            run.state.validation_owed = False
+            return
+        run.state.validation_owed = True  # a checkpoint that is written meanwhile does not know what it comes to
+        in_step, run.metrics.in_step = run.metrics.in_step, False
+        data, device = run.data.evaluation("validate"), run.strategy.device
+        generators = rng_state(device)
+        try:
+            watch = EvaluationWatch(run.preemption, run.strategy.processes, data)
+            evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
+        except evaluation.Abandoned:
+            set_rng_state(generators, device)  # a resume does the whole validation again, as if for the first time
+            if self._log_every.due(run.state):
+                run.flush_step()
+            leave(run)
+        except BaseException:
+            set_rng_state(generators)  # likewise, for who saves now; a device may have failed and is left alone
+            raise
+        run.metrics.in_step = in_step
+
+    # When to stop
+
+    def _must_stop(self) -> bool:
+        run = self._run
+        if self._end.reached(run.state):
+            return True
+        if run.exchange is None or self._agreement.due(run.state.step):
+            self._agree()
+        return self._heeds_wish()
+
+    def _is_over(self) -> bool:
+        run = self._run
+        return self._end.reached(run.state) or self._heeds_wish() or run.data.train().num_batches == 0
+
+    def _agree(self) -> None:
+        """Learn whether any rank wishes to stop, is out of time, or has had a signal. Collective, on the host."""
+        run, loop = self._run, self._run.loop
+        mine = [int(self._end.wish(run.state, loop.stop)), *run.preemption.note()]
+        everyone = [mine] if run.exchange is None else self._agreement.hold(run.state.step, mine)
+        loop.stop_agreed = max(loop.stop_agreed, *(Stop(theirs) for theirs, *_ in everyone))
+        run.preemption.hear([told for _, *told in everyone])
+
+    def _heeds_wish(self) -> bool:
+        run = self._run
+        if run.loop.stop_agreed == Stop.NOT:
+            return False
+        if not (may_stop := self._end.may_stop_early(run.state)):
+            run.notices.stop_put_off(run.state, run.settings.limits, run.loop.stop_reason)
+        return may_stop
+
+
+def _metrics_of_step(run: StageRun) -> Mapping[str, float]:
+    """Read what the step has logged, for a schedule that watches it; rank 0's, so that all ranks' rates agree."""
+    run.shown.show(run.metrics.peek())
+    found = dict(run.shown.callback)
+    return found if run.exchange is None else dict(run.broadcast(found))

@@ -1,0 +1,282 @@
+"""What becomes of a group whose loss or gradient is NaN or infinite: decided before any weight has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainwright.core.errors import NonFiniteError
+from trainwright.core.state import Group, SkippedData
+from trainwright.data.prepared import PreparedLoader
+from trainwright.strategies.steps.non_finite import explain, is_finite
+from trainwright.trainer.recovery.rollback import RollBack, Wish, find_checkpoint, unit_of
+from trainwright.trainer.run import StageRun
+
+_SHOWN_PARAMETERS = 5
+_SHOWN_SAMPLES = 16
+_WARNED_EACH = 5  # groups that are skipped are warned of one by one at first, then at every doubling of their number
+
+Ids = list[int | str]
+
+
+def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
+    """Return what runs a group's forward and backward in the present epoch.
+
+    It is the strategy's own step, so that a step costs nothing more, unless the run looks at losses
+    (`on_nonfinite`), or left data out that lies ahead.
+    """
+    loader, state = run.data.train().loader, run.state
+    here = loader.position(state.batch_in_epoch)
+    ahead = [
+        skipped
+        for skipped in run.history.skipped_batches
+        if skipped.epoch == state.epoch
+        and (skipped.stop is None or here.get(skipped.unit, skipped.stop) < skipped.stop)
+    ]
+    if run.arguments.on_nonfinite is None and not ahead:
+        return run.strategy.step.forward_backward
+    return GuardedStep(run, loader, ahead)
+
+
+class GuardedStep:
+    """Forward and backward of a group, and what becomes of it when loss or gradient are not finite on any rank.
+
+    Called as `Step.forward_backward` is, and returns what it returns; None also for a group that is left out.
+    All ranks decide alike: they exchange one flag in each step, which is read from the device, and more only when it
+    is set.
+
+    Args:
+        run: with its `on_nonfinite`; None only leaves out.
+        loader: of the present epoch.
+        ahead: data of this epoch that is to be left out.
+    """
+
+    def __init__(self, run: StageRun, loader: PreparedLoader, ahead: Sequence[SkippedData]) -> None:
+        self._run = run
+        self._loader = loader
+        self._ahead = ahead
+        self._buffers = BufferCopies(run.task) if run.arguments.on_nonfinite is not None else None
+
+    def __call__(self, group: Group) -> torch.Tensor | None:
+        """Run a group. Collective.
+
+        Raises:
+            NonFiniteError: `on_nonfinite="raise"`, or it cannot be gone back (again), or `max_skipped` groups were
+                skipped one after the other; on every rank.
+            RollBack: the run is to go back to a checkpoint; on every rank.
+        """
+        if self._ahead and self._is_left_out(group):
+            group.index, group.last_batch = len(group.batches) - 1, group.batches[-1]
+            return None
+        strategy = self._run.strategy
+        if self._buffers is None:
+            return strategy.step.forward_backward(group)
+        self._buffers.refresh()
+        loss = strategy.step.forward_backward(group)
+        if loss is None or is_finite(strategy.step, loss, strategy.data_ranks):
+            self._run.history.skipped_in_a_row = 0
+            return loss
+        self._decide(group, loss)
+        group.last_output = {}
+        return None
+
+    def _is_left_out(self, group: Group) -> bool:
+        before = self._loader.position(group.first_idx)
+        after = self._loader.position(group.first_idx + len(group.batches))
+        return any(skipped.overlaps(self._run.state.epoch, before, after) for skipped in self._ahead)
+
+    def _decide(self, group: Group, loss: torch.Tensor) -> None:
+        run = self._run
+        found = self._find(group, loss)
+        if self._buffers is not None:
+            self._buffers.put_back()
+        if run.arguments.on_nonfinite == "raise":
+            self._log(group)
+            raise self._error(found, "No weight has been changed")
+        if run.arguments.max_skipped is not None and run.history.skipped_in_a_row >= run.arguments.max_skipped:
+            self._log(group)
+            raise self._error(
+                found,
+                f"{run.history.skipped_in_a_row} groups before it were skipped one after the other, and max_skipped="
+                f"{run.arguments.max_skipped}: nothing is learned any more",
+            )
+        skipped = self._record(found, group)
+        path = None
+        if run.arguments.on_nonfinite == "rollback":
+            self._check_may_go_back(found, group)
+            path = find_checkpoint(run, run.state.step)
+        run.history.skipped_batches.append(skipped)
+        run.history.skipped_in_a_row += 1
+        run.strategy.step.drop_group()
+        if path is not None:
+            raise RollBack(Wish(path, found.text, leaves_out=False))
+        self._warn(found, no_checkpoint=run.arguments.on_nonfinite == "rollback")
+
+    def _find(self, group: Group, loss: torch.Tensor) -> _Found:
+        """Learn what every rank sees. Collective; reads the device."""
+        run = self._run
+        seen = explain(run.strategy.step, loss)
+        told = run.strategy.processes.gather_object((seen.loss, seen.parameters, self._ids(group)))
+        return _Found(
+            step=run.state.step,
+            epoch=run.state.epoch,
+            batches=(group.first_idx, group.first_idx + len(group.batches) - 1),
+            losses=[loss for loss, _, _ in told],
+            parameters=[names for _, names, _ in told],
+            sample_ids=None if any(ids is None for *_, ids in told) else [ids for *_, ids in told],
+        )
+
+    def _ids(self, group: Group) -> Ids | None:
+        """Return the data set's indices in this rank's part of the group; None where it has none."""
+        found: Ids = []
+        for batch in range(group.first_idx, group.first_idx + len(group.batches)):
+            ids = self._loader.indices_in(batch)
+            if ids is None:
+                return None
+            found += ids
+        return found
+
+    def _record(self, found: _Found, group: Group) -> SkippedData:
+        before = self._loader.position(group.first_idx)
+        after = self._loader.position(group.first_idx + len(group.batches))
+        unit = unit_of(after)
+        return SkippedData(
+            reason=found.what,
+            epoch=found.epoch,
+            step=found.step,
+            first_batch=group.first_idx,
+            num_batches=len(group.batches),
+            unit=unit,
+            start=before[unit],
+            stop=after[unit],
+            sample_ids=found.sample_ids,
+        )
+
+    def _check_may_go_back(self, found: _Found, group: Group) -> None:
+        run = self._run
+        before = self._loader.position(group.first_idx)
+        after = self._loader.position(group.first_idx + len(group.batches))
+        again = any(skipped.overlaps(found.epoch, before, after) for skipped in run.history.skipped_batches)
+        if again or run.history.num_rollbacks >= run.arguments.max_rollbacks:
+            self._log(group)
+            raise self._error(
+                found,
+                "This data has been left out once already"
+                if again
+                else f"The run has gone back to a checkpoint {run.history.num_rollbacks} time(s), and max_rollbacks="
+                f"{run.arguments.max_rollbacks}",
+            )
+
+    def _error(self, found: _Found, why: str) -> NonFiniteError:
+        error = NonFiniteError(
+            f"{found.text}. {why}. Look at these samples and at the operations behind the loss "
+            "(Trainer(detect_anomaly=True) names the one that failed in backward), lower the learning rate, or go on "
+            + (
+                "without such groups: Trainer(on_nonfinite='skip')."
+                if self._run.arguments.on_nonfinite != "skip"
+                else "for longer: Trainer(max_skipped=None)."
+            )
+        )
+        error.step, error.epoch, error.ranks, error.source = found.step, found.epoch, found.ranks, found.source
+        error.parameters, error.sample_ids = found.names, found.sample_ids
+        return error
+
+    def _log(self, group: Group) -> None:
+        """Give loggers what the group has logged, as it is: the run ends here. Collective."""
+        run = self._run
+        flushed = run.metrics.flush_step(run.exchange)
+        run.shown.show(flushed)
+        if run.logging is not None and flushed.logged:
+            run.logging.log_metrics({**flushed.logged, "epoch": run.state.epoch}, run.state.step)
+
+    def _warn(self, found: _Found, *, no_checkpoint: bool) -> None:
+        run = self._run
+        count = len(run.history.skipped_batches)
+        if count > _WARNED_EACH and count & (count - 1):
+            return
+        how = "no checkpoint of this run to go back to yet: the group is skipped" if no_checkpoint else "it is skipped"
+        run.warn(
+            f"{found.text}: {how}. No weight has been changed; trainer.skipped_batches holds {count} such entries."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What all ranks see of a group; the lists go by rank."""
+
+    step: int
+    epoch: int
+    batches: tuple[int, int]
+    losses: list[float]
+    parameters: list[list[str]]
+    sample_ids: list[Ids] | None
+
+    @property
+    def bad_losses(self) -> dict[int, float]:
+        """Rank → its loss, where that is not finite."""
+        return {rank: loss for rank, loss in enumerate(self.losses) if not abs(loss) < float("inf")}
+
+    @property
+    def source(self) -> str:
+        """`"loss"` or `"gradient"`."""
+        return "loss" if self.bad_losses else "gradient"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Where it was found."""
+        of_gradients = [rank for rank, names in enumerate(self.parameters) if names]
+        return tuple(self.bad_losses or of_gradients)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters whose gradients are not finite on some rank, in the task's order."""
+        return tuple(dict.fromkeys(name for names in self.parameters for name in names))
+
+    @property
+    def what(self) -> str:
+        """What is not finite, and on which ranks."""
+        if self.source == "gradient":
+            return f"the gradient is not finite on rank {_listed(self.ranks)}, the loss is"
+        return f"the loss is {', '.join(f'{loss} on rank {rank}' for rank, loss in self.bad_losses.items())}"
+
+    @property
+    def text(self) -> str:
+        """All of it, in words."""
+        first, last = self.batches
+        batches = f"batch {first}" if first == last else f"batches {first} to {last}"
+        parts = [f"at step {self.step} (epoch {self.epoch}, {batches}) {self.what}"]
+        if self.names:
+            parts.append(f"gradients that are not finite: {_listed(self.names, _SHOWN_PARAMETERS)}")
+        if self.sample_ids is not None:
+            parts += [f"samples of rank {r}: {_listed(ids, _SHOWN_SAMPLES)}" for r, ids in enumerate(self.sample_ids)]
+        return "; ".join(parts)
+
+
+def _listed(items: Sequence[object], most: int = 8) -> str:
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(str(item) for item in items[:most]) + more
+
+
+class BufferCopies:
+    """The buffers of a module as they were before a forward pass, such as BatchNorm's running statistics.
+
+    A forward pass with a NaN spoils them for good, though no optimizer steps. All are copied each time, on their
+    devices: torch 2.13 does not count BatchNorm's changes among a tensor's versions.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._buffers = [buffer for buffer in module.buffers() if not buffer.is_inference()]
+        self._copies = [buffer.detach().clone() for buffer in self._buffers]
+
+    def refresh(self) -> None:
+        """Copy them."""
+        if self._buffers:
+            torch._foreach_copy_(self._copies, self._buffers)
+
+    def put_back(self) -> None:
+        """Undo what has changed since `refresh`."""
+        if self._buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._copies)

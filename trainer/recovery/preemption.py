@@ -1,0 +1,245 @@
+"""Preemption: the machine says that this process is about to be ended, and a checkpoint is the answer.
+
+A signal handler only notes the signal. Ranks agree on it between two steps (or two batches of a validation, which is
+then broken off), write a checkpoint if there is time, and leave together with exit code 143.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+from trainwright.core.errors import Preempted
+from trainwright.core.process import slurm_job
+from trainwright.processes.process_group import Processes
+from trainwright.trainer.data import EvaluationData
+from trainwright.trainer.loop_state import LoopState
+from trainwright.trainer.recovery.agreement import Agreement
+
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_ROUNDS = 1000  # of an evaluation, between two exchanges at most
+
+
+class _Handler:
+    """A handler of this module; in a process that was forked it does what the system would do.
+
+    Whoever forks ends the new process with SIGTERM, as multiprocessing does, and waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self.handle(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Act on it in the process that has set this handler."""
+
+
+class _Requeue(_Handler):
+    """Act on SIGUSR1, Slurm's warning, outside of a fit: nothing has to be saved, so that the process ends at once."""
+
+    def __init__(self, is_main: bool, requeue: bool) -> None:
+        super().__init__()
+        self._requeues = is_main and requeue
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Have Slurm run the job again, and raise `Preempted` wherever the process is."""
+        if _Leaving.begun:
+            return
+        name = signal.Signals(number).name
+        done = requeue_job() if self._requeues else ""
+        os.write(2, f"trainwright: {name} came outside of a fit; the process ends.{done}\n".encode())
+        raise Preempted(name)
+
+
+class _Leaving(_Handler):
+    """Keep further signals from ending a process that leaves already: its exit code is 143.
+
+    Args:
+        deadline: until when; a process that has gone on instead is ended as before.
+        before: the handlers that were set before the fit.
+    """
+
+    begun = False
+
+    def __init__(self, deadline: float, before: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._deadline, self._before = deadline, before
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Ignore it, or pass it on to the handler of before."""
+        if time.monotonic() >= self._deadline:
+            _Leaving.begun = False
+            signal.signal(number, self._before[number] or signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+@atexit.register
+def _leave_quietly() -> None:
+    """Keep the code of a process that leaves until its end: Python puts the system's handlers back before that."""
+    if _Leaving.begun:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def listen(*, is_main: bool, requeue: bool) -> None:
+    """Act on SIGUSR1 from now on, also before a fit and after it, unless a handler of the user's own is set.
+
+    Args:
+        is_main: this is the process of rank 0.
+        requeue: it has Slurm run the job again.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return
+    before = signal.getsignal(signal.SIGUSR1)
+    if before is signal.SIG_DFL or isinstance(before, _Requeue):
+        signal.signal(signal.SIGUSR1, _Requeue(is_main, requeue))
+
+
+def _is_users(handler: object) -> bool:
+    return callable(handler) and not isinstance(handler, _Handler)
+
+
+class _Note(_Handler):
+    """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well."""
+
+    def __init__(self, preemption: Preemption, loop: LoopState, before: Mapping[int, Any]) -> None:
+        super().__init__()
+        self._preemption, self._loop, self._before = preemption, loop, before
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Note it."""
+        self._preemption.take(number)
+        self._loop.look()
+        if _is_users(self._before[number]):
+            self._before[number](number, frame)
+
+
+class Preemption:
+    """What this process has been told, and what all ranks have agreed on.
+
+    Args:
+        grace_s: seconds between the signal and the end that the machine makes by itself; None: signals are not watched.
+
+    Attributes:
+        signal: number of the signal that this process got, or that the ranks agreed on; 0: none.
+        agreed: all ranks know of it.
+        receiver: the first rank that got it.
+    """
+
+    def __init__(self, grace_s: float | None) -> None:
+        self.grace_s = grace_s
+        self.signal = 0
+        self.agreed = False
+        self.receiver = 0
+        self._deadline = 0.0
+
+    @contextlib.contextmanager
+    def watching(self, loop: LoopState) -> Iterator[None]:
+        """Note SIGTERM and SIGUSR1 meanwhile, instead of dying of them; handlers that the user has set run as well.
+
+        Only in the main thread, where Python allows handlers, and which `loop` runs in. A signal that nobody has acted
+        on by the end is passed on.
+        """
+        if self.grace_s is None or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before: dict[int, Any] = {}
+        note = _Note(self, loop, before)
+        _Leaving.begun = False
+        for number in _SIGNALS:
+            before[number] = signal.getsignal(number)
+            signal.signal(number, note)
+        try:
+            yield
+        finally:
+            _Leaving.begun = self.agreed
+            leaving = _Leaving(self._deadline, before)
+            for number, handler in before.items():
+                if self.agreed and not _is_users(handler):
+                    signal.signal(number, leaving)
+                else:
+                    signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self.signal and not self.agreed and not _is_users(before[self.signal]):
+            signal.raise_signal(self.signal)
+
+    def take(self, number: int) -> None:
+        """Take a signal that has come to this process; the first one counts."""
+        if not self.signal:
+            self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
+
+    def remaining_s(self) -> float:
+        """Return the seconds until the process is ended from outside."""
+        return self._deadline - time.monotonic()
+
+    def note(self) -> list[int]:
+        """Return what this rank knows, for an exchange: the signal, and the milliseconds that are left."""
+        return [self.signal, int(self.remaining_s() * 1000) if self.signal else 0]
+
+    def hear(self, everyone: list[list[int]]) -> None:
+        """Take what all ranks know (see `note`)."""
+        told = [(rank, number, left_ms) for rank, (number, left_ms) in enumerate(everyone) if number]
+        if told:
+            self.agreed = True
+            self.receiver, self.signal, _ = told[0]
+            self._deadline = time.monotonic() + min(left_ms for _, _, left_ms in told) / 1000
+
+
+class EvaluationWatch:
+    """Tells before each batch of an evaluation whether to break it off, because all ranks know of a signal.
+
+    With several processes they speak at rounds that each of them has a batch for, so that what the task itself
+    exchanges in its step stays in order. Loaders whose lengths are unknown are not broken off.
+
+    Args:
+        preemption: of the run.
+        processes: this rank among the others.
+        data: what is evaluated.
+    """
+
+    def __init__(self, preemption: Preemption, processes: Processes, data: EvaluationData) -> None:
+        self._preemption = preemption
+        self._loaders = data.loaders
+        self._agreement = Agreement(processes, _ROUNDS) if processes.world_size > 1 else None
+        self._rounds = 0
+
+    def __call__(self, index: int, idx: int) -> bool:
+        """Tell it before batch `idx` of loader `index`. Collective at rounds that all ranks know beforehand."""
+        told = self._preemption
+        if self._agreement is None:
+            if told.signal:
+                told.hear([told.note()])
+            return told.agreed
+        if told.grace_s is None or idx >= self._loaders[index].num_full_rounds:
+            return False
+        self._rounds += 1
+        if self._agreement.due(self._rounds):
+            told.hear(self._agreement.hold(self._rounds, told.note()))
+        return told.agreed
+
+
+def requeue_job() -> str:
+    """Have Slurm run this job again, if it is one; returns what came of it, for the user."""
+    job = slurm_job()
+    if job is None:
+        return ""
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f" Job {job} was not requeued: {error}."
+    if done.returncode:
+        return f" Job {job} was not requeued: scontrol said {done.stderr.strip() or done.returncode}."
+    return f" Job {job} is requeued."

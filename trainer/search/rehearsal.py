@@ -1,0 +1,315 @@
+"""Steps that are tried out within a run: whatever they change is put back, and nobody hears of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sized
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.hook_table import HookTable
+from trainwright.core.duration import Duration
+from trainwright.core.errors import ConfigurationError, TrainwrightError
+from trainwright.core.host.memory import clear_device_cache, is_out_of_memory
+from trainwright.core.rng import isolate_rng
+from trainwright.core.run import Run, Trial
+from trainwright.core.state import Group, StepResult, TrainState
+from trainwright.data.combined import leaves_of
+from trainwright.data.loader_options import Stage
+from trainwright.loggers.metric_values import without_ranks
+from trainwright.strategies.steps.trial import trial
+from trainwright.trainer import evaluation
+from trainwright.trainer.configuration.settings import Limits, Settings
+from trainwright.trainer.loop import FitLoop
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.search.rewind import Rewind
+
+_FITS, _FULL, _FAILED = "fits", "full", "failed"
+_METHODS = {
+    "train": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+
+
+class StageRehearsal:
+    """Tries steps out within a run; see `Run.rehearse` and `core.run.Rehearsal` for the promise.
+
+    Each try is a stage of its own over the run's strategy, task and optimizers, without callbacks, loggers and saves.
+    What it changes in place (weights, optimizers, generators, the task's attributes) is copied to the host before and
+    copied back after it, so that every try begins alike.
+
+    Args:
+        run: at a step boundary.
+        show: makes a run the one that the Trainer speaks of.
+        new_clock: makes the clock of a try from where training stands.
+        alone: steps run without the other ranks.
+        remakes_loaders: loaders are made anew for the run, too, once the rehearsal has ended in order.
+    """
+
+    def __init__(
+        self,
+        run: StageRun,
+        show: Callable[[StageRun], None],
+        new_clock: Callable[[TrainState], TrainState],
+        *,
+        alone: bool,
+        remakes_loaders: bool,
+    ) -> None:
+        self._run = run
+        self._show, self._new_clock = show, new_clock
+        self._alone = alone
+        self._processes = run.strategy.processes  # alone, the strategy answers for the others
+        self._remakes = remakes_loaders
+        self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
+        self._stack = ExitStack()
+        self._at_end: list[Callable[[], None]] = []
+
+    def __enter__(self) -> StageRehearsal:
+        run = self._run
+        if not run.loop.at_step_boundary:
+            raise ConfigurationError("steps can only be tried out between two steps of a run, not within one.")
+        if self._remakes and self._kind in run.data.sources.given:
+            raise ConfigurationError(
+                f"the {self._kind} loader was handed to the Trainer ready-made, so that its batch size cannot change. "
+                f"Define {_METHODS[self._kind]}(self) in the task or in a data module, with a loader that is made from "
+                "the attribute that holds the batch size."
+            )
+        with ExitStack() as stack:  # whatever has been exchanged is put back when a later line fails
+            stack.enter_context(isolate_rng(run.strategy.device))
+            self._remember(stack)
+            stack.enter_context(trial(run.strategy, alone=self._alone))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)
+        clear_device_cache(garbage_collection=True)
+        self._attach(self._run)
+        if kind is not None:
+            return
+        for action in self._at_end:
+            action()
+        if self._remakes:
+            self._renew_loaders()
+
+    @staticmethod
+    def _attach(run: StageRun) -> None:
+        run.strategy.attach(run.trainer, run.hooks, run.metrics)
+        run.task._sink = run.metrics
+
+    def _remember(self, stack: ExitStack) -> None:
+        """Remember what steps change in place, and have it put back at the end."""
+        run = self._run
+        schedulers = [config.scheduler for config in run.lr_scheduler_configs]
+        generators = _generators_of(run.data.sources.given)
+        self._module = None if run.datamodule is None else dict(vars(run.datamodule))
+        self._memory = Rewind(run.task, run.optimizers, schedulers, generators)
+        stack.callback(self._rewind)
+        for logger in run.loggers:
+            stack.callback(setattr, logger, "muted", logger.muted)
+            logger.muted = True
+
+    def _rewind(self) -> None:
+        self._memory.rewind()
+        if self._module is not None:
+            vars(self._run.datamodule).clear()
+            vars(self._run.datamodule).update(self._module)
+
+    def _renew_loaders(self) -> None:
+        """Have the run's loaders made anew, at the same place in the data. Collective where making one is."""
+        run, state, made = self._run, self._run.state, self._run.data.made
+        run.data.forget()
+        run.loop.validation = None
+        if made is not None and run.stage == "fit":
+            place = made.loader.position(state.batch_in_epoch) if state.batch_in_epoch else None
+            run.data.train().begin_epoch(state.epoch, place)
+
+    # What it is for
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Call `action` once everything is put back; see `core.run.Rehearsal`."""
+        self._at_end.append(action)
+
+    def capacity(self) -> int | None:
+        """Return the largest batch that the data can fill on every rank; see `core.run.Rehearsal`."""
+        run, lengths = self._run, []
+        for kind in ("train", "validate") if self._kind == "train" else (self._kind,):
+            if kind == self._kind or run.data.has_validation:
+                made = run.data.sources.make(kind, run.task)
+                loaders = leaves_of(getattr(made, "iterables", made))
+                # A validation set may be smaller than a batch, unless what does not fill one is left out.
+                wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
+                lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
+        mine = min(lengths) // run.strategy.data_ranks.size if lengths else None
+        told = [found for found in self._processes.gather_object(mine) if found is not None]
+        return min(told) if told else None
+
+    def try_out(self, num_steps: int) -> Trial:
+        """Run some steps of the present stage and say how they ended; see `core.run.Rehearsal`."""
+        clear_device_cache(garbage_collection=True)
+        failure: Exception | None = None
+        size: int | None = None
+        status, reason = _FITS, ""
+        try:
+            with ExitStack() as last:
+                trial = self._begin(last)
+                if self._kind == "train":
+                    size = trial.data.train().loader.batch_size
+                    work: Callable[[], Any] = partial(self._train, trial, _Probe(num_steps, trial, validates=True))
+                else:
+                    size = trial.data.evaluation(self._kind).loaders[0].batch_size
+                    work = partial(evaluation.evaluate, trial, self._kind, max_batches=num_steps)
+                with without_ranks(trial.task):
+                    work()
+        except Exception as error:  # noqa: BLE001  # told to the other ranks, which wait for this one, and then raised
+            status, reason = (_FULL if is_out_of_memory(error) else _FAILED), f"{type(error).__name__}: {error}"
+            failure = None if status == _FULL else error
+        self._forget()
+        told: list[tuple[str, str]] = self._processes.gather_object((status, reason))
+        if failure is not None:
+            raise failure
+        for rank, (other, text) in enumerate(told):
+            if other == _FAILED:
+                raise TrainwrightError(f"rank {rank} failed while steps were tried out: {text}")
+        found = next((text for other, text in told if other == _FULL), "")
+        return Trial(fits=all(other == _FITS for other, _ in told), batch_size=size, reason=found)
+
+    def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
+        """Train some steps, reading each one's loss; see `core.run.Rehearsal`."""
+
+        def read(loss: float | torch.Tensor | None) -> bool:
+            share = float("nan") if loss is None else float(loss)
+            told = self._processes.gather_object(share)
+            return after_step(sum(told) / len(told))
+
+        try:
+            with ExitStack() as last:
+                trial = self._begin(last)
+                probe = _Probe(num_steps, trial, before_step=before_step, after_step=read)
+                self._train(trial, probe)
+        finally:
+            self._forget()
+        return probe.done
+
+    # One try
+
+    def _begin(self, last: ExitStack) -> StageRun:
+        """Return a stage that is set up, for the length of `last`."""
+        run = self._run
+        clock = self._new_clock(run.state)
+        clock.batch_in_epoch = clock.step_in_epoch = clock.samples_in_epoch = 0
+        clock.validation_owed = clock.epoch_done = False
+        sources, history = run.data.sources, run.history.for_trial(clock)
+        trial = StageRun(
+            run.trainer, _for_trial(run.settings), history, run.stage, run.task, sources, run.strategy, is_trial=True
+        )
+        trial.exchange = None if self._alone else run.exchange
+        trial.optimizers, trial.hooks = run.optimizers, HookTable((), run.task)
+        last.callback(partial(trial.data.close, keep_state=False))
+        self._show(trial)
+        last.callback(self._show, run)
+        self._attach(trial)
+        return trial
+
+    def _train(self, trial: StageRun, probe: _Probe) -> None:
+        trial.hooks = HookTable((probe,), trial.task)
+        self._attach(trial)
+        FitLoop(trial).run()
+
+    def _forget(self) -> None:
+        """Drop what the steps made and put back what they changed, so that the next try begins like this one."""
+        self._run.strategy.step.discard_gradients()
+        self._attach(self._run)
+        self._rewind()
+        clear_device_cache(garbage_collection=True)
+
+
+class _Probe(Callback):
+    """Ends a try after so many steps, and looks at each.
+
+    Args:
+        num_steps: at most so many.
+        trial: the stage.
+        before_step: called with the 0-based index of each step.
+        after_step: called with each loss; True ends the try.
+        validates: run as many validation batches after the steps.
+
+    Attributes:
+        done: so many steps have run.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        trial: StageRun,
+        *,
+        before_step: Callable[[int], None] | None = None,
+        after_step: Callable[[Any], bool] | None = None,
+        validates: bool = False,
+    ) -> None:
+        self._num_steps, self._trial = num_steps, trial
+        self._before, self._after = before_step, after_step
+        self._validates = validates and trial.data.has_validation
+        self._done_before = 0
+        self.done = 0
+
+    def on_train_epoch_start(self, trainer: Run, task: object) -> None:
+        self._done_before = self.done
+
+    def on_train_step_start(self, trainer: Run, task: object, group: Group) -> None:
+        if self._before is not None:
+            self._before(self.done)
+
+    def on_train_step_end(self, trainer: Run, task: object, result: StepResult) -> None:
+        self.done += 1
+        ends = self._after is not None and self._after(result.loss)
+        if ends or self.done == self._num_steps:
+            self._end()
+
+    def on_train_epoch_end(self, trainer: Run, task: object) -> None:
+        if self.done == self._done_before:  # an epoch without a step: so are all that follow
+            self._end()
+        if self._validates and trainer.should_stop:
+            evaluation.evaluate(self._trial, "validate", max_batches=self._num_steps)
+
+    def _end(self) -> None:
+        self._trial.request_stop("enough steps were tried out", closes_epoch=False)
+
+
+def _for_trial(settings: Settings) -> Settings:
+    """Return what a Trainer was told, less what ends, checks or validates a fit."""
+    return replace(
+        settings,
+        arguments=replace(settings.arguments, on_nonfinite=None, reload_dataloaders_every_n_epochs=0),
+        limits=Limits(None, -1, (), 0, 0),
+        val_check_interval=Duration(sys.maxsize, "steps"),
+    )
+
+
+def _num_samples(loader: object) -> int | None:
+    """Return the samples of a loader's data set; None when there is no telling."""
+    dataset = getattr(loader, "dataset", None)
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        return None
+    return len(dataset)
+
+
+def _generators_of(given: dict[str, Any]) -> list[Any]:
+    """Return the generators that ready-made loaders hold: reading an epoch draws from them."""
+    found = []
+    for loader in [part for each in given.values() for part in leaves_of(getattr(each, "iterables", each))]:
+        for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+            found.append(getattr(part, "generator", None))
+            found.append(getattr(getattr(part, "sampler", None), "generator", None))
+    return [generator for generator in found if generator is not None]

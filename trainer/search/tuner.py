@@ -1,0 +1,178 @@
+"""Searches before a training: for a batch size that fits, for a learning rate that suits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from trainwright.callbacks.batch_size_finder import BatchSizeFinder
+from trainwright.callbacks.lr_finder import LearningRateFinder, LRFinder
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.rng import isolate_rng
+from trainwright.core.run import Stage
+from trainwright.core.task import TaskModule
+from trainwright.data import DataModule
+from trainwright.trainer.checkpoints.load_request import LoadRequest
+from trainwright.trainer.data import Sources
+from trainwright.trainer.run import StageRun
+from trainwright.trainer.trainer import Trainer
+
+_KINDS: dict[str, Stage] = {"fit": "fit", "validate": "validate", "test": "test", "predict": "predict"}
+
+
+class Tuner:
+    """Searches with a Trainer's settings and sets what it finds on the task (or data module).
+
+    A search sets a stage up as the Trainer would, without callbacks and loggers. Afterwards the Trainer, the task's
+    weights, the generators and the files are as before; the attribute alone has changed. The arguments and defaults are
+    Lightning 2.6's.
+
+    Args:
+        trainer: whose settings (device, strategy, precision, accumulation, limits) are used.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def scale_batch_size(
+        self,
+        model: TaskModule,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        dataloaders: object = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit", "validate", "test", "predict"] = "fit",
+        mode: Literal["power", "binsearch"] = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> int | None:
+        """Search for the largest batch size that fits into memory and set it; see `BatchSizeFinder`. Collective.
+
+        Args:
+            model: the task.
+            train_dataloaders: a data module in the place of loaders; loaders themselves cannot change their batch size.
+            val_dataloaders: validation loaders for `"fit"`, or leave them to the task or data module.
+            dataloaders: a data module for the other methods.
+            datamodule: where loaders come from.
+            method: the stage whose steps are tried.
+            mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val: see `BatchSizeFinder`.
+
+        Returns:
+            The size; None with `fast_dev_run`.
+
+        Raises:
+            ConfigurationError, TrainwrightError: see `BatchSizeFinder`; or the Trainer has one already.
+        """
+        self._refuse_second(BatchSizeFinder)
+        finder = BatchSizeFinder(mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val)
+        sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
+        attribute = finder.attribute(model, sources.datamodule)
+        size: int | None = self._search(method, model, sources, partial(_Search, finder=finder))
+        if size is not None:
+            attribute.set(size)
+        return size
+
+    def lr_find(
+        self,
+        model: TaskModule,
+        train_dataloaders: object = None,
+        val_dataloaders: object = None,
+        dataloaders: object = None,
+        datamodule: DataModule | None = None,
+        method: Literal["fit"] = "fit",
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training: int = 100,
+        mode: Literal["exponential", "linear"] = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> LRFinder | None:
+        """Test a range of learning rates, and set the one that is suggested; see `LearningRateFinder`. Collective.
+
+        Args:
+            model: the task.
+            train_dataloaders, datamodule: where the training data comes from.
+            val_dataloaders, dataloaders: not needed; accepted as in `fit`.
+            method: `"fit"`.
+            min_lr, max_lr, mode, early_stop_threshold, update_attr, attr_name: see `LearningRateFinder`.
+            num_training: how many learning rates are tried, one optimizer step each.
+
+        Returns:
+            The test's results; None with `fast_dev_run`.
+
+        Raises:
+            ConfigurationError: see `LearningRateFinder`; or the Trainer has one already; or another `method`.
+        """
+        if method != "fit":
+            raise ConfigurationError(f"lr_find(method={method!r}): learning rates are only tried in method='fit'.")
+        self._refuse_second(LearningRateFinder)
+        finder = LearningRateFinder(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
+        sources = _sources(method, datamodule, train_dataloaders, val_dataloaders, dataloaders)
+        attribute = finder.attribute(model, sources.datamodule)
+        found: LRFinder | None = self._search(method, model, sources, partial(_Search, finder=finder))
+        lr = None if found is None or attribute is None else found.examine()[0]  # the search has warned
+        if lr is not None and attribute is not None:
+            attribute.set(lr)
+        return found
+
+    def _refuse_second(self, kind: type) -> None:
+        if any(isinstance(callback, kind) for callback in self._trainer.callbacks):
+            raise ConfigurationError(
+                f"the Trainer has a {kind.__name__} among its callbacks already. Take it away to search with a Tuner."
+            )
+
+    def _search(self, method: str, task: TaskModule, sources: Sources, make_loop: Callable[[StageRun], _Search]) -> Any:
+        run, sink = vars(task).get("_run"), vars(task).get("_sink")
+        try:
+            with isolate_rng():
+                return self._trainer._start(_KINDS[method], task, sources, LoadRequest(None), make_loop, is_trial=True)
+        finally:
+            task._run, task._sink = run, sink
+
+
+class _Search:
+    """A stage that does nothing but search.
+
+    Args:
+        run: set up.
+        finder: searches.
+    """
+
+    def __init__(self, run: StageRun, *, finder: BatchSizeFinder | LearningRateFinder) -> None:
+        self._run = run
+        self._finder = finder
+
+    def run(self) -> Any:
+        """Return what was found."""
+        run, finder = self._run, self._finder
+        finder.setup(run.trainer, run.task, run.stage or "fit")
+        if isinstance(finder, BatchSizeFinder):
+            finder.scale_batch_size(run.trainer, run.task)
+            return finder.optimal_batch_size
+        finder.lr_find(run.trainer, run.task)
+        return finder.optimal_lr
+
+
+def _sources(method: str, datamodule: object, train: object, validate: object, others: object) -> Sources:
+    """Sort loaders into those of the method.
+
+    Raises:
+        ConfigurationError: an unknown method, or loaders of another one.
+    """
+    if method not in _KINDS:
+        raise ConfigurationError(
+            f"method={method!r} is unknown.{nearest(str(method), _KINDS)} Known: {', '.join(_KINDS)}."
+        )
+    if method == "fit":
+        if others is not None:
+            raise ConfigurationError("method='fit' takes train_dataloaders and val_dataloaders, not dataloaders.")
+        return Sources.of("fit", datamodule, train=train, validate=validate)
+    if train is not None or validate is not None:
+        raise ConfigurationError(f"method={method!r} takes dataloaders, not train_dataloaders or val_dataloaders.")
+    return Sources.of(method, datamodule, **{method: others})
