@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
-
-from trainwright.core.names.hidden_names import split_hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +32,6 @@ class Moment:
         counters = {"epoch": self.epoch, "step": self.step}
         logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
         return {**self.metrics, **counters, **logged}
-
-
-def names_in(folder: Path | None) -> frozenset[str]:
-    """Return what is called how in a folder, checkpoints that any run is just writing there included.
-
-    The folder itself, `.`, tells one that holds nothing from one that is not there.
-    """
-    if folder is None or not folder.is_dir():
-        return frozenset()
-    names = [path.name for path in folder.iterdir()]
-    return frozenset(
-        [os.curdir, *names, *(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")]
-    )
 
 
 NO_MOMENT = Moment(0, 0, {}, frozenset())

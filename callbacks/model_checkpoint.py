@@ -12,13 +12,14 @@ from typing import Any, Literal
 
 from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.callbacks.callback import Callback, Order
-from trainwright.callbacks.checkpoint_moment import NO_MOMENT, Moment, names_in
+from trainwright.callbacks.checkpoint_moment import NO_MOMENT, Moment
 from trainwright.callbacks.checkpoint_name import DEFAULT_TEMPLATE, check_template, format_name, template_fields
 from trainwright.callbacks.keep_every import KeepEvery, Length
 from trainwright.callbacks.monitored import check_mode, from_json, from_main_rank, missing_metric, to_json
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.host.folders import check_writable, is_url, local_folder
+from trainwright.core.names.hidden_names import names_in
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule

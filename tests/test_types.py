@@ -36,7 +36,6 @@ FOREIGN_PROBES: dict[str, str] = {
     "data.combined:__iter__": "a user's loader",
     "data.iterable:load_state_dict": "a user's data set or loader",
     "data.iterable:set_epoch": "a user's data set, sampler or loader",
-    "data.iterable:shard": "a user's data set",
     "data.iterable:state_dict": "a user's data set or loader",
     "data.loader:__getitem__": "a user's loader",
     "data.loader:__iter__": "a user's loader",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import torch
 from torch.optim import Optimizer
 
+from trainwright.callbacks import roles
 from trainwright.core.errors import nearest
 from trainwright.core.metric_value import as_values
 from trainwright.core.run import SchedulerConfig, Stage
@@ -163,10 +164,12 @@ class LightningNames:
         lambda run: run.lr_scheduler_configs, "The learning-rate schedules and when they step."
     )
     checkpoint_callback = Fact[Any](lambda run: run.saver, "The first ModelCheckpoint, or None.")
-    checkpoint_callbacks = Fact[list[Any]](lambda run: run.having("best_model_path"), "Every ModelCheckpoint.")
-    early_stopping_callback = Fact[Any](lambda run: run.first("stopped_epoch"), "The first EarlyStopping, or None.")
-    early_stopping_callbacks = Fact[list[Any]](lambda run: run.having("stopped_epoch"), "Every EarlyStopping.")
-    progress_bar_callback = Fact[Any](lambda run: run.first("is_progress_bar"), "The progress bar, or None.")
+    checkpoint_callbacks = Fact[list[Any]](lambda run: [*run.savers], "Every ModelCheckpoint.")
+    early_stopping_callback = Fact[Any](
+        lambda run: next(iter(roles.stoppers(run.callbacks)), None), "The first EarlyStopping, or None."
+    )
+    early_stopping_callbacks = Fact[list[Any]](lambda run: [*roles.stoppers(run.callbacks)], "Every EarlyStopping.")
+    progress_bar_callback = Fact[Any](lambda run: roles.display(run.callbacks), "The progress bar, or None.")
     accelerator = Fact[str](
         lambda run: run.strategy.device_type, "The kind of device that is computed on, as torch calls it."
     )

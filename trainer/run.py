@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from trainwright.callbacks import roles
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
+from trainwright.callbacks.roles import Saver
+from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.metric_value import as_values
 from trainwright.core.run import Run, SaveRequest, SchedulerConfig, Stage
@@ -63,26 +66,6 @@ class ShownMetrics:
     def load(self, metrics: Mapping[str, float]) -> None:
         """Show callbacks and schedules what they saw when a checkpoint was written."""
         self.callback = as_values(metrics)
-
-
-class Saver(Protocol):
-    """What a ModelCheckpoint tells those who ask where checkpoints go."""
-
-    remote: str | None
-    monitor: str | None
-    mode: str
-
-    @property
-    def local_dirpath(self) -> Path | None:
-        """The folder that it writes into; None before it is known."""
-
-    @property
-    def dirpath(self) -> str | Path | None:
-        """The folder or the address where its checkpoints are found."""
-
-    @property
-    def best_model_path(self) -> str:
-        """The best checkpoint; empty before there is one."""
 
 
 class StageRun:
@@ -332,18 +315,15 @@ class StageRun:
 
     # Callbacks by role, and their wishes
 
-    def first(self, attribute: str) -> Any | None:
-        """Return the first callback that has an attribute, or None."""
-        return next((callback for callback in self.callbacks if hasattr(callback, attribute)), None)
-
-    def having(self, attribute: str) -> list[Any]:
-        """Return the callbacks that have an attribute."""
-        return [callback for callback in self.callbacks if hasattr(callback, attribute)]
+    @property
+    def savers(self) -> list[Saver]:
+        """Every ModelCheckpoint."""
+        return roles.savers(self.callbacks)
 
     @property
     def saver(self) -> Saver | None:
         """The first ModelCheckpoint, or None."""
-        return self.first("best_model_path")
+        return next(iter(self.savers), None)
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -351,6 +331,11 @@ class StageRun:
         saver = self.saver
         named = None if saver is None else saver.local_dirpath or saver.dirpath
         return Path(named) if named else self.settings.root / "checkpoints"
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder of this run's checkpoints."""
+        return RunFolder(self.checkpoint_dir, run=self.history.run_id)
 
     def at_safe_point(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
@@ -372,9 +357,9 @@ class StageRun:
         """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
         if not self.is_main:
             return
-        bar = self.first("is_progress_bar")
-        if bar is not None:
-            bar.print(*values, **options)
+        display = roles.display(self.callbacks)
+        if display is not None:
+            display.print(*values, **options)
         else:
             print(*values, **options)  # noqa: T201  # this is what the method is for
 

@@ -40,8 +40,11 @@ from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
 
 
-def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> None:
+def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> LoadRequest:
     """Check a stage before anything is touched.
+
+    Returns:
+        The request, with the checkpoint that it names opened.
 
     Raises:
         ConfigurationError, CheckpointError: the first thing that is wrong.
@@ -62,7 +65,7 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
     if not sources.has(kind, task):
         sources.make(kind, task)  # raises, saying what to pass
     sources.check_lengths(stage)
-    check_early(load, stage)
+    return check_early(load, stage)
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def _load(run: StageRun, opened: checkpointing.Opened) -> None:
         load_weights = checkpointing.begin_from_weights if run.stage == "fit" else checkpointing.restore_weights
         return load_weights(run, opened)
     rollback.enter_checkpoint(run, opened)
-    safe_point.adopt(run, opened.path)
+    safe_point.adopt(run, opened.found)
     run.resumed = True
     run.origin = opened.path
 

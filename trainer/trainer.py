@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from trainwright.callbacks.callback import Callback
-from trainwright.checkpoint.newest import OnDamaged
+from trainwright.checkpoint.run_folder import OnDamaged
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.known_arguments import known_arguments
@@ -332,7 +332,7 @@ class Trainer(LightningNames):
         is_trial: bool = False,
     ) -> Any:
         """Check a stage, start other processes if need be, run it; returns what its loop returned on this process."""
-        check_stage(self.settings, stage, task, sources, load)
+        load = check_stage(self.settings, stage, task, sources, load)
         before = self.run, self.verb, self.status
         run = self._begin(stage, task, sources, is_trial)
         try:

@@ -150,7 +150,7 @@ def test_offloaded_weights_are_written_with_their_values(where: str, safe: bool,
 def test_weights_that_are_larger_than_the_buffer_are_written_whole(
     where: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("checkpoint.interop.weights_folder", "bigmodels.saving"):
+    for module in ("checkpoint.disk.planned_file", "bigmodels.saving"):
         monkeypatch.setattr(f"trainwright.{module}.CHUNK_BYTES", 64)
     save_model(OFFLOADED[where](tmp_path), tmp_path / "saved", safe_serialization=safe)
     again = Net()

@@ -170,7 +170,7 @@ def test_nothing_is_replaced_and_nothing_is_left_of_a_failure(
     def fail(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("trainwright.checkpoint.interop.export._bytes_of", fail)
+    monkeypatch.setattr("trainwright.checkpoint.interop.export._converted", fail)
     with pytest.raises(OSError, match="no space left"):
         export_weights(source, tmp_path / "out", layout=layout)  # type: ignore[arg-type]
     assert {entry.name for entry in tmp_path.iterdir()} == {"ckpt", "taken"}
@@ -197,13 +197,13 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 anonymous = lambda: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon"))
 start, peak = anonymous(), 0
 import trainwright.checkpoint.interop.export as export
-read = export._bytes_of
+read = export._converted
 def watched(tensor):
     global peak
-    data = read(tensor)
-    peak = max(peak, anonymous())
-    return data
-export._bytes_of = watched
+    for part in read(tensor):
+        peak = max(peak, anonymous())
+        yield part
+export._converted = watched
 export_weights(source, target, dtype="bf16", check=False)
 print((peak - start) * 1024)
 """

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from tests.checkpoint.test_crash import Crash, is_killed
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint import set_fault_hook
-from trainwright.checkpoint.interop.weights_folder import Weight, replace_weights
+from trainwright.checkpoint.disk.planned_file import Weight
+from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError
 
 State = dict[str, torch.Tensor]

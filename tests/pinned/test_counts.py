@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.pinned.stored import PinnedTask
+from trainwright.callbacks import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
+from trainwright.checkpoint import Manifest
 from trainwright.core.task import TaskModule
 
 # Of one optimizer step of `_Plain` with gradient clipping, in one process: calls of functions of the package, and
@@ -130,3 +132,24 @@ def test_what_a_save_enters_and_writes(tmp_path: Path) -> None:
     written = {str(file.relative_to(found.path)): file.stat().st_size for file in found.path.rglob("*.safetensors")}
     assert 0 < len(found.entered) <= MODULES
     assert written == WRITTEN
+
+
+@pytest.mark.parametrize("asked", ["path", "last", "best"])
+def test_a_resume_parses_the_manifest_once(tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(num_epochs: int, **arguments: Any) -> ModelCheckpoint:
+        kept = ModelCheckpoint(dirpath=tmp_path / "kept")
+        trainer = quiet_trainer(max_epochs=num_epochs, callbacks=[kept], default_root_dir=tmp_path)
+        trainer.fit(_Plain(), DataLoader([torch.ones(2, 4)] * 2, batch_size=None), **arguments)
+        return kept
+
+    path = run(1).best_model_path
+    parsed: list[str] = []
+    parse = Manifest.from_bytes
+
+    def counted(data: bytes, origin: str) -> Manifest:
+        parsed.append(origin)
+        return parse(data, origin)
+
+    monkeypatch.setattr(Manifest, "from_bytes", counted)
+    run(1, ckpt_path=path if asked == "path" else asked)  # nothing is left to train, nor to save
+    assert parsed == [f"{path}/manifest.json"]

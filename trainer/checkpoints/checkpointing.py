@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainwright.checkpoint import Snapshot, clean_stale, read_checkpoint
+from trainwright.checkpoint import Snapshot, clean_stale
 from trainwright.checkpoint.disk.damage import reading
 from trainwright.checkpoint.disk.quiet_thread import leaves_cores
 from trainwright.checkpoint.format.layout import PARTS
-from trainwright.checkpoint.format.manifests import read_manifest
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.checkpoint.format.reader import read_opened
 from trainwright.checkpoint.format.writer import go_on_from
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.names.hidden_names import plain_name
@@ -161,7 +162,7 @@ def _place_in_data(run: StageRun, of_ranks: list[dict[str, Any]]) -> dict[str, A
     return place if None in loaders else {**place, "loaders": loaders}
 
 
-def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> Path | None:
+def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundCheckpoint | None:
     """Return what a request comes to, on every rank: rank 0 chooses, and all hash a share of its files. Collective.
 
     Raises:
@@ -182,16 +183,16 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
     """
     if stage == "fit" and run.is_main and not run.is_trial and run.checkpoint_dir.is_dir():
         clean_stale(run.checkpoint_dir)  # what a run that was killed while it wrote has left
-    path = run.broadcast(left_by_earlier(run.attempt, run.checkpoint_dir) if run.is_main else None)
-    if path is not None:
-        load = replace(load, ckpt_path=path, weights_only=False)
+    found = run.broadcast(left_by_earlier(run.attempt, run.folder) if run.is_main else None)
+    if found is not None:
+        load = replace(load, ckpt_path=found.path, weights_only=False)
     elif load.ckpt_path is not None:
-        path = find_checkpoint(run, load, stage)
-    if path is None:
+        found = find_checkpoint(run, load, stage)
+    if found is None:
         return None
     if load.resumes(stage):
-        check_fits(run, path)
-    return Opened.at(path, load, full=load.resumes(stage))
+        check_fits(run, found)
+    return Opened.read(found, load, full=load.resumes(stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,39 +200,44 @@ class Opened:
     """A checkpoint that has been read, not yet loaded.
 
     Attributes:
-        path: what `choose` returned; its files are not hashed again.
+        found: what `choose` returned; its manifest is not parsed again, nor are its files hashed again.
         request: what is to be loaded, and what may be missing.
         snapshot: its parts; tensors are mapped to the files.
         shown: what the hooks see, and may change the weights of.
     """
 
-    path: Path
+    found: FoundCheckpoint
     request: LoadRequest
     snapshot: Snapshot
     shown: ShownCheckpoint
 
     @classmethod
-    def at(cls, path: Path, request: LoadRequest, *, full: bool) -> Opened:
+    def read(cls, found: FoundCheckpoint, request: LoadRequest, *, full: bool) -> Opened:
         """Read a checkpoint: all of it (`full`), or what a task needs for its weights.
 
         Raises:
             CheckpointError: a part is missing.
         """
         if full:
-            parts, allow_missing = PARTS["full"], request.parts_to_miss
-            found = read_checkpoint(path, verify=False, parts=parts, allow_missing=allow_missing, copy_model=False)
+            allow_missing = request.parts_to_miss
+            snapshot = read_opened(found, parts=PARTS["full"], allow_missing=allow_missing, copy_model=False)
         else:
-            found = read_checkpoint(path, verify=False, parts=WEIGHTS, copy_model=False)
-        if found.model is None:
-            raise CheckpointError(f"{path} holds no weights.")
-        return cls(path, request, found, _shown(path, found))
+            snapshot = read_opened(found, parts=WEIGHTS, copy_model=False)
+        if snapshot.model is None:
+            raise CheckpointError(f"{found.path} holds no weights.")
+        return cls(found, request, snapshot, _shown(found, snapshot))
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.found.path
 
     def show(self, run: StageRun) -> None:
         """Let the task and the callbacks read back what they added, and change weights before they are loaded."""
         run.fire("on_load_checkpoint", self.shown)
 
 
-def _shown(path: Path, snapshot: Snapshot) -> ShownCheckpoint:
+def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
     trainer = snapshot.trainer
     read: dict[str, Callable[[], Any]] = {
         "epoch": lambda: snapshot.state.get("epoch", 0),
@@ -242,7 +248,7 @@ def _shown(path: Path, snapshot: Snapshot) -> ShownCheckpoint:
         read |= {
             "callbacks": lambda: trainer.get("callbacks", {}),
             "lr_schedulers": lambda: trainer.get("schedulers", []),
-            "optimizer_states": lambda: read_checkpoint(path, verify=False, parts=("optimizer",)).optimizers,
+            "optimizer_states": lambda: read_opened(found, parts=("optimizer",)).optimizers,
         }
     return ShownCheckpoint(trainer.get("task", {}), snapshot.model, read)
 
@@ -260,7 +266,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     saved = Entries(snapshot.trainer, path, request.allow_missing)
     restore_weights(run, opened)
     run.state.load_dict(snapshot.state)
-    go_on_from(read_manifest(path).created)
+    go_on_from(opened.found.manifest.created)
     run.shown.load(snapshot.metrics)
     saved.restore_callbacks(run)
     _restore_optimizers_and_schedules(run, opened, saved)
@@ -435,12 +441,12 @@ def begin_from_weights(run: StageRun, opened: Opened) -> None:
     run.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
 
 
-def check_fits(run: StageRun, path: Path) -> None:
+def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
     """Check that a resumed run has something left to do or nothing; a bound behind the checkpoint is an error.
 
     Raises:
         ConfigurationError: `max_epochs` is below the epochs that the checkpoint has finished.
     """
-    manifest, bound = read_manifest(path), run.settings.limits.max_epochs
-    if bound is not None and manifest.epoch > bound:
-        raise ConfigurationError(f"{path} stands in epoch {manifest.epoch}, but max_epochs={bound}. Raise max_epochs.")
+    epoch, bound = found.manifest.epoch, run.settings.limits.max_epochs
+    if bound is not None and epoch > bound:
+        raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
 
-from trainwright.checkpoint import check_checkpoint, find_checkpoints, read_checkpoint
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.checkpoint.format.reader import read_opened
+from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.process import job
 from trainwright.processes.process_group import Processes
 
@@ -39,7 +38,7 @@ def this_attempt(processes: Processes) -> Attempt:
     return Attempt(processes.broadcast_object(token), found.attempt)
 
 
-def left_by_earlier(attempt: Attempt, folder: Path) -> Path | None:
+def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | None:
     """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None.
 
     Warns:
@@ -47,15 +46,9 @@ def left_by_earlier(attempt: Attempt, folder: Path) -> Path | None:
     """
     if attempt.key is None or attempt.number == 0:
         return None
-    found = [item for item in find_checkpoints(folder) if item.manifest.kind == "full"]
-    for item in sorted(found, key=lambda item: item.manifest.created, reverse=True):
-        try:
-            check_checkpoint(item.path)
-            trainer = read_checkpoint(item.path, verify=False, parts=("trainer",)).trainer
-        except CheckpointError as error:
-            text = f"passing over the damaged checkpoint {item.path}: {error}"
-            warnings.warn(text, TrainwrightWarning, stacklevel=2)
-            continue
-        if trainer.get("job") == attempt.key:
-            return item.path
-    return None
+
+    def is_of_this_fit(found: FoundCheckpoint) -> bool:
+        full = found.manifest.kind == "full"
+        return full and read_opened(found, parts=("trainer",)).trainer.get("job") == attempt.key
+
+    return folder.newest(accepts=is_of_this_fit)

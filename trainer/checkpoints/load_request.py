@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from trainwright.checkpoint import check_checkpoint, newest_valid, read_manifest, whole_checkpoint
+from trainwright.callbacks.roles import Saver
 from trainwright.checkpoint.disk.hashing import HashFiles
 from trainwright.checkpoint.format.layout import PARTS, Kind
-from trainwright.checkpoint.newest import OnDamaged
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint
+from trainwright.checkpoint.format.reader import check_opened
+from trainwright.checkpoint.run_folder import OnDamaged, open_valid
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.host.folders import is_url
 from trainwright.core.run import Stage
@@ -49,6 +51,7 @@ class LoadRequest:
         strict: whether weights that are missing or left over are an error; None: the task's `strict_loading`.
         weights_only: begin a new run from the weights instead of resuming.
         implied: nobody named the checkpoint: without one the present weights are used, and a line says which are.
+        opened: what is at `ckpt_path`, once `check_early` has opened it.
     """
 
     ckpt_path: str | Path | None = None
@@ -57,6 +60,7 @@ class LoadRequest:
     strict: bool | None = None
     weights_only: bool = False
     implied: bool = False
+    opened: FoundCheckpoint | None = None
 
     @classmethod
     def for_evaluation(cls, ckpt_path: CkptPath, *, task_given: bool) -> LoadRequest:
@@ -111,25 +115,29 @@ class LoadRequest:
         return tuple(name for name in self.allow_missing if name in PARTS_TO_MISS)
 
 
-def check_early(request: LoadRequest, stage: Stage) -> None:
+def check_early(request: LoadRequest, stage: Stage) -> LoadRequest:
     """Find out what is wrong with an explicit path before a process or device is touched; reads its manifest only.
+
+    Returns:
+        The request, with what was opened.
 
     Raises:
         FileNotFoundError, CheckpointError: see `choose`.
     """
     if request.ckpt_path in (None, "last", "best") or is_url(request.ckpt_path):
-        return  # what lies elsewhere is fetched by one process, and checked then
+        return request  # what is elsewhere is fetched by one process, and checked then
     path = Path(str(request.ckpt_path)).expanduser()
     try:
-        read_manifest(path)
+        opened = open_checkpoint(path)
     except CheckpointError:
         if request.on_damaged != "fall_back" or not path.is_dir():
             raise
-        return  # `choose` falls back, and says so once
-    _check_kind(request, stage, path)
+        return request  # `choose` falls back, and says so once
+    _check_kind(request, stage, opened)
+    return replace(request, opened=opened if opened.path == path else None)  # a hidden one gets its name back
 
 
-def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> Path | None:
+def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint | None:
     """Return the checkpoint that a request comes to, its files verified. For one process.
 
     Every byte of the parts that the stage needs is read once, by `hash_files`, so that nobody has to hash them again.
@@ -146,64 +154,62 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
     parts, allow_missing = request.parts(stage), request.parts_to_miss
     place: str | Path = request.ckpt_path
     if place == "last":
-        place = remote_saves.newest(run, kind) or place
-    if is_url(place):
-        place = remote_saves.fetch(run, place)
-    if place == "last":
-        found = newest_valid(
-            run.checkpoint_dir,
-            kind=kind,
+        local = run.folder.newest(
+            accepts=lambda found: kind in (None, found.manifest.kind),
             parts=parts,
             allow_missing=allow_missing,
             on_damaged=request.on_damaged or "fall_back",
             hash_files=hash_files,
         )
-        if found is None:
+        newer = remote_saves.newer_than(run, local, kind)
+        if newer is None and local is None:
             raise FileNotFoundError(
                 f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass its path, or leave "
-                "ckpt_path out to start anew."
+                "ckpt_path out to start from scratch."
             )
-        return found
+        if newer is None:
+            return local
+        place = newer
     if place == "best":
-        if request.implied and monitored_saver(run) is None:
+        saver = monitored_saver(run)
+        if request.implied and saver is None:
             return None
-        path = _best(run, request, stage, hash_files)
-        if request.implied:
-            saver = monitored_saver(run)
+        best = _best(run, request, stage, hash_files)
+        if request.implied and saver is not None:
             run.print(
-                f"trainwright: {stage} uses the best weights by {getattr(saver, 'monitor', None)!r}, {path}. Pass "
-                "ckpt_path=None for those that the task has now."
+                f"trainwright: {stage} uses the best weights by {saver.monitor!r}, {best.path}. Pass ckpt_path=None "
+                "for those that the task has now."
             )
-        return path
-    path = whole_checkpoint(
-        Path(str(place)).expanduser(),
+        return best
+    found = open_valid(
+        remote_saves.fetch(run, place) if is_url(place) else Path(str(place)).expanduser(),
+        opened=request.opened,
         kind=kind,
         parts=parts,
         allow_missing=allow_missing,
         on_damaged=request.on_damaged or "error",
         hash_files=hash_files,
     )
-    _check_kind(request, stage, path)
-    return path
+    _check_kind(request, stage, found)
+    return found
 
 
-def monitored_saver(run: StageRun) -> Any | None:
+def monitored_saver(run: StageRun) -> Saver | None:
     """Return the first callback that has kept a best checkpoint by a metric, or None."""
-    savers = (callback for callback in run.callbacks if getattr(callback, "monitor", None) is not None)
-    return next((saver for saver in savers if getattr(saver, "best_model_path", "")), None)
+    return next((saver for saver in run.savers if saver.monitor is not None and saver.best_model_path), None)
 
 
-def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> Path:
+def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFiles) -> FoundCheckpoint:
     """Return the best checkpoint, or the best one that is whole if asked for.
 
     It is that of this Trainer's ModelCheckpoint. A Trainer that has not trained takes it from the index of the run
     whose checkpoints are in the same folder.
     """
     saver = monitored_saver(run) or run.saver
-    best = getattr(saver, "best_model_path", "")
-    if best:
-        scores: dict[str, float] = getattr(saver, "best_k_models", {})
-        ranked = sorted(scores, key=scores.__getitem__, reverse=getattr(saver, "mode", "min") == "max")
+    best = "" if saver is None else saver.best_model_path
+    if saver is not None and best:
+        scores = saver.best_k_models
+        ranked = sorted(scores, key=scores.__getitem__, reverse=saver.mode == "max")
     elif run.state.step:
         raise ConfigurationError(
             f"{stage}(ckpt_path='best'): no ModelCheckpoint of this Trainer has a best checkpoint yet. Pass a path."
@@ -213,10 +219,10 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
     flaws: list[str] = []
     for name in dict.fromkeys([best, *ranked]):
         try:
-            path = remote_saves.on_this_machine(run, name)
+            found = open_checkpoint(remote_saves.on_this_machine(run, name))
             parts, allow_missing = request.parts(stage), request.parts_to_miss
-            check_checkpoint(path, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
-            _check_kind(request, stage, path)
+            check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+            _check_kind(request, stage, found)
         except (CheckpointError, FileNotFoundError) as error:
             if request.on_damaged != "fall_back":
                 raise
@@ -225,13 +231,13 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
         if flaws:
             text = f"{' '.join(flaws)} Falling back to {name}, the best that is whole."
             warnings.warn(text, TrainwrightWarning, stacklevel=2)
-        return path
+        return found
     raise CheckpointError(f"{stage}(ckpt_path='best'): none of the best checkpoints is whole. {' '.join(flaws)}")
 
 
-def _check_kind(request: LoadRequest, stage: Stage, path: Path) -> None:
-    if request.resumes(stage) and read_manifest(path).kind == "weights":
+def _check_kind(request: LoadRequest, stage: Stage, found: FoundCheckpoint) -> None:
+    if request.resumes(stage) and found.manifest.kind == "weights":
         raise CheckpointError(
-            f"{path} holds weights only, so that a run cannot be resumed from it. Pass load_weights_only=True to "
+            f"{found.path} holds weights only, so that a run cannot be resumed from it. Pass load_weights_only=True to "
             "begin a new run from its weights, or resume from a full checkpoint."
         )

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint import newest_valid, read_manifest
 from trainwright.checkpoint.format.layout import Kind
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
 from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, find_remote
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import is_url, last_part, local_folder
@@ -52,10 +52,9 @@ def tidy(run: StageRun, path: Path | None) -> None:
         run: the Trainer, after a resume.
         path: a checkpoint in the ModelCheckpoint's local folder that may not have gone up yet, or None.
     """
-    remotes: set[str] = {url for callback in run.callbacks if (url := getattr(callback, "remote", None)) is not None}
-    for remote in sorted(remotes):
+    for remote in sorted({saver.remote for saver in run.savers if saver.remote is not None}):
         RemoteIndex(remote, run=run.history.run_id).delete_unfinished()
-    home = getattr(run.saver, "remote", None)
+    home = None if run.saver is None else run.saver.remote
     if path is not None and home is not None:
         RemoteIndex(home, run=run.history.run_id).upload(path, replace=True)
 
@@ -83,22 +82,20 @@ def fetch(run: StageRun, url: str) -> Path:
     return fetch_checkpoint(url, run.settings.root / DOWNLOADS)
 
 
-def newest(run: StageRun, kind: Kind | None) -> str | None:
+def newer_than(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None) -> str | None:
     """Return the URL of the newest checkpoint of the ModelCheckpoint's remote folder.
 
     Returns:
-        None when there is no remote folder, nothing in it, or a whole local checkpoint that is the same or was
-        written later.
+        None if there is no remote folder, nothing in it, or `local` is the same or was written later.
     """
-    remote = getattr(run.saver, "remote", None)
+    remote = None if run.saver is None else run.saver.remote
     if remote is None:
         return None
     found = [item for item in find_remote(remote) if kind is None or item.manifest.kind == kind]
     if not found:
         return None
     last = max(found, key=lambda item: (item.manifest.created, item.manifest.step))
-    local = newest_valid(run.checkpoint_dir, kind=kind)
-    if local is not None and read_manifest(local).created >= last.manifest.created:
+    if local is not None and local.manifest.created >= last.manifest.created:
         return None
     return last.url
 

@@ -8,8 +8,6 @@ end of the fit. Wishes and what is being written are the run's `saves` (see `Sav
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -21,9 +19,9 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainwright.callbacks.checkpoint_moment import names_in
-from trainwright.checkpoint import RunIndex, Snapshot, remote, write_checkpoint
-from trainwright.checkpoint.format.manifests import read_manifest
+from trainwright.checkpoint import Snapshot, remote, write_checkpoint
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import alone_in, is_url
 from trainwright.core.run import SaveRequest
@@ -88,37 +86,33 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
     if not run.is_main:
         yield
         return
-    folders = {saver.local_dirpath for saver in run.having("local_dirpath") if saver.local_dirpath}
+    folders = {saver.local_dirpath for saver in run.savers if saver.local_dirpath is not None}
     with contextlib.ExitStack() as stack:
         for folder in sorted({_nearest(folder) for folder in folders}):
             stack.enter_context(alone_in(folder))
         yield
         for request in run.saves.requests:
             if request.fresh:
-                run.saves.take_name(_folder(run, request) / request.name)
+                run.saves.take_name(_folder(run, request), request.name)
 
 
-def adopt(run: StageRun, path: Path) -> None:
+def adopt(run: StageRun, found: FoundCheckpoint) -> None:
     """Enter a checkpoint of this run that it was killed before it could enter. Collective.
 
     Args:
-        path: the checkpoint that is resumed from; one that lies elsewhere than the run's own is left alone.
+        found: the checkpoint that is resumed from; one that is elsewhere than the run's own is left alone.
     """
-    folder = run.checkpoint_dir
-    true_path = path.resolve()  # not a link to it
-    ours = true_path.parent == folder.resolve() and not true_path.name.startswith(".")
+    true_path = found.path.resolve()  # not a link to it
+    ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
     if run.saver is None:
         return
 
     def work() -> None:
         remote_saves.tidy(run, true_path if ours else None)
-        if not ours:
-            return
-        index, created = RunIndex(folder, run=run.history.run_id), read_manifest(true_path).created
-        if all((entry.name, entry.created) != (true_path.name, created) for entry in index.entries()):
-            index.add(folder / true_path.name)
+        if ours:
+            run.folder.enter(FoundCheckpoint(true_path, found.manifest))
 
-    run.strategy.processes.on_main_rank(work, f"enter {path} in its index")
+    run.strategy.processes.on_main_rank(work, f"enter {found.path} in its index")
 
 
 def remote_names(run: StageRun, url: str) -> list[str]:
@@ -183,22 +177,6 @@ def _reunited(run: StageRun) -> Iterator[None]:
             yield
         finally:
             strategy.processes, strategy.data_ranks = before, ranks
-
-
-def find(run: StageRun, step: int) -> Path | None:
-    """Return the full checkpoint of `step` that this run has published in its folder, if any; main rank only."""
-    folder = run.checkpoint_dir
-    entries = RunIndex(folder, run=run.history.run_id).entries()
-    names = [entry.name for entry in entries if entry.step == step and entry.kind == "full"]
-    return folder / names[-1] if names else None
-
-
-def free_name(run: StageRun, name: str) -> str:
-    """Return `name`, or with a version where another run's checkpoint is called so; main rank only."""
-    folder = run.checkpoint_dir
-    taken = names_in(folder) - {entry.name for entry in RunIndex(folder, run=run.history.run_id).entries()}
-    versions = (f"{name}-v{number}" for number in itertools.count(1))
-    return next(free for free in itertools.chain((name,), versions) if free not in taken)
 
 
 def finish(run: StageRun) -> None:
@@ -283,13 +261,14 @@ def _keep_books(
 ) -> None:
     """Enter the checkpoint in the run's index, move its link, delete what it replaces; in the writer's thread."""
     saves.longest_write_s = max(saves.longest_write_s, time.monotonic() - since)
-    index = RunIndex(path.parent, run=run_id)
+    folder = RunFolder(path.parent, run=run_id)
+    index = folder.index
     index.add(path)
     saves.published.append((path, aliases))
     if request.remote is not None:
         saves.complaints.extend(remote_saves.upload(path, request, run_id))
     if request.link is not None:
-        _link(path.parent / request.link, path.name)
+        folder.link(request.link, path.name)
     for name in request.remove:
         if request.remote is not None and not (path.parent / name).exists():
             continue  # written by an earlier session on another machine
@@ -333,18 +312,6 @@ def emergency_save(run: StageRun, request: SaveRequest) -> None:
 def _nearest(folder: Path) -> Path:
     """Return the folder, or the one above it that exists."""
     return next((place for place in (folder, *folder.absolute().parents) if place.is_dir()), Path.cwd())
-
-
-def _link(link: Path, target: str) -> None:
-    """Point a relative symbolic link at a sibling, in one step."""
-    if link.is_dir() and not link.is_symlink():
-        raise CheckpointError(
-            f"{link} is a checkpoint of its own, written when save_last was True. Move it away, or keep save_last=True."
-        )
-    partial = link.with_name(f".{link.name}.link")
-    partial.unlink(missing_ok=True)
-    os.symlink(target, partial, target_is_directory=True)
-    os.replace(partial, link)
 
 
 def _check_storage_options(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint import AsyncWriter
-from trainwright.checkpoint.disk.durable import hidden, make_folder
+from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.strategy import Strategy
@@ -78,12 +78,10 @@ class SaveQueue:
         requests, self.requests = self.requests, []
         return requests
 
-    def take_name(self, path: Path) -> None:
+    def take_name(self, folder: Path, name: str) -> None:
         """Keep other runs that share a folder from taking a name before its checkpoint is written."""
-        placeholder = hidden(path, "tmp")
-        with contextlib.suppress(OSError):  # the save itself will say what is wrong with the folder
-            make_folder(path.parent)
-            placeholder.mkdir()
+        placeholder = RunFolder(folder).reserve(name)
+        if placeholder is not None:
             self.placeholders.append(placeholder)
 
     def give_names_back(self) -> None:

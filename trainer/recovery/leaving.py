@@ -47,8 +47,8 @@ def _save(run: StageRun) -> str:
     plan: Any = None
     if run.is_main:
         # A checkpoint of this step that was written before its validation does not know what that came to.
-        held = None if run.state.validation_owed else safe_point.find(run, run.state.step)
-        name = safe_point.free_name(run, CHECKPOINT_NAME)
+        held = None if run.state.validation_owed else run.folder.find(run.state.step)
+        name = run.folder.free_name(CHECKPOINT_NAME)
         plan = held, run.saves.longest_write_s, run.preemption.remaining_s(), name
     written, needed_s, left_s, name = run.broadcast(plan)
     if written is not None:

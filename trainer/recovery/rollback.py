@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainwright.checkpoint import RunIndex, check_checkpoint, read_manifest
-from trainwright.core.errors import CheckpointError, RollbackError, TrainwrightWarning
+from trainwright.checkpoint.format.manifests import look_at, open_checkpoint
+from trainwright.core.errors import RollbackError
 from trainwright.core.state import SkippedData
 from trainwright.trainer.checkpoints import checkpointing, safe_point
 from trainwright.trainer.checkpoints.load_request import LoadRequest
@@ -105,7 +104,7 @@ def go_back(run: StageRun, wish: Wish) -> None:
     stop = data.loader.position(state.batch_in_epoch)
     history.num_rollbacks += 1
     if run.is_main:
-        history.abandoned |= _written_after(run, wish.path)
+        history.abandoned |= run.folder.written_after(wish.path)
     run.strategy.step.drop_group()
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
@@ -116,7 +115,7 @@ def go_back(run: StageRun, wish: Wish) -> None:
     run.fire("setup", "fit")
     for config in run.lr_scheduler_configs:
         config.paused = False
-    opened = checkpointing.Opened.at(wish.path, LoadRequest(), full=True)
+    opened = checkpointing.Opened.read(open_checkpoint(wish.path), LoadRequest(), full=True)
     opened.show(run)
     enter_checkpoint(run, opened)
     state.seconds = left["seconds"]  # time does not go back
@@ -162,28 +161,10 @@ def _newest_of_run(run: StageRun, max_step: int) -> Path | None:
         run: the main rank's. The checkpoint that it was resumed from, which its index need not list, comes last.
         max_step: completed optimizer steps.
     """
-    folder, origin = run.checkpoint_dir, run.origin
-    entries = [
-        entry
-        for entry in RunIndex(folder, run=run.history.run_id).entries()
-        if entry.kind == "full" and entry.step <= max_step and entry.created not in run.history.abandoned
-    ]
-    candidates = [folder / entry.name for entry in sorted(entries, key=lambda entry: entry.created, reverse=True)]
-    if origin is not None and origin.is_dir() and read_manifest(origin).step <= max_step:
-        candidates.append(origin)
-    for path in candidates:
-        try:
-            check_checkpoint(path)
-        except CheckpointError as error:
-            text = f"passing over the damaged checkpoint {path}: {error}"
-            warnings.warn(text, TrainwrightWarning, stacklevel=2)
-            continue
-        return path
-    return None
-
-
-def _written_after(run: StageRun, path: Path) -> set[str]:
-    """Return when those checkpoints in this run's index were written that are younger than `path`."""
-    created = read_manifest(path).created
-    entries = RunIndex(run.checkpoint_dir, run=run.history.run_id).entries()
-    return {entry.created for entry in entries if entry.created > created}
+    candidates = run.folder.listed(
+        lambda entry: entry.kind == "full" and entry.step <= max_step and entry.created not in run.history.abandoned
+    )
+    if run.origin is not None and run.origin.is_dir():
+        candidates.append(look_at(run.origin))
+    found = run.folder.newest(candidates, accepts=lambda found: found.manifest.step <= max_step)
+    return None if found is None else found.path

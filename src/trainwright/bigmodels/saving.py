@@ -23,9 +23,10 @@ from trainwright.bigmodels.quantization.quantized_layers import (
 from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import stand_in
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES
+from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import memory_key
 from trainwright.checkpoint.format.safetensors_io import to_storable
-from trainwright.checkpoint.interop.weights_folder import Weight, replace_weights
+from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.host.byte_sizes import convert_file_size_to_int
 from trainwright.core.names.hidden_names import plain_name

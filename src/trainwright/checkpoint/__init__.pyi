@@ -34,8 +34,8 @@ from trainwright.checkpoint.format.writer import Snapshot as Snapshot
 from trainwright.checkpoint.format.writer import plan_share as plan_share
 from trainwright.checkpoint.format.writer import write_checkpoint as write_checkpoint
 from trainwright.checkpoint.load_task import load_task_from_checkpoint as load_task_from_checkpoint
-from trainwright.checkpoint.newest import newest_valid as newest_valid
-from trainwright.checkpoint.newest import whole_checkpoint as whole_checkpoint
 from trainwright.checkpoint.retention import IndexEntry as IndexEntry
 from trainwright.checkpoint.retention import RunIndex as RunIndex
+from trainwright.checkpoint.run_folder import newest_valid as newest_valid
+from trainwright.checkpoint.run_folder import whole_checkpoint as whole_checkpoint
 from trainwright.core.names.hidden_names import plain_name as plain_name

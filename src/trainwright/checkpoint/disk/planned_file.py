@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.checkpoint.disk.durable import FileEntry, HashingFile
+from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry, HashingFile
 
 if TYPE_CHECKING:
     from trainwright.checkpoint.disk.quiet_file import QuietFile
@@ -19,6 +19,44 @@ if TYPE_CHECKING:
 
 _OPEN_AT_ONCE = 64  # files; systems allow a process some hundreds
 QUIET_FROM_BYTES = 2**20  # below this nobody notices the work
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A tensor that is read when it is written.
+
+    Attributes:
+        like: its shape and dtype, on the meta device.
+        read: yields its elements in their order as flat tensors on the CPU. Each is used before the next one is asked
+            for, so that all may be one buffer.
+        in_memory: the tensor itself, if it is in memory.
+    """
+
+    like: torch.Tensor
+    read: Callable[[], Iterator[torch.Tensor]]
+    in_memory: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Weight:
+        """Return the weight that a tensor on any device but meta is; its values are those of when it is read."""
+        tensor = tensor.detach()
+        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return cls(like, lambda: _chunks_of(tensor), tensor)
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield its bytes in order; each chunk is overwritten when the next one is asked for."""
+        for part in self.read():
+            data: Any = flat_bytes(part).numpy()
+            yield memoryview(data)
+            del part, data  # before the next one is made
+
+
+def _chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield a tensor's elements in order; one copy of it is made if they are not in that order in memory."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    count = CHUNK_BYTES // flat.element_size()
+    for begin in range(0, flat.numel(), count):
+        yield flat[begin : begin + count].cpu()
 
 
 @dataclass(slots=True)
@@ -30,6 +68,7 @@ class PlannedFile:
         head: how it begins: all of a JSON file; length and header of a safetensors file.
         tensors: what follows without gaps, in this order, on any device: the live ones, not copies.
         staged: the same bytes in pieces of host memory, once they have been copied; then `tensors` is empty.
+        streamed: instead of `tensors`, what is read while the file is written.
         at_rest: the tensors change in nothing but the next step of an optimizer.
     """
 
@@ -37,12 +76,14 @@ class PlannedFile:
     head: bytes
     tensors: list[torch.Tensor] = field(default_factory=list)
     staged: list[memoryview] = field(default_factory=list)
+    streamed: list[Weight] = field(default_factory=list)
     at_rest: bool = False
 
     @property
     def num_tensor_bytes(self) -> int:
         """Bytes after the head."""
-        return sum(t.numel() * t.element_size() for t in self.tensors) + sum(len(piece) for piece in self.staged)
+        likes = [*self.tensors, *(weight.like for weight in self.streamed)]
+        return sum(t.numel() * t.element_size() for t in likes) + sum(len(piece) for piece in self.staged)
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Yield the file's bytes in order; device tensors are moved to the host one at a time, and waited for."""
@@ -51,6 +92,8 @@ class PlannedFile:
             if tensor.numel():
                 yield memoryview(host_bytes(tensor))
         yield from self.staged
+        for weight in self.streamed:
+            yield from weight.chunks()
 
 
 def host_bytes(tensor: torch.Tensor) -> Any:
@@ -101,8 +144,10 @@ def _write(
         for piece in planned.pieces():
             quiet_file.write(piece)
         return quiet_file
-    file = stack.enter_context(HashingFile(path, size=size if quiet is None else 0))
+    # Of no size where nothing is gained by hashing in a thread: chunks that are overwritten would have to be copied.
+    file = stack.enter_context(HashingFile(path, size=size if quiet is None and not planned.streamed else 0))
     for piece in planned.pieces():
         file.write(piece)
+        del piece  # before the next one is made
     file.finish()
     return file

@@ -24,6 +24,9 @@ class FoundCheckpoint:
     manifest: Manifest
 
 
+LookedAt = tuple[Path, FoundCheckpoint | Exception]  # a checkpoint, or why it cannot be opened
+
+
 def read_manifest(path: Path | str) -> Manifest:
     """Return the manifest of the checkpoint folder `path`; reads nothing else.
 
@@ -32,7 +35,17 @@ def read_manifest(path: Path | str) -> Manifest:
         CheckpointError: a plain file is there, the manifest is missing (the checkpoint was never finished), damaged,
             of a newer format, or names files outside the folder.
     """
-    return manifest_of(locate(Path(path)))
+    return open_checkpoint(path).manifest
+
+
+def open_checkpoint(path: Path | str) -> FoundCheckpoint:
+    """Return the checkpoint at `path` with its manifest, which is parsed here and not again.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `read_manifest`.
+    """
+    folder = locate(Path(path))
+    return FoundCheckpoint(folder, manifest_of(folder))
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -94,11 +107,10 @@ def verify(path: Path | str, *, hashes: bool = True, parts: Iterable[str] | None
         FileNotFoundError: nothing is at `path`.
     """
     try:
-        folder = locate(Path(path))
-        manifest = manifest_of(folder)
+        found = open_checkpoint(path)
     except CheckpointError as error:
         return [str(error)]
-    return problems_of(FoundCheckpoint(folder, manifest), hash_files=hash_files if hashes else None, parts=parts)
+    return problems_of(found, hash_files=hash_files if hashes else None, parts=parts)
 
 
 def problems_of(
@@ -150,7 +162,7 @@ def find_checkpoints(folder: Path | str) -> list[FoundCheckpoint]:
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.path.name))
 
 
-def scan(folder: Path) -> Iterator[tuple[Path, FoundCheckpoint | Exception]]:
+def scan(folder: Path) -> Iterator[LookedAt]:
     """Yield each checkpoint in `folder`, or what is wrong with what looks like one, with its path."""
     if not folder.is_dir():
         return
@@ -162,7 +174,12 @@ def scan(folder: Path) -> Iterator[tuple[Path, FoundCheckpoint | Exception]]:
             continue
         looks_ours = (entry / MANIFEST).exists() or (entry / f"{TRAINER_STEM}.json").exists()
         if looks_ours:
-            try:
-                yield entry, FoundCheckpoint(entry, manifest_of(entry))
-            except (CheckpointError, OSError) as error:
-                yield entry, error
+            yield look_at(entry)
+
+
+def look_at(path: Path) -> LookedAt:
+    """Open a checkpoint, or return what is wrong with it."""
+    try:
+        return path, open_checkpoint(path)
+    except (CheckpointError, OSError) as error:
+        return path, error

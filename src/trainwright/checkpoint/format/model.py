@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,18 @@ def plan_model(state_dict: Mapping[str, Any], *, max_shard_bytes: int = MAX_SHAR
         tensors[name] = stored
         if dtype is not None:
             dtypes[name] = dtype
-    files, index = _plan_shards(tensors, max_shard_bytes)
-    index["metadata"]["trainwright"] = {"tied": tied, "dtypes": dtypes}
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    shards = deal_out(sizes, max_shard_bytes)
+    paths = shard_names(len(shards))
+    notes: dict[str, Any] = {"tied": tied, "dtypes": dtypes}
+    files = [
+        plan_safetensors(path, {name: tensors[name] for name in names})
+        for path, names in zip(paths, shards, strict=True)
+    ]
     if extra:
-        index["metadata"]["trainwright"]["extra"] = EXTRA_STEM
+        notes["extra"] = EXTRA_STEM
         files += plan_tree(EXTRA_STEM, extra)
+    index = shard_index(sizes, dict(zip(paths, shards, strict=True)), {"trainwright": notes})
     text = check_json_size(dump_json(index, indent=2).encode() + b"\n", MODEL_INDEX)
     return [*files, PlannedFile(MODEL_INDEX, text)]
 
@@ -129,24 +136,53 @@ def memory_key(tensor: torch.Tensor, name: str) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.is_neg())
 
 
-def _plan_shards(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> tuple[list[PlannedFile], dict[str, Any]]:
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    filled = total = 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][name] = tensor
+def deal_out(sizes: Mapping[str, int], max_shard_bytes: int) -> list[list[str]]:
+    """Return the names of the tensors in each shard; at least one shard, which may be empty.
+
+    A tensor that is too large for any shard has one of its own, and the present shard stays open, as in
+    huggingface_hub's `split_torch_state_dict_into_shards`: a shard of the same number holds the same tensors.
+
+    Args:
+        sizes: name → bytes, in the order in which they fill the shards.
+        max_shard_bytes: of the tensors in one shard.
+    """
+    shards: list[list[str]] = []
+    present: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if size > max_shard_bytes:
+            shards.append([name])
+            continue
+        if present and filled + size > max_shard_bytes:
+            shards.append(present)
+            present, filled = [], 0
+        present.append(name)
         filled += size
-        total += size
-    files: list[PlannedFile] = []
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(plan_safetensors(file, shard))
-        weight_map |= dict.fromkeys(shard, file)
-    return files, {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if present:
+        shards.append(present)
+    return shards or [[]]
+
+
+def shard_names(num: int, *, stem: str = "model", suffix: str = ".safetensors", apart: str = "") -> list[str]:
+    """Return the file names of `num` shards; with `apart`, longer ones that no finished model has."""
+    return [f"{stem}{apart and f'-{apart}'}-{number:05d}-of-{num:05d}{suffix}" for number in range(1, num + 1)]
+
+
+def shard_index(
+    sizes: Mapping[str, int], shards: Mapping[str, Sequence[str]], metadata: Mapping[str, object]
+) -> dict[str, Any]:
+    """Return the index of a model in shards.
+
+    Args:
+        sizes: name → bytes, in the order of the index.
+        shards: file → names.
+        metadata: beside the total size.
+    """
+    files = {name: file for file, names in shards.items() for name in names}
+    return {
+        "metadata": {"total_size": sum(sizes.values()), **metadata},
+        "weight_map": {name: files[name] for name in sizes},
+    }
 
 
 def read_model(

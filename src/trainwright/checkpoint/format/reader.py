@@ -24,7 +24,7 @@ from trainwright.checkpoint.format.layout import (
     Manifest,
     numbered,
 )
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, locate, manifest_of, problems_of
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint, problems_of
 from trainwright.checkpoint.format.model import read_model
 from trainwright.checkpoint.format.piece_files import RANK_STEM, PieceFiles
 from trainwright.checkpoint.format.sense import check_entries, check_optimizers, check_progress
@@ -69,17 +69,29 @@ def read_checkpoint(
         CheckpointError: a plain file is at `path`; a part is missing or damaged (it is named); a name in `parts` or
             `allow_missing` is unknown.
     """
-    folder = locate(Path(path))
-    found = FoundCheckpoint(folder, manifest_of(folder))
+    found = open_checkpoint(path)
+    return read_opened(
+        found, verify=verify, parts=parts, allow_missing=allow_missing, device=device, copy_model=copy_model
+    )
+
+
+def read_opened(
+    found: FoundCheckpoint,
+    *,
+    verify: bool = False,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    device: torch.device | str = "cpu",
+    copy_model: bool = True,
+) -> Snapshot:
+    """Read a checkpoint whose manifest has been parsed; otherwise as `read_checkpoint`."""
     wanted = _wanted(found, parts, allow_missing)
     missing, flaw = _examine(found, wanted, allow_missing, hash_files if verify else None)
     if flaw is not None:
         raise CheckpointError(flaw)
     if missing:
         warnings.warn(
-            f"{folder} has no {', '.join(missing)} part; going on without.",
-            TrainwrightWarning,
-            stacklevel=2,
+            f"{found.path} has no {', '.join(missing)} part; continuing without it.", TrainwrightWarning, stacklevel=3
         )
     return _snapshot(found, wanted, missing, device=device, copy=True, copy_model=copy_model)
 
@@ -124,12 +136,22 @@ def check_checkpoint(
     Returns:
         The manifest.
     """
-    folder = locate(Path(path))
-    found = FoundCheckpoint(folder, manifest_of(folder))
+    found = open_checkpoint(path)
+    check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
+    return found.manifest
+
+
+def check_opened(
+    found: FoundCheckpoint,
+    *,
+    parts: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
+    hash_files: HashFiles = hash_files,
+) -> None:
+    """Check a checkpoint whose manifest has been parsed; otherwise as `check_checkpoint`."""
     flaw = flaw_of(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
     if flaw is not None:
         raise CheckpointError(flaw)
-    return found.manifest
 
 
 def flaw_of(

@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from trainwright.checkpoint.disk.damage import check_regular, reading
 from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES, FileEntry
-from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
+from trainwright.checkpoint.disk.planned_file import PlannedFile, Weight, write_files
 from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, load_json
 from trainwright.core.errors import CheckpointError
 
@@ -41,7 +41,7 @@ NATIVE_NAMES: dict[torch.dtype, str] = {
     torch.complex64: "C64", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
 }  # fmt: skip
-_BY_NATIVE_NAME = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
+NAMED_DTYPES = DTYPES | {name: dtype for dtype, name in NATIVE_NAMES.items()}
 _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, so that a view as uint8 keeps the shape.
 _AS_BYTES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
@@ -162,6 +162,22 @@ def plan_safetensors(
     return PlannedFile(path, struct.pack("<Q", len(encoded)) + encoded, [tensors[name] for name in names])
 
 
+def plan_streamed(path: str, weights: Mapping[str, Weight], metadata: Mapping[str, str] | None = None) -> PlannedFile:
+    """Return a safetensors file whose tensors are read one after the other while it is written.
+
+    Args:
+        path, metadata: see `plan_safetensors`. Dtypes that only newer readers know are taken too.
+        weights: name and weight of each.
+
+    Raises:
+        CheckpointError: see `plan_safetensors`.
+    """
+    planned = plan_safetensors(path, {name: weight.like for name, weight in weights.items()}, metadata, native=True)
+    by_like = {id(weight.like): weight for weight in weights.values()}
+    streamed = [by_like[id(like)] for like in planned.tensors]
+    return PlannedFile(path, planned.head, streamed=streamed)
+
+
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
@@ -209,7 +225,7 @@ def _check_offsets(header: Mapping[str, Any], num_bytes: int) -> None:
     entries = (entry for name, entry in header.items() if name != "__metadata__")
     end = 0
     for begin, stop, entry in sorted(((*entry["data_offsets"], entry) for entry in entries), key=lambda item: item[:2]):
-        shape, dtype = entry["shape"], _BY_NATIVE_NAME.get(entry["dtype"])
+        shape, dtype = entry["shape"], NAMED_DTYPES.get(entry["dtype"])
         if any(type(number) is not int or number < 0 for number in (begin, stop, *shape)) or begin != end:
             raise ValueError(f"{entry} at byte {end}")
         if dtype is not None and stop - begin != math.prod(shape) * dtype.itemsize:

@@ -7,28 +7,36 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import shutil
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from trainwright.checkpoint.disk.damage import reading
-from trainwright.checkpoint.disk.durable import HashingFile, hidden, make_folder, rename, sync_folder, write_file
-from trainwright.checkpoint.disk.untrusted import dump_json, inside, read_json
+from trainwright.checkpoint.disk.durable import hidden, make_folder, rename, sync_folder, write_file
+from trainwright.checkpoint.disk.planned_file import Weight, write_files
+from trainwright.checkpoint.disk.untrusted import inside, read_json
 from trainwright.checkpoint.format.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM
 from trainwright.checkpoint.format.manifests import read_manifest, verify
-from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, MODEL_INDEX, SINGLE_FILE
+from trainwright.checkpoint.format.model import (
+    MAX_SHARD_BYTES,
+    MODEL_INDEX,
+    SINGLE_FILE,
+    deal_out,
+    shard_index,
+    shard_names,
+)
 from trainwright.checkpoint.format.piece_files import PieceFiles, loaded
 from trainwright.checkpoint.format.safetensors_io import (
-    MAX_HEADER_BYTES,
+    NAMED_DTYPES,
     NATIVE_NAMES,
     dtype_name,
+    plan_streamed,
     read_header,
     read_safetensors,
     to_storable,
@@ -38,15 +46,10 @@ from trainwright.core.errors import CheckpointError
 
 Layout = Literal["single", "sharded"]
 
-# What a floating-point tensor can be written as: the name in safetensors and torch's.
-EXPORT_DTYPES: dict[str, tuple[str, torch.dtype]] = {
-    "fp32": ("F32", torch.float32),
-    "fp16": ("F16", torch.float16),
-    "bf16": ("BF16", torch.bfloat16),
-}
+# What a floating-point tensor can be written as.
+EXPORT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _STATE = f"{MODEL_STEM.rpartition('/')[2]}.json"  # of a model in pieces, within its folder
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
-_WIDTHS = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
 # How other programs find the dtypes that our checkpoints keep as views of plain ones; the bytes are the same.
 _NATIVE = {str(dtype): name for dtype, name in NATIVE_NAMES.items()}
 
@@ -80,15 +83,21 @@ class StoredTensor:
         return read_safetensors(self.file, names=[self.stored_as], copy=False)[self.stored_as]
 
     @property
-    def written_dtype(self) -> str:
-        """The format's name of the dtype that is written."""
-        return self.dtype if self.write_as is None else EXPORT_DTYPES[self.write_as][0]
+    def like(self) -> torch.Tensor:
+        """The shape and dtype that are written, on the meta device.
+
+        Raises:
+            CheckpointError: torch has no such dtype.
+        """
+        dtype = NAMED_DTYPES.get(self.dtype) if self.write_as is None else EXPORT_DTYPES[self.write_as]
+        if dtype is None:
+            raise CheckpointError(f"{self.name!r} in {self.file} is of {self.dtype!r}, a dtype that torch lacks.")
+        return torch.empty(self.shape, dtype=dtype, device="meta")
 
     @property
     def num_bytes(self) -> int:
         """How many bytes are written."""
-        # Dtypes of one byte are those that the table leaves out; a complex number is a pair of F32.
-        return math.prod(self.shape) * (8 if self.written_dtype == "C64" else _WIDTHS.get(self.written_dtype, 1))
+        return self.like.nbytes
 
 
 @dataclass
@@ -296,57 +305,25 @@ def _described(file: Path, names: list[str], dtypes: Mapping[str, str], native: 
 def _write_shards(
     folder: Path, tensors: list[StoredTensor], tied: Mapping[str, str], max_shard_bytes: int
 ) -> list[Path]:
-    shards: list[list[StoredTensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        if shards[-1] and filled + tensor.num_bytes > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += tensor.num_bytes
+    sizes = {tensor.name: tensor.num_bytes for tensor in tensors}
+    by_name = {tensor.name: tensor for tensor in tensors}
+    shards = deal_out(sizes, max_shard_bytes)
+    files = dict(zip(shard_names(len(shards)), shards, strict=True))
     make_folder(folder)
-    weight_map: dict[str, str] = {}
-    names = []
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_file(folder / name, shard, {})
-        weight_map |= dict.fromkeys((tensor.name for tensor in shard), name)
-        names.append(Path(name))
-    metadata = {"total_size": sum(tensor.num_bytes for tensor in tensors), **({"tied": dict(tied)} if tied else {})}
-    index = {"metadata": metadata, "weight_map": weight_map}
+    for file, names in files.items():
+        _write_file(folder / file, [by_name[name] for name in names], {})
+    index = shard_index(sizes, files, {"tied": dict(tied)} if tied else {})
     write_file(folder / MODEL_INDEX, json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n")
     sync_folder(folder)
-    return [*names, Path(MODEL_INDEX)]
+    return [*map(Path, files), Path(MODEL_INDEX)]
 
 
 def _write_file(path: Path, tensors: list[StoredTensor], tied: Mapping[str, str]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
-    # Widest first, as the format's own library has it, so that every tensor begins at a multiple of its width.
-    order = sorted(tensors, key=lambda tensor: (-_WIDTHS.get(tensor.written_dtype, 1), tensor.name))
-    offset = 0
-    for tensor in order:
-        end = offset + tensor.num_bytes
-        header[tensor.name] = {
-            "dtype": tensor.written_dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = dump_json(header).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path.name}: {len(order)} tensors are too many for one file; export them sharded.")
-    with HashingFile(path) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for tensor in order:
-            if tensor.num_bytes:
-                file.write(_bytes_of(tensor))
+    weights = {tensor.name: Weight(tensor.like, partial(_converted, tensor)) for tensor in tensors}
+    write_files(path.parent, [plan_streamed(path.name, weights, tied)])
 
 
-def _bytes_of(tensor: StoredTensor) -> memoryview:
+def _converted(tensor: StoredTensor) -> Iterator[torch.Tensor]:
     """Read one tensor, mapped if its bytes are only copied from one place, and convert it if asked."""
     value = tensor.read()
-    if tensor.write_as is not None:
-        value = value.to(EXPORT_DTYPES[tensor.write_as][1])
-    array: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    yield (value if tensor.write_as is None else value.to(EXPORT_DTYPES[tensor.write_as])).contiguous()

@@ -19,16 +19,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainwright.checkpoint.disk.durable import (
-    CHUNK_BYTES,
-    HashingFile,
     fault_point,
     hidden,
     make_folder,
@@ -37,9 +34,10 @@ from trainwright.checkpoint.disk.durable import (
     sync_folder,
     write_file,
 )
-from trainwright.checkpoint.disk.planned_file import flat_bytes
+from trainwright.checkpoint.disk.planned_file import Weight, write_files
 from trainwright.checkpoint.disk.untrusted import dump_json
-from trainwright.checkpoint.format.safetensors_io import plan_safetensors
+from trainwright.checkpoint.format.model import deal_out, shard_index, shard_names
+from trainwright.checkpoint.format.safetensors_io import plan_streamed
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.byte_sizes import format_bytes
 from trainwright.core.names.hidden_names import split_hidden
@@ -52,52 +50,23 @@ _OURS = re.compile(
 _SHARD = re.compile(r"-\d{5,}-of-(\d{5,})\.[a-z]+$")
 
 
-@dataclass(frozen=True, slots=True)
-class Weight:
-    """A tensor that is going to be written.
-
-    Attributes:
-        like: its shape and dtype, on the meta device.
-        read: yields its elements in their order as flat tensors of that dtype on the CPU. Each is used before the next
-            one is asked for, so that all may be one buffer.
-        at_hand: the tensor itself, where it lies in memory.
-    """
-
-    like: torch.Tensor
-    read: Callable[[], Iterator[torch.Tensor]]
-    at_hand: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Weight:
-        """Return the weight that a tensor on any device but meta is; its values are those of when it is read."""
-        tensor = tensor.detach()
-        return cls(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), lambda: _pieces(tensor), tensor)
-
-    def whole(self) -> torch.Tensor:
-        """Return the tensor on the CPU: contiguous, and with no more memory behind it than it has elements."""
-        here = self.at_hand
-        if here is not None and _is_saved_as_it_is(here):
-            return here
-        made = torch.empty(self.like.shape, dtype=self.like.dtype, device="cpu")
-        flat, begin = made.view(-1), 0
-        for piece in self.read():
-            flat[begin : begin + piece.numel()].copy_(piece)
-            begin += piece.numel()
-        return made
+def _in_full(weight: Weight) -> torch.Tensor:
+    """Return a weight as one tensor on the CPU: contiguous, and with no more memory behind it than it has elements."""
+    here = weight.in_memory
+    if here is not None and _is_saved_as_it_is(here):
+        return here
+    made = torch.empty(weight.like.shape, dtype=weight.like.dtype, device="cpu")
+    flat, begin = made.view(-1), 0
+    for part in weight.read():
+        flat[begin : begin + part.numel()].copy_(part)
+        begin += part.numel()
+    return made
 
 
 def _is_saved_as_it_is(tensor: torch.Tensor) -> bool:
     """Say whether torch.save would write a tensor's elements in their order, and nothing else."""
     plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return plain and tensor.untyped_storage().nbytes() == tensor.nbytes
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield a tensor's elements in order; one copy of it is made where they do not lie so."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
-    count = CHUNK_BYTES // flat.element_size()
-    for begin in range(0, flat.numel(), count):
-        yield flat[begin : begin + count].cpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +81,6 @@ class _Format:
     @property
     def index(self) -> str:
         return f"{self.stem}{self.suffix}.index.json"
-
-    def shard(self, number: int, total: int, apart: str = "") -> str:
-        """Return a shard's name, with `apart` a longer one."""
-        return f"{self.stem}{apart and f'-{apart}'}-{number:05d}-of-{total:05d}{self.suffix}"
 
 
 SAFETENSORS = _Format("model", ".safetensors")
@@ -138,15 +103,14 @@ class _Files:
         """Return the names of the files of weights."""
         if self.is_single:
             return [self.kind.single]
-        total = len(self.shards)
-        return [self.kind.shard(number, total, apart) for number in range(1, total + 1)]
+        return shard_names(len(self.shards), stem=self.kind.stem, suffix=self.kind.suffix, apart=apart)
 
     def index(self, names: list[str]) -> bytes:
         """Return the index over shards of these names."""
-        weight_map = {weight: name for name, shard in zip(names, self.shards, strict=True) for weight in shard}
-        weight_map |= {other: weight_map[first] for other, first in self.tied.items()}
-        total = sum(weight.like.nbytes for shard in self.shards for weight in shard.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        sizes = {name: weight.like.nbytes for shard in self.shards for name, weight in shard.items()}
+        index = shard_index(sizes, dict(zip(names, map(list, self.shards), strict=True)), {})
+        files = index["weight_map"]
+        index["weight_map"] = dict(sorted({**files, **{to: files[of] for to, of in self.tied.items()}}.items()))
         return dump_json(index, indent=2).encode() + b"\n"
 
 
@@ -182,7 +146,9 @@ def replace_weights(
     """
     folder = folder.absolute()
     kind = SAFETENSORS if safe else PICKLE
-    files = _Files(kind, _fill_shards(weights, max_shard_bytes), {} if safe else dict(tied or {}))
+    dealt = deal_out({name: weight.like.nbytes for name, weight in weights.items()}, max_shard_bytes)
+    shards = [{name: weights[name] for name in names} for names in dealt]
+    files = _Files(kind, shards, {} if safe else dict(tied or {}))
     new_folders = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     _check_room(folder, new_folders[-1].parent if new_folders else folder, weights)
     written: dict[str, Path] = {}
@@ -211,29 +177,6 @@ def replace_weights(
     return [folder / name for name in (names if files.is_single else [*names, kind.index])]
 
 
-def _fill_shards(weights: Mapping[str, Weight], max_shard_bytes: int) -> list[dict[str, Weight]]:
-    """Deal weights out in their order; what is too large for any shard stands alone, and leaves the present one open.
-
-    As huggingface_hub's `split_torch_state_dict_into_shards` does, so that a shard of the same number holds the same.
-    """
-    shards: list[dict[str, Weight]] = []
-    present: dict[str, Weight] = {}
-    filled = 0
-    for name, weight in weights.items():
-        size = weight.like.nbytes
-        if size > max_shard_bytes:
-            shards.append({name: weight})
-            continue
-        if present and filled + size > max_shard_bytes:
-            shards.append(present)
-            present, filled = {}, 0
-        present[name] = weight
-        filled += size
-    if present:
-        shards.append(present)
-    return shards or [{}]
-
-
 def _check_room(folder: Path, there: Path, weights: Mapping[str, Weight]) -> None:
     if not there.is_dir():
         raise CheckpointError(f"the weights cannot be written to {folder}: {there} is a file. Name a folder.")
@@ -250,23 +193,11 @@ def _write(path: Path, shard: Mapping[str, Weight], files: _Files) -> None:
     if files.kind is PICKLE:
         _write_pickle(path, shard, files.tied)
         return
-    planned = plan_safetensors(path.name, {name: weight.like for name, weight in shard.items()}, native=True)
-    by_like = {id(weight.like): weight for weight in shard.values()}
-    with HashingFile(path) as file:  # of no size: a second thread would need buffers of its own
-        file.write(planned.head)
-        for like in planned.tensors:
-            _append(file, by_like[id(like)])
-
-
-def _append(file: HashingFile, weight: Weight) -> None:
-    """Write a weight's elements; its buffer is free when this returns, and before the next one's is made."""
-    for piece in weight.read():
-        data: Any = flat_bytes(piece).numpy()
-        file.write(memoryview(data))
+    write_files(path.parent, [plan_streamed(path.name, shard)])
 
 
 def _write_pickle(path: Path, shard: Mapping[str, Weight], tied: Mapping[str, str]) -> None:
-    tensors = {name: weight.whole() for name, weight in shard.items()}
+    tensors = {name: _in_full(weight) for name, weight in shard.items()}
     tensors |= {other: tensors[first] for other, first in tied.items() if first in tensors}
     with open(path, "xb") as file:
         fault_point("open", path)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old|del)-[0-9a-f]{16}")
 
@@ -11,6 +13,19 @@ def split_hidden(name: str) -> tuple[str, str] | None:
     """Return the visible name and the role in a hidden name of ours; None for any other name."""
     match = _HIDDEN.fullmatch(name)
     return (match["name"], match["role"]) if match else None
+
+
+def names_in(folder: Path | None) -> frozenset[str]:
+    """Return the names that are taken in a folder, those of checkpoints that any run is just writing included.
+
+    The folder itself, `.`, tells an empty one from one that does not exist.
+    """
+    if folder is None or not folder.is_dir():
+        return frozenset()
+    names = [path.name for path in folder.iterdir()]
+    return frozenset(
+        [os.curdir, *names, *(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")]
+    )
 
 
 # What torch.compile, activation checkpointing and FSDP1 put between the dots of a parameter's name.
