@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
-
-from trainwright.callbacks.callback import Callback
 
 
 @runtime_checkable
@@ -49,18 +47,3 @@ class ProgressDisplay(Protocol):
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print without breaking the display."""
-
-
-def savers(callbacks: Sequence[Callback]) -> list[Saver]:
-    """Return those that save."""
-    return [callback for callback in callbacks if isinstance(callback, Saver)]
-
-
-def stoppers(callbacks: Sequence[Callback]) -> list[Stopper]:
-    """Return those that end training by a metric."""
-    return [callback for callback in callbacks if isinstance(callback, Stopper)]
-
-
-def display(callbacks: Sequence[Callback]) -> ProgressDisplay | None:
-    """Return the progress bar, or None."""
-    return next((callback for callback in callbacks if isinstance(callback, ProgressDisplay)), None)

@@ -5,7 +5,7 @@ from trainwright.loggers.logger import Logger as Logger
 from trainwright.loggers.logger import RunInfo as RunInfo
 from trainwright.loggers.logger_group import LoggerGroup as LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer as MetricBuffer
-from trainwright.loggers.metric_ranks import Flushed as Flushed
+from trainwright.loggers.metric_values import Flushed as Flushed
 from trainwright.loggers.registry import LOGGERS as LOGGERS
 from trainwright.loggers.registry import resolve_loggers as resolve_loggers
 from trainwright.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger

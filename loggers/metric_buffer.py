@@ -19,7 +19,6 @@ from torch import Tensor
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning, nearest
 from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
-from trainwright.loggers.metric_ranks import Entry, Exchange, Flushed, entry_of, gather_entries
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
     HostReads,
@@ -32,9 +31,14 @@ from trainwright.loggers.metric_slot import (
     to_number,
 )
 from trainwright.loggers.metric_values import (
+    Entry,
+    Exchange,
+    Flushed,
     NewValues,
     compute_alone,
+    entry_of,
     epoch_entries,
+    gather_entries,
     named_values,
     put_combined,
     read_into,

@@ -59,7 +59,7 @@ FOREIGN_PROBES: dict[str, str] = {
     "trainer.accelerator.accelerated_optimizer:eval": "a user's optimizer without a schedule",
     "trainer.accelerator.accelerated_optimizer:train": "a user's optimizer without a schedule",
     "trainer.accelerator.scheduler:optimizer": "a scheduler, torch's or the user's",
-    "trainer.checkpoints.checkpointing:optimizer": "a scheduler, torch's or the user's",
+    "trainer.checkpoints.restore:optimizer": "a scheduler, torch's or the user's",
     "trainer.data:iterables": "a user's loader, or another library's combination of some",
     "trainer.optimization:optimizer": "a scheduler, torch's or the user's",
     "trainer.optimization:state_dict": "a scheduler, torch's or the user's",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.core.tree import Batch, map_tensors
-from trainwright.loggers.metric_ranks import Flushed
+from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
 from trainwright.trainer.recovery.failure import note_batch
 from trainwright.trainer.run import StageRun

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec
 import torch
 from torch.optim import Optimizer
 
-from trainwright.callbacks import roles
+from trainwright.callbacks.roles import ProgressDisplay, Stopper
 from trainwright.core.errors import nearest
 from trainwright.core.metric_value import as_values
 from trainwright.core.run import SchedulerConfig, Stage
@@ -107,6 +107,14 @@ class Setting(Generic[T]):
         setattr(trainer.settings, self._name, value)
 
 
+def _all(run: StageRun, role: type) -> list[Any]:
+    return [callback for callback in run.callbacks if isinstance(callback, role)]
+
+
+def _first(run: StageRun, role: type) -> Any:
+    return next(iter(_all(run, role)), None)
+
+
 def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Return a method of the Trainer that asks its run."""
 
@@ -165,11 +173,9 @@ class LightningNames:
     )
     checkpoint_callback = Fact[Any](lambda run: run.saver, "The first ModelCheckpoint, or None.")
     checkpoint_callbacks = Fact[list[Any]](lambda run: [*run.savers], "Every ModelCheckpoint.")
-    early_stopping_callback = Fact[Any](
-        lambda run: next(iter(roles.stoppers(run.callbacks)), None), "The first EarlyStopping, or None."
-    )
-    early_stopping_callbacks = Fact[list[Any]](lambda run: [*roles.stoppers(run.callbacks)], "Every EarlyStopping.")
-    progress_bar_callback = Fact[Any](lambda run: roles.display(run.callbacks), "The progress bar, or None.")
+    early_stopping_callback = Fact[Any](lambda run: _first(run, Stopper), "The first EarlyStopping, or None.")
+    early_stopping_callbacks = Fact[list[Any]](lambda run: _all(run, Stopper), "Every EarlyStopping.")
+    progress_bar_callback = Fact[Any](lambda run: _first(run, ProgressDisplay), "The progress bar, or None.")
     accelerator = Fact[str](
         lambda run: run.strategy.device_type, "The kind of device that is computed on, as torch calls it."
     )

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainwright.callbacks import roles
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.callbacks.roles import Saver
+from trainwright.callbacks.roles import ProgressDisplay, Saver
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.metric_value import as_values
@@ -29,7 +28,7 @@ from trainwright.core.tree import map_tensors
 from trainwright.data import DataModule
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
-from trainwright.loggers.metric_ranks import Exchange, Flushed
+from trainwright.loggers.metric_values import Exchange, Flushed
 from trainwright.processes.standing import Position
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import ManualStep
@@ -318,7 +317,7 @@ class StageRun:
     @property
     def savers(self) -> list[Saver]:
         """Every ModelCheckpoint."""
-        return roles.savers(self.callbacks)
+        return [callback for callback in self.callbacks if isinstance(callback, Saver)]
 
     @property
     def saver(self) -> Saver | None:
@@ -357,11 +356,9 @@ class StageRun:
         """Print on the main process only, without breaking the progress bar; `options` are those of Python's print."""
         if not self.is_main:
             return
-        display = roles.display(self.callbacks)
-        if display is not None:
-            display.print(*values, **options)
-        else:
-            print(*values, **options)  # noqa: T201  # this is what the method is for
+        display = next((callback for callback in self.callbacks if isinstance(callback, ProgressDisplay)), None)
+        show: Callable[..., None] = print if display is None else display.print
+        show(*values, **options)
 
     def warn(self, message: str) -> None:
         """Warn, on the main rank."""

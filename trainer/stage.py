@@ -25,16 +25,16 @@ from trainwright.loggers.logger import Status
 from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.processes.devices import kernel_choice
 from trainwright.trainer import evaluation
-from trainwright.trainer.checkpoints import checkpointing, safe_point
+from trainwright.trainer.checkpoints import restore, safe_point
 from trainwright.trainer.checkpoints.job import this_attempt
-from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early
+from trainwright.trainer.checkpoints.load_request import LoadRequest, check_early, open_for
 from trainwright.trainer.configuration.assembly import with_task_callbacks
 from trainwright.trainer.configuration.checks import check_callbacks, check_datamodule, check_needs, check_task
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.data import Sources, half_of_a_validation
 from trainwright.trainer.logger_start import begin_fit, start_loggers
 from trainwright.trainer.optimization import Schedules, check_members, parse_optimizers, warn_of_joint_steps
-from trainwright.trainer.recovery import ending, rollback
+from trainwright.trainer.recovery import ending
 from trainwright.trainer.recovery.leaving import leave
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
@@ -135,7 +135,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     run.hooks = HookTable(run.callbacks, task)
     run.is_set_up = True
     _prepare_data(run)
-    opened = checkpointing.open_for(run, stage, load)
+    opened = open_for(run, stage, load)
     if opened is not None:
         run.strategy.when_built = partial(opened.show, run)
     run.optimizers = run.strategy.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None)
@@ -143,7 +143,7 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
     run.count_tokens |= "tokens" in run.settings.units
     run.logging = LoggerGroup(run.loggers, is_main=run.is_main and not run.is_trial)
     if opened is not None:
-        _load(run, opened)
+        restore.load(run, opened)
     start_loggers(run, stage)
     run.strategy.attach(run.trainer, run.hooks, run.metrics)
     task._sink = run.metrics
@@ -177,17 +177,6 @@ def _make_optimizers(run: StageRun) -> list[Optimizer]:
     check_members(run.task, optimizers)
     warn_of_joint_steps(run.task, len(optimizers))
     return optimizers
-
-
-def _load(run: StageRun, opened: checkpointing.Opened) -> None:
-    run.ckpt_path = str(opened.path)
-    if run.stage is None or not opened.request.resumes(run.stage):
-        load_weights = checkpointing.begin_from_weights if run.stage == "fit" else checkpointing.restore_weights
-        return load_weights(run, opened)
-    rollback.enter_checkpoint(run, opened)
-    safe_point.adopt(run, opened.found)
-    run.resumed = True
-    run.origin = opened.path
 
 
 # The first and the last of a fit

@@ -27,7 +27,7 @@ from trainwright.loggers import resolve_loggers
 from trainwright.loggers.logger import Logger
 from trainwright.processes.launcher import run_in_processes
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.checkpoints import checkpointing, safe_point
+from trainwright.trainer.checkpoints import capture, safe_point
 from trainwright.trainer.checkpoints.load_request import CkptPath, Default, LoadRequest
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import one_task
@@ -470,7 +470,7 @@ class Trainer(LightningNames):
         run = self.run
         if not (run.is_set_up or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
-        if (why := checkpointing.half_done(run)) is not None:
+        if (why := capture.half_done(run)) is not None:
             raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
         return safe_point.save_now(run, filepath, weights_only=bool(weights_only), storage_options=storage_options)
 

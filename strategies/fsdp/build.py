@@ -35,7 +35,7 @@ class MetaBuilding:
                 "all but rank 0. Leave one out."
             )
         self._everywhere, self._others = everywhere, others
-        self._awaited: set[str] = set()
+        self.awaited: set[str] = set()
 
     def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:
         """Return the context of `configure_model` on this rank. Not collective.
@@ -56,12 +56,8 @@ class MetaBuilding:
         """Return the parameters and buffers that no rank has values for, without what is to be loaded. Collective."""
         tensors = [*task.named_parameters(), *task.named_buffers()]
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
-        self._awaited = set(names) if vars(task).get(GIVEN_UP) else set()
-        return [] if self._awaited else names
-
-    def note_missing(self, missing: list[str]) -> None:
-        """Take note of what a checkpoint that has been loaded did not hold. Not collective."""
-        self._awaited.intersection_update(missing)
+        self.awaited = set(names) if vars(task).get(GIVEN_UP) else set()
+        return [] if self.awaited else names
 
     def check(self, task: TaskModule) -> None:
         """Check that every weight has a value by now. Not collective.
@@ -69,7 +65,7 @@ class MetaBuilding:
         Raises:
             ConfigurationError: the task had given its weights up, and no checkpoint has brought them.
         """
-        if self._awaited:
+        if self.awaited:
             give_up(task)  # what stands in its pieces now is no value, and a checkpoint may still come
             raise ConfigurationError(
                 f"{type(task).__name__} gave its weights up when its last stage was over "

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.fsdp.build import MetaBuilding
 from trainwright.strategies.fsdp.make_whole import check_not_given_up
-from trainwright.strategies.fsdp.optimizers import forget_one_by_one, step_one_by_one
 from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import pieces_of
 from trainwright.strategies.state import FullState
@@ -76,7 +75,7 @@ class ShardedState(FullState):
         missing, left_over = super().load_model_state(
             {name: self.shard_like(value, own.get(plain_name(name))) for name, value in state.items()}, strict=strict
         )
-        self._building.note_missing(missing)
+        self._building.awaited.intersection_update(missing)
         return missing, left_over
 
     def optimizer_states(self) -> list[dict[str, Any]]:
@@ -100,3 +99,37 @@ class ShardedState(FullState):
                     )
         super().load_optimizer_state(optimizer, {**state, "state": pieces})
         step_one_by_one([optimizer])
+
+
+def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers step parameters of several kinds one after the other: torch 2.13 takes no two kinds at once.
+
+    Changes `foreach`, which torch sets to True by itself on accelerators, in the groups that need it.
+
+    Raises:
+        ConfigurationError: `foreach=True` or `fused=True` asks for what torch cannot do.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if not _is_mixed(group):
+                continue
+            for name in ("foreach", "fused"):
+                if group.get(name):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__}({name}=True), and a parameter group holds layers that are split "
+                        "by the tensor-parallel plan beside some that are not, which torch cannot step together. Leave "
+                        f"{name} out, or give the two kinds groups of their own."
+                    )
+            if "foreach" in group:
+                group["foreach"] = False
+
+
+def forget_one_by_one(optimizer: Optimizer, tree: Mapping[str, Any]) -> None:
+    """Take what `step_one_by_one` has changed out of a saved state, which may be loaded where nothing is split."""
+    for group, saved in zip(optimizer.param_groups, tree["groups"], strict=True):
+        if _is_mixed(group) and saved.get("foreach") is False:
+            saved["foreach"] = None
+
+
+def _is_mixed(group: Mapping[str, Any]) -> bool:
+    return len({p.device_mesh if isinstance(p, DTensor) else None for p in group["params"]}) > 1

@@ -46,7 +46,7 @@ from trainwright.strategies.fsdp.layers.divisibility import check_tp_size
 from trainwright.strategies.fsdp.layers.plan import Plan
 from trainwright.strategies.fsdp.make_whole import end_pieces
 from trainwright.strategies.fsdp.mesh import AXES, data_group, forget_groups, make_mesh, mesh_shape
-from trainwright.strategies.fsdp.optimizers import check_optimizers, step_one_by_one
+from trainwright.strategies.fsdp.optimizers import check_optimizers
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     RESHARDING,
@@ -62,7 +62,7 @@ from trainwright.strategies.fsdp.options import (
 from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, parallelize
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardScaler, clip_pieces
-from trainwright.strategies.fsdp.state import ShardedState
+from trainwright.strategies.fsdp.state import ShardedState, step_one_by_one
 from trainwright.strategies.fsdp.step import ShardedStep
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.state import state_dict_type_name

@@ -12,7 +12,7 @@ from typing import Any
 import xxhash
 
 from trainwright.checkpoint import FileEntry, Part, read_manifest
-from trainwright.checkpoint.disk.hashing import hash_file
+from trainwright.checkpoint.format.manifests import hash_file
 
 
 def resealed(text: str) -> bytes:

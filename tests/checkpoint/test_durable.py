@@ -20,7 +20,7 @@ from trainwright.checkpoint import (
     write_checkpoint,
 )
 from trainwright.checkpoint.disk.durable import FileEntry, HashingFile
-from trainwright.checkpoint.disk.hashing import hash_file
+from trainwright.checkpoint.format.manifests import hash_file
 from trainwright.core.host.folders import alone_in, held, is_held
 
 LARGE = 40 * 2**20  # above what is hashed in a thread, and above what is handed to the disk early

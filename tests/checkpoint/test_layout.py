@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.resealing import resealed
 from trainwright.checkpoint.disk.durable import FileEntry
 from trainwright.checkpoint.disk.untrusted import check_relative, inside, load_json
-from trainwright.checkpoint.format.layout import Manifest, Part, numbered
-from trainwright.checkpoint.format.upgrade import FORMAT_VERSION
+from trainwright.checkpoint.format.layout import FORMAT_VERSION, Manifest, Part, numbered
 from trainwright.core.errors import CheckpointError
 
 _MANIFEST = Manifest(

@@ -15,9 +15,9 @@ import pytest
 from trainwright.checkpoint import set_fault_hook
 from trainwright.checkpoint.disk import quiet_file
 from trainwright.checkpoint.disk.durable import CHUNK_BYTES, DISK_BLOCK_BYTES, FileEntry
-from trainwright.checkpoint.disk.hashing import hash_file
 from trainwright.checkpoint.disk.quiet_file import QuietFile
 from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.format.manifests import hash_file
 
 HEAD, BODY, TAIL = 2 * DISK_BLOCK_BYTES, CHUNK_BYTES + 2**20, 100
 SIZE = HEAD + BODY + TAIL

@@ -24,8 +24,8 @@ from trainwright.checkpoint import (
     write_checkpoint,
 )
 from trainwright.checkpoint.disk.durable import FileEntry
-from trainwright.checkpoint.disk.hashing import hash_file
 from trainwright.checkpoint.format.layout import Part
+from trainwright.checkpoint.format.manifests import hash_file
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 
 _FILES = [

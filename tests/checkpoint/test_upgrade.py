@@ -21,7 +21,7 @@ from trainwright.checkpoint import (
     verify,
     write_checkpoint,
 )
-from trainwright.checkpoint.format import upgrade
+from trainwright.checkpoint.format import layout
 from trainwright.core.errors import CheckpointError
 
 DATA = Path(__file__).parent / "data"
@@ -29,11 +29,11 @@ VERSIONS = sorted(DATA.glob("format-*"), key=lambda path: int(path.name.removepr
 
 
 def test_a_checkpoint_of_every_version_is_kept() -> None:
-    assert [path.name for path in VERSIONS] == [f"format-{n}" for n in range(1, upgrade.FORMAT_VERSION + 1)]
+    assert [path.name for path in VERSIONS] == [f"format-{n}" for n in range(1, layout.FORMAT_VERSION + 1)]
 
 
 def test_every_older_version_has_an_upgrade() -> None:
-    assert set(upgrade.UPGRADES) == set(range(1, upgrade.FORMAT_VERSION))
+    assert set(layout.UPGRADES) == set(range(1, layout.FORMAT_VERSION))
 
 
 @pytest.mark.parametrize("folder", VERSIONS, ids=lambda path: path.name)
@@ -73,7 +73,7 @@ def test_whole_tensors_and_indices_are_written_so_that_readers_of_the_first_vers
 
 def test_a_reader_of_the_first_version_refuses_pieces_as_newer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_in_pieces(tmp_path / "pieces", every_kind())
-    monkeypatch.setattr(upgrade, "FORMAT_VERSION", 1)
+    monkeypatch.setattr(layout, "FORMAT_VERSION", 1)
     with pytest.raises(NewerFormatError, match="format_version=2 is newer than 1"):
         read_checkpoint(path)
 
@@ -105,8 +105,8 @@ def two_versions_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def from_two_to_three(trees: dict[str, Any]) -> dict[str, Any]:
         return {**trees, "trainer": {**trees["trainer"], "new": True}} if "trainer" in trees else trees
 
-    monkeypatch.setattr(upgrade, "FORMAT_VERSION", 3)
-    monkeypatch.setattr(upgrade, "UPGRADES", {1: _from_one_to_two, 2: from_two_to_three})
+    monkeypatch.setattr(layout, "FORMAT_VERSION", 3)
+    monkeypatch.setattr(layout, "UPGRADES", {1: _from_one_to_two, 2: from_two_to_three})
 
 
 @pytest.mark.usefixtures("two_versions_on")
@@ -132,7 +132,7 @@ def test_an_upgrade_is_given_the_parts_that_were_asked_for() -> None:
 
 
 def test_a_version_without_a_way_to_today_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upgrade, "UPGRADES", {})
+    monkeypatch.setattr(layout, "UPGRADES", {})
     with pytest.raises(CheckpointError, match="format_version=1 is older than this Trainwright can read"):
         read_manifest(DATA / "format-1" / "step=12")
 
@@ -140,7 +140,7 @@ def test_a_version_without_a_way_to_today_is_an_error(monkeypatch: pytest.Monkey
 def test_a_newer_version_is_told_apart_from_damage(tmp_path: Path) -> None:
     folder = shutil.copytree(DATA / "format-1", tmp_path / "run")
     manifest = folder / "step=12" / "manifest.json"
-    newer = upgrade.FORMAT_VERSION + 1
+    newer = layout.FORMAT_VERSION + 1
     manifest.write_text(manifest.read_text().replace('"format_version": 1', f'"format_version": {newer}'))
     for read in (read_manifest, read_checkpoint):
         with pytest.raises(NewerFormatError, match="pip install -U trainwright"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +23,8 @@ from trainwright.callbacks import ModelCheckpoint
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint import Manifest
 from trainwright.core.task import TaskModule
+from trainwright.trainer import stage
+from trainwright.trainer.checkpoints import restore
 
 # Of one optimizer step of `_Plain` with gradient clipping, in one process: calls of functions of the package, and
 # operations of torch.
@@ -32,8 +35,10 @@ COLLECTIVES = {
     "ddp": {"gloo:all_reduce": 1, "gloo:broadcast": 1},
     "fsdp": {"gloo:all_gather": 1, "gloo:all_reduce": 2},
 }
-# Of a save whose caller waits for it: modules of the package that it enters, and bytes of tensors that it writes.
-MODULES, WRITTEN = 39, {"model/model-00001-of-00001.safetensors": 716, "rng/rank-00000.safetensors": 7752}
+# Modules of the package that are entered by a save whose caller waits for it (28 are wanted), and by finding, reading
+# and restoring a checkpoint under FSDP.
+SAVE_MODULES, LOAD_MODULES = 35, 28
+WRITTEN = {"model/model-00001-of-00001.safetensors": 716, "rng/rank-00000.safetensors": 7752}
 
 
 class _Plain(PinnedTask):
@@ -106,32 +111,68 @@ def test_a_step_s_collectives(strategy: str) -> None:
     assert run_distributed(lambda: _collectives(strategy), 2, init=False) == [COLLECTIVES[strategy]] * 2
 
 
+@contextmanager
+def _noting(entered: set[str]) -> Iterator[None]:
+    """Note the modules of the package that are entered."""
+
+    def profile(frame: FrameType, event: str, arg: Any) -> None:
+        name = frame.f_globals.get("__name__", "")
+        if event == "call" and name.startswith("trainwright."):
+            entered.add(name)
+
+    sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
 class _Entered(Callback):
-    """Notes the modules of the package that a save enters."""
+    """Saves, and notes what that enters."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entered: set[str] = set()
 
-    def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        name = frame.f_globals.get("__name__", "")
-        if event == "call" and name.startswith("trainwright."):
-            self.entered.add(name)
-
     def on_train_end(self, trainer: Any, task: Any) -> None:
-        sys.setprofile(self._profile)
-        try:
+        with _noting(self.entered):
             trainer.save_checkpoint(self.path)
-        finally:
-            sys.setprofile(None)
 
 
 def test_what_a_save_enters_and_writes(tmp_path: Path) -> None:
     found = _Entered(tmp_path / "saved")
     _fit(4, callbacks=[found], async_save=False)
     written = {str(file.relative_to(found.path)): file.stat().st_size for file in found.path.rglob("*.safetensors")}
-    assert 0 < len(found.entered) <= MODULES
+    assert 0 < len(found.entered) <= SAVE_MODULES
     assert written == WRITTEN
+
+
+def _entered_by_a_load(folder: Path) -> list[str]:
+    entered: set[str] = set()
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with _noting(entered):
+                return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "open_for", noted(stage.open_for))
+        patch.setattr(restore, "load", noted(restore.load))
+        for ckpt_path in (None, folder / "saved"):
+            trainer = quiet_trainer(max_epochs=1, devices="auto", strategy="fsdp", default_root_dir=folder)
+            trainer.fit(_Plain(), DataLoader([torch.ones(2, 4)] * 8, batch_size=None), ckpt_path=ckpt_path)
+            if ckpt_path is None:
+                trainer.save_checkpoint(folder / "saved")
+                entered.clear()
+    return sorted(entered)
+
+
+@pytest.mark.distributed
+def test_what_a_sharded_load_enters(tmp_path: Path) -> None:
+    for found in run_distributed(_entered_by_a_load, 2, tmp_path, init=False):
+        assert 0 < len(found) <= LOAD_MODULES, "\n".join(found)
 
 
 @pytest.mark.parametrize("asked", ["path", "last", "best"])

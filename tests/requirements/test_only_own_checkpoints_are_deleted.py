@@ -18,6 +18,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import RunIndex, set_fault_hook, verify
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.host.folders import held
+from trainwright.trainer.checkpoints import safe_point
 
 
 def fit(folder: Path, steps: int, *, ckpt_path: Any = None, extra: list[Callback] | None = None, **saver: Any) -> Any:
@@ -44,7 +45,7 @@ class At(Callback):
 
     def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
         if trainer.global_step == self.step:
-            trainer.run.saves.finish()
+            safe_point.finish(trainer.run)
             self.action()
 
 

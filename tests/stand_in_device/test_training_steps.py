@@ -19,7 +19,7 @@ from trainwright.callbacks import (
     StochasticWeightAveraging,
 )
 from trainwright.core.task import TaskModule
-from trainwright.trainer.checkpoints.checkpointing import capture
+from trainwright.trainer.checkpoints.capture import capture
 from trainwright.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("_in_a_folder_of_its_own")

@@ -18,7 +18,7 @@ from tests.helpers.runs import StepRecorder, assert_equal_weights, quiet_trainer
 from tests.helpers.tasks import Batch, RecordingCallback, RegressionTask, regression_data, regression_loader
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import find_checkpoints, newest_valid, read_checkpoint
-from trainwright.checkpoint.format import writer
+from trainwright.checkpoint.format import layout
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 
 FOUR_BATCHES = 8  # samples, by 2
@@ -454,9 +454,9 @@ def test_a_run_that_goes_on_with_a_clock_that_is_behind_finds_its_own_newest_che
             return datetime.datetime.now(tz) - datetime.timedelta(hours=3)
 
     fit(1)
-    monkeypatch.setattr(writer, "_youngest", "")  # as in another process
+    monkeypatch.setattr(layout, "_youngest", "")  # as in another process
     clock = types.SimpleNamespace(datetime=Behind, timedelta=datetime.timedelta, UTC=datetime.UTC)
-    monkeypatch.setattr(writer, "datetime", clock)
+    monkeypatch.setattr(layout, "datetime", clock)
     fit(3, ckpt_path="last")
     assert newest_valid(tmp_path) == tmp_path / "epoch=2"
 

@@ -9,7 +9,8 @@ import pytest
 from tests.checkpoint.snapshots import small_snapshot, write_small
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TrainwrightWarning
-from trainwright.trainer.checkpoints.job import Attempt, left_by_earlier
+from trainwright.trainer.checkpoints.job import Attempt
+from trainwright.trainer.checkpoints.load_request import left_by_earlier
 
 
 def _write(folder: Path, step: int, job: str) -> Path:

@@ -19,7 +19,7 @@ from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_lo
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint, read_manifest
-from trainwright.checkpoint.disk import hashing
+from trainwright.checkpoint.format import manifests
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.data import DataModule
 from trainwright.loggers import CSVLogger
@@ -170,8 +170,8 @@ def test_every_file_is_hashed_once_however_the_checkpoint_is_named(
 ) -> None:
     (run / "checkpoints" / "last").symlink_to("2")  # a link to the newest is no second candidate
     hashed: list[Path] = []
-    hash_file = hashing.hash_file
-    monkeypatch.setattr(hashing, "hash_file", lambda path: hashed.append(path) or hash_file(path))
+    hash_file = manifests.hash_file
+    monkeypatch.setattr(manifests, "hash_file", lambda path: hashed.append(path) or hash_file(path))
     resume(run, ckpt_path if ckpt_path == "last" else run / ckpt_path)
     expected = {file for part in read_manifest(run / "checkpoints" / "2").parts.values() for file in part.files}
     assert sorted(path.relative_to(run / "checkpoints" / "2").as_posix() for path in hashed) == sorted(expected)

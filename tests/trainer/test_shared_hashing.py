@@ -16,9 +16,9 @@ from tests.helpers.runs import quiet_trainer
 from tests.strategies.fsdp.sharded import Blocks, batches
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_manifest
-from trainwright.checkpoint.disk import hashing
+from trainwright.checkpoint.format import manifests
 from trainwright.core.errors import CheckpointError
-from trainwright.trainer.checkpoints.shared_hashing import fair_shares
+from trainwright.trainer.checkpoints.load_request import fair_shares
 
 
 def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:
@@ -31,7 +31,7 @@ def _fit(folder: Path, ckpt_path: Any = None, **arguments: Any) -> str:
 def _resume(folder: Path, ckpt_path: Any, **arguments: Any) -> tuple[list[str], str, list[str]]:
     """Return which files this rank has hashed, how the run ended, and what was warned of."""
     hashed: list[str] = []
-    hash_file = hashing.hash_file
+    hash_file = manifests.hash_file
 
     def noting(path: Path) -> str:
         hashed.append(path.relative_to(folder).as_posix())
@@ -39,7 +39,7 @@ def _resume(folder: Path, ckpt_path: Any, **arguments: Any) -> tuple[list[str], 
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patch.setattr(hashing, "hash_file", noting)
+        patch.setattr(manifests, "hash_file", noting)
         try:
             ended = _fit(folder, ckpt_path, **arguments)
         except CheckpointError as error:

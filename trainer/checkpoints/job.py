@@ -5,9 +5,6 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from trainwright.checkpoint.format.manifests import FoundCheckpoint
-from trainwright.checkpoint.format.reader import read_opened
-from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.process import job
 from trainwright.processes.process_group import Processes
 
@@ -36,19 +33,3 @@ def this_attempt(processes: Processes) -> Attempt:
         return Attempt(f"{found.name}/{name}", found.attempt)
     token = processes.recall(name, secrets.token_hex(8)) if processes.rank == 0 else None
     return Attempt(processes.broadcast_object(token), found.attempt)
-
-
-def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | None:
-    """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None.
-
-    Warns:
-        TrainwrightWarning: a damaged one was passed over; says what is wrong with it.
-    """
-    if attempt.key is None or attempt.number == 0:
-        return None
-
-    def is_of_this_fit(found: FoundCheckpoint) -> bool:
-        full = found.manifest.kind == "full"
-        return full and read_opened(found, parts=("trainer",)).trainer.get("job") == attempt.key
-
-    return folder.newest(accepts=is_of_this_fit)

@@ -1,24 +1,27 @@
-"""Which checkpoint a stage starts from, and how much of it: what was asked for, and the folder that it comes to."""
+"""Which checkpoint a stage starts from: the request, the folder that it comes to, and what is read of it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Literal, get_args
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 from trainwright.callbacks.roles import Saver
-from trainwright.checkpoint.disk.hashing import HashFiles
+from trainwright.checkpoint import Snapshot, clean_stale
 from trainwright.checkpoint.format.layout import PARTS, Kind
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, open_checkpoint
-from trainwright.checkpoint.format.reader import check_opened
-from trainwright.checkpoint.run_folder import OnDamaged, open_valid
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint
+from trainwright.checkpoint.format.reader import check_opened, read_opened
+from trainwright.checkpoint.run_folder import OnDamaged, RunFolder, open_valid
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.host.folders import is_url
 from trainwright.core.run import Stage
+from trainwright.processes.process_group import Processes
 from trainwright.trainer.checkpoints import remote_saves
+from trainwright.trainer.checkpoints.job import Attempt
 from trainwright.trainer.checkpoints.saved_best import rank_saved
 from trainwright.trainer.run import StageRun
 
@@ -241,3 +244,257 @@ def _check_kind(request: LoadRequest, stage: Stage, found: FoundCheckpoint) -> N
             f"{found.path} holds weights only, so that a run cannot be resumed from it. Pass load_weights_only=True to "
             "begin a new run from its weights, or resume from a full checkpoint."
         )
+
+
+def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundCheckpoint | None:
+    """Return what a request comes to, on every rank: rank 0 chooses, and all hash a share of its files. Collective.
+
+    Raises:
+        FileNotFoundError, ConfigurationError, CheckpointError: see `choose` and `on_main_rank`.
+    """
+    processes = run.strategy.processes
+    hashing = SharedHashing(processes)
+    return processes.on_main_rank(
+        lambda: choose(run, request, stage, hashing.hash_files), "find a checkpoint to load", hashing
+    )
+
+
+def left_by_earlier(attempt: Attempt, folder: RunFolder) -> FoundCheckpoint | None:
+    """Return the newest valid full checkpoint in `folder` that an earlier attempt at this fit has written, or None.
+
+    Warns:
+        TrainwrightWarning: a damaged one was passed over; says what is wrong with it.
+    """
+    if attempt.key is None or attempt.number == 0:
+        return None
+
+    def is_of_this_fit(found: FoundCheckpoint) -> bool:
+        full = found.manifest.kind == "full"
+        return full and read_opened(found, parts=("trainer",)).trainer.get("job") == attempt.key
+
+    return folder.newest(accepts=is_of_this_fit)
+
+
+class SharedHashing:
+    """Has every rank hash a share of the files that rank 0 asks about; the results come to rank 0.
+
+    Rank 0 calls `hash_files` as often as it likes and then `dismiss`; the others meanwhile are in `serve`.
+
+    Args:
+        processes: of this run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def hash_files(self, paths: Sequence[Path]) -> list[str]:
+        """Return the hash of each of some files, on rank 0. Collective with the others' `serve`.
+
+        Raises:
+            CheckpointError: a rank cannot read its share; it is named.
+        """
+        shares = fair_shares([path.stat().st_size for path in paths], self._processes.world_size)
+        self._processes.broadcast_object([[str(paths[i]) for i in share] for share in shares])
+        answers = self._processes.gather_object(_hash_share([paths[i] for i in shares[0]]))
+        found = [""] * len(paths)
+        for rank, (share, answer) in enumerate(zip(shares, answers, strict=True)):
+            if isinstance(answer, str):
+                raise CheckpointError(f"rank {rank} cannot read a file of the checkpoint that rank 0 sees: {answer}")
+            for i, value in zip(share, answer, strict=True):
+                found[i] = value
+        return found
+
+    def serve(self) -> None:
+        """Hash shares until rank 0 needs no more, on the other ranks. Collective; blocks."""
+        while (shares := self._processes.broadcast_object(None)) is not None:
+            share = [Path(name) for name in shares[self._processes.rank]]
+            self._processes.gather_object(_hash_share(share))
+
+    def dismiss(self) -> None:
+        """Tell the other ranks that rank 0 has decided. Collective with the others' `serve`."""
+        self._processes.broadcast_object(None)
+
+
+def fair_shares(sizes: Sequence[int], num: int) -> list[list[int]]:
+    """Deal indices of files to `num` ranks so that each has about as many bytes: the largest go first."""
+    shares: list[list[int]] = [[] for _ in range(num)]
+    loads = [0] * num
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        least = loads.index(min(loads))
+        shares[least].append(i)
+        loads[least] += sizes[i]
+    return shares
+
+
+def _hash_share(paths: Sequence[Path]) -> list[str] | str:
+    try:
+        return hash_files(paths)
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
+    """Find the checkpoint that a stage starts from and read it, on every rank; None without one. Collective.
+
+    Raises:
+        FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
+    """
+    if stage == "fit" and run.is_main and not run.is_trial and run.checkpoint_dir.is_dir():
+        clean_stale(run.checkpoint_dir)  # what a run that was killed while it wrote has left
+    found = run.broadcast(left_by_earlier(run.attempt, run.folder) if run.is_main else None)
+    if found is not None:
+        load = replace(load, ckpt_path=found.path, weights_only=False)
+    elif load.ckpt_path is not None:
+        found = find_checkpoint(run, load, stage)
+    if found is None:
+        return None
+    if load.resumes(stage):
+        check_fits(run, found)
+    return Opened.read(found, load, full=load.resumes(stage))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint that has been read, not yet loaded.
+
+    Attributes:
+        found: what `choose` returned; its manifest is not parsed again, nor are its files hashed again.
+        request: what is to be loaded, and what may be missing.
+        snapshot: its parts; tensors are mapped to the files.
+        shown: what the hooks see, and may change the weights of.
+    """
+
+    found: FoundCheckpoint
+    request: LoadRequest
+    snapshot: Snapshot
+    shown: ShownCheckpoint
+
+    @classmethod
+    def read(cls, found: FoundCheckpoint, request: LoadRequest, *, full: bool) -> Opened:
+        """Read a checkpoint: all of it (`full`), or what a task needs for its weights.
+
+        Raises:
+            CheckpointError: a part is missing.
+        """
+        if full:
+            allow_missing = request.parts_to_miss
+            snapshot = read_opened(found, parts=PARTS["full"], allow_missing=allow_missing, copy_model=False)
+        else:
+            snapshot = read_opened(found, parts=WEIGHTS, copy_model=False)
+        if snapshot.model is None:
+            raise CheckpointError(f"{found.path} holds no weights.")
+        return cls(found, request, snapshot, _shown(found, snapshot))
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self.found.path
+
+    def show(self, run: StageRun) -> None:
+        """Let the task and the callbacks read back what they added, and change weights before they are loaded."""
+        run.fire("on_load_checkpoint", self.shown)
+
+
+def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
+    trainer = snapshot.trainer
+    read: dict[str, Callable[[], Any]] = {
+        "epoch": lambda: snapshot.state.get("epoch", 0),
+        "global_step": lambda: snapshot.state.get("step", 0),
+        "hyper_parameters": lambda: trainer.get("hyper_parameters", {}),
+    }
+    if snapshot.kind == "full":
+        read |= {
+            "callbacks": lambda: trainer.get("callbacks", {}),
+            "lr_schedulers": lambda: trainer.get("schedulers", []),
+            "optimizer_states": lambda: read_opened(found, parts=("optimizer",)).optimizers,
+        }
+    return ShownCheckpoint(trainer.get("task", {}), snapshot.model, read)
+
+
+def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
+    """Check that a resumed run has something left to do or nothing; a bound behind the checkpoint is an error.
+
+    Raises:
+        ConfigurationError: `max_epochs` is below the epochs that the checkpoint has finished.
+    """
+    epoch, bound = found.manifest.epoch, run.settings.limits.max_epochs
+    if bound is not None and epoch > bound:
+        raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")
+
+
+class ShownCheckpoint(dict[str, Any]):
+    """A dict whose `"state_dict"` and own entries may be changed; all else can only be read.
+
+    Args:
+        own: what `on_save_checkpoint` added.
+        weights: `"state_dict"`: what is loaded is what stands here after the hooks.
+        read: name → reads an entry, at the first access.
+    """
+
+    def __init__(self, own: Mapping[str, Any], weights: object, read: Mapping[str, Callable[[], Any]]) -> None:
+        self._unread = {name: make for name, make in read.items() if name not in own}
+        self._fixed = frozenset(self._unread)
+        super().__init__({**dict.fromkeys(self._unread), **own, "state_dict": weights})
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._unread:
+            super().__setitem__(name, _frozen(self._unread.pop(name)()))
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        self._refuse(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name)
+        super().__delitem__(name)
+
+    def __iter__(self) -> Iterator[str]:  # with an iterator of its own, dict(self) and {**self} read the entries
+        return super().__iter__()
+
+    def get(self, name: str, default: object = None) -> Any:
+        """Return an entry, or `default`."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def pop(self, name: str, *default: object) -> Any:
+        """Take an own entry out and return it."""
+        self._refuse(name)
+        return super().pop(name, *default)
+
+    def update(self, *others: object, **entries: object) -> None:
+        """Change own entries."""
+        for name, value in dict(*others, **entries).items():
+            self[name] = value
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as for `values`
+        """Return all entries, read."""
+        self._read_all()
+        return super().items()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]  # typeshed's dict_values cannot be named
+        """Return the values of all entries, read."""
+        self._read_all()
+        return super().values()
+
+    def _read_all(self) -> None:
+        for name in list(self._unread):
+            self[name]
+
+    def _refuse(self, name: str) -> None:
+        if name in self._fixed:
+            raise ConfigurationError(
+                f"on_load_checkpoint cannot change checkpoint[{name!r}]: a change would have no effect. Change "
+                "checkpoint['state_dict'], or pass allow_missing=[...] to fit to start parts from scratch."
+            )
+
+
+def _frozen(tree: object) -> Any:
+    """Return containers that cannot be changed, since a change would be lost; tensors are the reader's own copies."""
+    if isinstance(tree, Mapping):
+        return MappingProxyType({key: _frozen(value) for key, value in tree.items()})
+    if isinstance(tree, (list, tuple)):
+        return tuple(_frozen(value) for value in tree)
+    return tree

@@ -20,12 +20,12 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainwright.checkpoint import Snapshot, remote, write_checkpoint
-from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.checkpoint.disk.quiet_thread import leaves_cores
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.core.host.folders import alone_in, is_url
 from trainwright.core.run import SaveRequest
-from trainwright.trainer.checkpoints import checkpointing, remote_saves
+from trainwright.trainer.checkpoints import capture, remote_saves
 from trainwright.trainer.checkpoints.joint_saves import SaveTarget
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.run import StageRun
@@ -45,7 +45,7 @@ def prepare(run: StageRun) -> None:
 
     def at_first_step(*_: object) -> None:
         saves.forget_first_step()
-        writer.prepare(checkpointing.num_bytes_here(run))
+        writer.prepare(capture.num_bytes_here(run))
 
     saves.first_step = register_optimizer_step_post_hook(at_first_step)  # before it, optimizers have no state
 
@@ -96,25 +96,6 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
                 run.saves.take_name(_folder(run, request), request.name)
 
 
-def adopt(run: StageRun, found: FoundCheckpoint) -> None:
-    """Enter a checkpoint of this run that it was killed before it could enter. Collective.
-
-    Args:
-        found: the checkpoint that is resumed from; one that is elsewhere than the run's own is left alone.
-    """
-    true_path = found.path.resolve()  # not a link to it
-    ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
-    if run.saver is None:
-        return
-
-    def work() -> None:
-        remote_saves.tidy(run, true_path if ours else None)
-        if ours:
-            run.folder.enter(FoundCheckpoint(true_path, found.manifest))
-
-    run.strategy.processes.on_main_rank(work, f"enter {found.path} in its index")
-
-
 def remote_names(run: StageRun, url: str) -> list[str]:
     """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
     return run.strategy.processes.on_main_rank(partial(remote.remote_names, url), f"look into {url}")
@@ -147,7 +128,7 @@ def save_now(
             )
     path = remote_saves.twin(run, place) if is_url(place) else Path(place).expanduser()
     with _reunited(run):
-        snapshot = checkpointing.capture(run, weights_only=weights_only)
+        snapshot = capture.capture(run, weights_only=weights_only)
 
         def upload(path: Path) -> None:
             if is_url(place):
@@ -180,24 +161,43 @@ def _reunited(run: StageRun) -> Iterator[None]:
 
 
 def finish(run: StageRun) -> None:
-    """Wait until every checkpoint is published, and tell of it. Collective.
+    """Wait until every checkpoint is published, and report it. Collective.
 
     Raises:
         CheckpointError: the last one could not be written, on every rank.
     """
-    run.saves.finish()
+    if run.saves.writer is not None:
+        run.strategy.processes.on_main_rank(partial(_wait_for_writer, run.saves), "write its last checkpoint")
+    run.saves.give_names_back()
     report(run)
 
 
 def close(run: StageRun) -> None:
     """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are warned of."""
-    run.saves.close()
+    saves = run.saves
+    saves.forget_first_step()
+    if saves.writer is not None:
+        saves.joint.hurry()  # after a stage that went well nothing is left to wait for
+        try:
+            saves.writer.close()
+        except CheckpointError as error:
+            # The error that ended the stage is the one to raise.
+            warnings.warn(str(error), TrainwrightWarning, stacklevel=2)
+    saves.give_names_back()
     report(run)
 
 
 def _wait(run: StageRun) -> None:
-    run.saves.wait()
+    _wait_for_writer(run.saves)
     report(run)
+
+
+def _wait_for_writer(saves: SaveQueue) -> None:
+    try:
+        if saves.writer is not None:
+            saves.writer.wait()
+    except CheckpointError as error:
+        saves.tolerate(error)
 
 
 def report(run: StageRun) -> None:
@@ -218,7 +218,9 @@ def _folder(run: StageRun, request: SaveRequest) -> Path:
 def _write(run: StageRun, requests: list[SaveRequest]) -> None:
     """Write one moment under several names: it is collected, and copied, once."""
     since = time.monotonic()
-    snapshot = checkpointing.capture(run, weights_only=requests[0].weights_only)
+    snapshot = capture.capture(run, weights_only=requests[0].weights_only)
+    if run.saves.writer is not None:
+        snapshot.overlaps &= leaves_cores(run.strategy.device, run.strategy.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
     # It waits for the save before, which the next may delete: loggers must have been told of it.
     if snapshot.in_pieces:
@@ -287,7 +289,7 @@ def emergency_save(run: StageRun, request: SaveRequest) -> None:
     """Write a checkpoint from an exception path: main rank only, nothing is communicated, errors are reported."""
     if not run.is_main or run.is_trial:
         return
-    if (why := checkpointing.half_done(run)) is not None:
+    if (why := capture.half_done(run)) is not None:
         warnings.warn(
             f"no checkpoint {request.name!r} of the failed run: it stopped while {why}. The earlier "
             "checkpoints are whole.",
@@ -299,7 +301,7 @@ def emergency_save(run: StageRun, request: SaveRequest) -> None:
     path = _folder(run, request) / request.name
     try:
         since = time.monotonic()
-        snapshot = checkpointing.capture_alone(run, request.metrics)
+        snapshot = capture.capture_alone(run, request.metrics)
         write_checkpoint(path, snapshot, fresh=request.fresh)
         _keep_books(
             run.saves, path, request=request, run_id=run.history.run_id, aliases=_aliases(run, path), since=since

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch.utils.hooks import RemovableHandle
 
 from trainwright.checkpoint import AsyncWriter
 from trainwright.checkpoint.run_folder import RunFolder
-from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints.joint_saves import JointSaves
@@ -94,42 +92,6 @@ class SaveQueue:
         """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
         if self.writer is not None:
             self.writer.finish_copy()
-
-    def finish(self) -> None:
-        """Wait until every checkpoint is published. Collective.
-
-        Raises:
-            CheckpointError: the last one could not be written, on every rank.
-        """
-        if self.writer is not None:
-            self._strategy.processes.on_main_rank(self.wait, "write its last checkpoint")
-        self.give_names_back()
-
-    def wait(self) -> None:
-        """Wait for the writer; not collective.
-
-        Raises:
-            CheckpointError: what it wrote last could not be written, and that is an error.
-        """
-        try:
-            if self.writer is not None:
-                self.writer.wait()
-        except CheckpointError as error:
-            self.tolerate(error)
-
-    def close(self) -> None:
-        """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are warned of."""
-        self.forget_first_step()
-        if self.writer is None:
-            self.give_names_back()
-            return
-        self.joint.hurry()  # after a stage that went well nothing is left to wait for
-        try:
-            self.writer.close()
-        except CheckpointError as error:
-            # The error that ended the stage is the one to raise.
-            warnings.warn(str(error), TrainwrightWarning, stacklevel=2)
-        self.give_names_back()
 
     def tolerate(self, error: Exception) -> None:
         """Raise what has kept a checkpoint from being written, or have it told."""

@@ -11,8 +11,8 @@ from typing import Any
 from trainwright.checkpoint.format.manifests import look_at, open_checkpoint
 from trainwright.core.errors import RollbackError
 from trainwright.core.state import SkippedData
-from trainwright.trainer.checkpoints import checkpointing, safe_point
-from trainwright.trainer.checkpoints.load_request import LoadRequest
+from trainwright.trainer.checkpoints import restore, safe_point
+from trainwright.trainer.checkpoints.load_request import LoadRequest, Opened
 from trainwright.trainer.logger_start import start_loggers
 from trainwright.trainer.run import StageRun
 
@@ -45,18 +45,6 @@ class RollBack(Exception):
 def unit_of(place: Mapping[str, int]) -> str:
     """Return the name of the number by which a place in an epoch is told from others."""
     return next(unit for unit in _UNITS if unit in place)
-
-
-def enter_checkpoint(run: StageRun, opened: checkpointing.Opened) -> None:
-    """Put a full checkpoint into the prepared run, so that the next epoch goes on from it.
-
-    Every rank must call it; nothing is communicated.
-    """
-    checkpointing.restore(run, opened)
-    if run.state.epoch_done:
-        run.state.begin_next_epoch()
-        if run.data.place is not None:
-            run.data.place["position"] = None
 
 
 def request(run: StageRun, reason: str, *, before_step: int) -> None:
@@ -115,9 +103,9 @@ def go_back(run: StageRun, wish: Wish) -> None:
     run.fire("setup", "fit")
     for config in run.lr_scheduler_configs:
         config.paused = False
-    opened = checkpointing.Opened.read(open_checkpoint(wish.path), LoadRequest(), full=True)
+    opened = Opened.read(open_checkpoint(wish.path), LoadRequest(), full=True)
     opened.show(run)
-    enter_checkpoint(run, opened)
+    restore.enter_checkpoint(run, opened)
     state.seconds = left["seconds"]  # time does not go back
     if not run.arguments.reload_dataloaders_every_n_epochs:
         run.data.made = data

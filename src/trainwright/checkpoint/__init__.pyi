@@ -5,8 +5,11 @@ from trainwright.checkpoint.disk.durable import fault_point as fault_point
 from trainwright.checkpoint.disk.durable import set_fault_hook as set_fault_hook
 from trainwright.checkpoint.format.codec import decode as decode
 from trainwright.checkpoint.format.codec import encode as encode
+from trainwright.checkpoint.format.layout import FORMAT_VERSION as FORMAT_VERSION
 from trainwright.checkpoint.format.layout import Manifest as Manifest
+from trainwright.checkpoint.format.layout import NewerFormatError as NewerFormatError
 from trainwright.checkpoint.format.layout import Part as Part
+from trainwright.checkpoint.format.layout import Snapshot as Snapshot
 from trainwright.checkpoint.format.manifests import FoundCheckpoint as FoundCheckpoint
 from trainwright.checkpoint.format.manifests import find_checkpoints as find_checkpoints
 from trainwright.checkpoint.format.manifests import read_manifest as read_manifest
@@ -26,11 +29,8 @@ from trainwright.checkpoint.format.reader import read_checkpoint as read_checkpo
 from trainwright.checkpoint.format.safetensors_io import read_safetensors as read_safetensors
 from trainwright.checkpoint.format.safetensors_io import write_safetensors as write_safetensors
 from trainwright.checkpoint.format.staging import clean_stale as clean_stale
-from trainwright.checkpoint.format.upgrade import FORMAT_VERSION as FORMAT_VERSION
-from trainwright.checkpoint.format.upgrade import NewerFormatError as NewerFormatError
 from trainwright.checkpoint.format.writer import Contents as Contents
 from trainwright.checkpoint.format.writer import Draft as Draft
-from trainwright.checkpoint.format.writer import Snapshot as Snapshot
 from trainwright.checkpoint.format.writer import plan_share as plan_share
 from trainwright.checkpoint.format.writer import write_checkpoint as write_checkpoint
 from trainwright.checkpoint.load_task import load_task_from_checkpoint as load_task_from_checkpoint

@@ -18,15 +18,9 @@ from trainwright.checkpoint.disk.host_buffers import HostBuffers
 from trainwright.checkpoint.disk.host_copies import LaterCopy
 from trainwright.checkpoint.disk.planned_file import QUIET_FROM_BYTES
 from trainwright.checkpoint.disk.quiet_thread import Preparation, QuietThread
+from trainwright.checkpoint.format.layout import Snapshot
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
-from trainwright.checkpoint.format.writer import (
-    Contents,
-    Snapshot,
-    check_target,
-    plain_metrics,
-    plan_checkpoint,
-    write_contents,
-)
+from trainwright.checkpoint.format.writer import Contents, check_target, plain_metrics, plan_checkpoint, write_contents
 from trainwright.core.errors import CheckpointError
 
 Then = Callable[[Path], None]

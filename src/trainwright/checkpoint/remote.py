@@ -30,10 +30,18 @@ from trainwright.checkpoint.disk.durable import (
     write_file,
 )
 from trainwright.checkpoint.disk.untrusted import check_relative, dump_json, inside, load_json
-from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, PARTS, Kind, Manifest
+from trainwright.checkpoint.format.layout import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    PARTS,
+    PLAIN_VERSION,
+    Kind,
+    Manifest,
+    check_format_version,
+    upgraded,
+)
 from trainwright.checkpoint.format.manifests import read_manifest, verify
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.format.upgrade import PLAIN_VERSION, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
 from trainwright.core.host.folders import held, is_url, last_part, local_folder
 

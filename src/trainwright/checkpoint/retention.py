@@ -10,22 +10,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from trainwright.checkpoint.disk.damage import reading
 from trainwright.checkpoint.disk.durable import make_folder, replace_file
-from trainwright.checkpoint.disk.untrusted import check_relative, inside, load_json, read_bytes
+from trainwright.checkpoint.disk.untrusted import check_relative, inside, load_json, read_bytes, reading
 from trainwright.checkpoint.format.layout import (
     MAX_MANIFEST_BYTES,
     PARTS,
+    PLAIN_VERSION,
     RUN_INDEX,
     Kind,
+    NewerFormatError,
+    check_format_version,
     check_not_newer,
     seal_fits,
     sealed,
+    upgraded,
 )
 from trainwright.checkpoint.format.manifests import find_checkpoints, read_manifest
 from trainwright.checkpoint.format.reader import read_checkpoint
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.format.upgrade import PLAIN_VERSION, NewerFormatError, check_format_version, upgraded
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.host.folders import alone_in
 

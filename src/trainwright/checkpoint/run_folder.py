@@ -11,11 +11,17 @@ from pathlib import Path
 from typing import Literal
 
 from trainwright.checkpoint.disk.durable import hidden, make_folder
-from trainwright.checkpoint.disk.hashing import HashFiles, hash_files
-from trainwright.checkpoint.format.layout import Kind
-from trainwright.checkpoint.format.manifests import FoundCheckpoint, LookedAt, look_at, open_checkpoint, scan
+from trainwright.checkpoint.format.layout import Kind, NewerFormatError
+from trainwright.checkpoint.format.manifests import (
+    FoundCheckpoint,
+    HashFiles,
+    LookedAt,
+    hash_files,
+    look_at,
+    open_checkpoint,
+    scan,
+)
 from trainwright.checkpoint.format.reader import check_opened
-from trainwright.checkpoint.format.upgrade import NewerFormatError
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.names.hidden_names import names_in

@@ -11,13 +11,17 @@ from typing import Any
 import torch
 
 from trainwright.checkpoint import Manifest, read_manifest, verify
-from trainwright.checkpoint.disk.damage import reading
-from trainwright.checkpoint.disk.untrusted import read_json
-from trainwright.checkpoint.format.codec import TAG, decode
-from trainwright.checkpoint.format.layout import MANIFEST, OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, numbered
+from trainwright.checkpoint.disk.untrusted import read_json, reading
+from trainwright.checkpoint.format.codec import TAG, decode, read_tree
+from trainwright.checkpoint.format.layout import (
+    MANIFEST,
+    OPTIMIZER_FOLDER,
+    PROGRESS,
+    RNG_FOLDER,
+    TRAINER_STEM,
+    numbered,
+)
 from trainwright.checkpoint.format.safetensors_io import read_header, read_safetensors
-from trainwright.checkpoint.format.trees import read_tree
-from trainwright.checkpoint.format.writer import PROGRESS
 from trainwright.checkpoint.interop.export import stored_tensors
 from trainwright.checkpoint.remote import find_remote
 from trainwright.core.errors import CheckpointError

@@ -104,16 +104,16 @@ def test_a_hook_sees_the_keys_that_lightning_shows(tmp_path: Path) -> None:
 def test_a_hook_that_does_not_look_reads_no_optimizer_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.trainer.checkpoints import checkpointing
+    from trainwright.trainer.checkpoints import load_request
 
     path, read = _saved(tmp_path), []
-    original = checkpointing.read_checkpoint
+    original = load_request.read_opened
 
     def counted(*args: Any, **options: Any) -> Any:
         read.append(options["parts"])
         return original(*args, **options)
 
-    monkeypatch.setattr(checkpointing, "read_checkpoint", counted)
+    monkeypatch.setattr(load_request, "read_opened", counted)
     quiet_trainer(max_steps=4, callbacks=_Glances()).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
     assert len(read) == 1
 

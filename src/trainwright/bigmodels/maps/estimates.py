@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.bigmodels.maps.sizes import DType, dtype_byte_size, read_outline
-from trainwright.checkpoint.disk.damage import reading
+from trainwright.checkpoint.disk.untrusted import reading
 from trainwright.checkpoint.format.safetensors_io import read_header
 from trainwright.core.errors import CheckpointError, ConfigurationError
 

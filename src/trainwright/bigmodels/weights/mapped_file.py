@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainwright.checkpoint.disk.damage import check_regular
+from trainwright.checkpoint.disk.untrusted import check_regular
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload.advice import changed_pages, populate
 

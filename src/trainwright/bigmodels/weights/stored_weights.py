@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from trainwright.bigmodels.weights.mapped_file import FileSpan, MappedFile
-from trainwright.checkpoint.disk.damage import reading
-from trainwright.checkpoint.disk.untrusted import check_relative, read_json
+from trainwright.checkpoint.disk.untrusted import check_relative, read_json, reading
 from trainwright.checkpoint.format.safetensors_io import DTYPES, NATIVE_NAMES, from_storable, read_header
 from trainwright.core.errors import CheckpointError
 

@@ -17,15 +17,30 @@ import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from trainwright.checkpoint.disk.damage import shortened
-from trainwright.checkpoint.disk.untrusted import dump_json, is_printable
+from trainwright.checkpoint.disk.planned_file import PlannedFile
+from trainwright.checkpoint.disk.untrusted import (
+    check_json_size,
+    dump_json,
+    inside,
+    is_printable,
+    read_json,
+    reading,
+    shortened,
+)
 from trainwright.checkpoint.format.pieces import Pieces
-from trainwright.checkpoint.format.safetensors_io import dtype_name, from_storable, to_storable
+from trainwright.checkpoint.format.safetensors_io import (
+    dtype_name,
+    from_storable,
+    plan_safetensors,
+    read_safetensors,
+    to_storable,
+)
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError
 
@@ -392,3 +407,42 @@ _DECODERS: dict[str, Callable[[Any, Stores], Any]] = {
     "dtype": _decode_dtype,
     "device": lambda node, stores: torch.device(node["v"]),
 }
+
+
+def plan_tree(stem: str, tree: Any, *, root: str = "", pieces: dict[str, Pieces] | None = None) -> list[PlannedFile]:
+    """Encode `tree` (see `codec.encode`) as `stem.json` and, if it holds tensors, `stem.safetensors`.
+
+    Everything but the tensors is encoded when this returns; tensors are the tree's own memory.
+
+    Args:
+        stem: of the files.
+        tree: see `codec.encode`.
+        root, pieces: likewise; the values of pieces lie in files of their own.
+
+    Raises:
+        CheckpointError: see `codec.encode`; or the JSON would be longer than readers accept.
+    """
+    value, tensors = encode(tree, root, pieces=pieces)
+    text = check_json_size(dump_json(value).encode() + b"\n", f"{stem}.json")
+    files = [PlannedFile(f"{stem}.json", text)]
+    if tensors:
+        files.append(plan_safetensors(f"{stem}.safetensors", tensors))
+    return files
+
+
+def read_tree(folder: Path, stem: str, *, copy: bool = True, pieces: FindPieces | None = None) -> Any:
+    """Read what `plan_tree` planned; tensors are on the CPU and, unless `copy` is False, independent of the file.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or a link out of `folder`.
+    """
+    path = inside(folder, f"{stem}.json", str(folder))
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    tensor_path = inside(folder, f"{stem}.safetensors", str(folder))
+    tensors = read_safetensors(tensor_path, copy=copy) if tensor_path.is_file() else {}
+    try:
+        with reading(path):
+            return decode(read_json(path), tensors, pieces)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import datetime
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import xxhash
 
-from trainwright.checkpoint.disk.damage import shortened
 from trainwright.checkpoint.disk.durable import FileEntry
-from trainwright.checkpoint.disk.untrusted import check_json_size, check_relative, dump_json, load_json
-from trainwright.checkpoint.format.upgrade import PLAIN_VERSION, check_format_version, upgraded
+from trainwright.checkpoint.disk.untrusted import check_json_size, check_relative, dump_json, load_json, shortened
 from trainwright.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -35,6 +33,7 @@ MODEL_STEM = f"{MODEL_FOLDER}/state"  # of a model in pieces
 OPTIMIZER_FOLDER = "optimizer"
 RNG_FOLDER = "rng"
 TRAINER_STEM = "trainer"
+PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
 RUN_INDEX = "index.json"
 # What a checkpoint folder may hold at its top level; a hidden folder that holds anything else is not ours to delete.
 TOP_LEVEL = frozenset(
@@ -52,6 +51,58 @@ _SEAL = re.compile(rb'"seal": "([0-9a-f]{32})"\n}\n\Z')
 _SEAL_BYTES = 46  # that the pattern takes
 _UNSEALED = "0" * 32
 _VERSION = re.compile(rb'\s*{\s*"format_version":\s*([0-9]{1,9})\b')
+
+
+FORMAT_VERSION = 2  # the newest that is read
+PLAIN_VERSION = 1  # what checkpoints of whole tensors, and indices, are written as
+PIECES_VERSION = 2  # those whose tensors lie in pieces
+
+Trees = dict[str, Any]
+Upgrade = Callable[[Trees], Trees]
+
+# Version → what makes the next one of it. It is called with the trees that were read, and only those: a reader that
+# wants the weights alone has no others. Under "manifest" the object of a manifest.json (before any part is read),
+# under "index" that of a run's index.json, under "remote_index" that of its remote copy; under the name of a part the
+# decoded part: "trainer" (a dict), "model" (name → value), "optimizer" and "rng" (lists of trees).
+UPGRADES: dict[int, Upgrade] = {1: lambda trees: trees}  # 2 has added tensors in pieces, and changed nothing
+
+
+class NewerFormatError(CheckpointError):
+    """A file was written by a newer Trainwright than this one; it is not damaged."""
+
+
+def upgraded(trees: Trees, version: int) -> Trees:
+    """Return trees of the format `version` as today's format has them; those of today's come back as they are.
+
+    Raises:
+        CheckpointError: this Trainwright has no way from `version` on.
+    """
+    for number in range(version, FORMAT_VERSION):
+        if number not in UPGRADES:
+            raise CheckpointError(f"format_version={version} is older than this Trainwright can read.")
+        trees = UPGRADES[number](trees)
+    return trees
+
+
+def check_format_version(version: object, origin: str) -> int:
+    """Return the version that a file states, if this Trainwright knows it.
+
+    Args:
+        version: what stands in the file.
+        origin: the file, for messages.
+
+    Raises:
+        NewerFormatError: it is newer than `FORMAT_VERSION`.
+        CheckpointError: it is no version at all.
+    """
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise CheckpointError(f"{origin}: format_version={version!r}, expected a whole number from 1 on.")
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(
+            f"{origin}: format_version={version} is newer than {FORMAT_VERSION}, the newest that this Trainwright "
+            "reads. Upgrade it: pip install -U trainwright"
+        )
+    return version
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +252,59 @@ def numbered(files: Iterable[str], folder: str, stem: str) -> list[str]:
     if found != list(range(len(found))):
         raise CheckpointError(f"{MANIFEST} lists {folder}/{stem} files {found}, expected 0 to {len(found) - 1}.")
     return [f"{folder}/{stem}-{number:05d}" for number in found]
+
+
+_youngest = ""  # when the newest checkpoint that this process knows was written
+
+
+def go_on_from(created: str) -> None:
+    """Have every checkpoint that this process writes be younger than one that was written at `created`.
+
+    The newest one is told by its time of writing, also where a run goes on with a clock that is behind.
+    """
+    global _youngest
+    _youngest = max(_youngest, created)
+
+
+def next_moment() -> str:
+    """Return the present time in UTC, or the first microsecond behind the newest checkpoint's."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+    if now <= _youngest:
+        after = datetime.datetime.fromisoformat(_youngest) + datetime.timedelta(microseconds=1)
+        now = after.isoformat(timespec="microseconds")
+    go_on_from(now)
+    return now
+
+
+@dataclass
+class Snapshot:
+    """What a checkpoint holds, in memory.
+
+    Attributes:
+        state: `TrainState.to_dict()`.
+        model: the task's state dict by plain names; None: this checkpoint has no model part.
+        optimizers: one tree of `named_optimizer_state` each.
+        trainer: anything that `codec.encode` takes, by name: schedulers, scaler, data, callbacks, loggers,
+            `hyper_parameters`, ... The name `"progress"` is taken.
+        rng: one tree per rank; a full checkpoint needs `world_size` of them.
+        metrics: the latest values, also in the manifest.
+        world_size: processes of the run.
+        kind: `"weights"` leaves optimizers and RNG out.
+        missing: after reading: the parts that were asked for, absent, and allowed to be.
+        in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
+            write it together (see `plan_share`).
+        overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
+            `AsyncWriter` may copy them until the next one begins.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] | None = None
+    optimizers: list[Any] = field(default_factory=list)
+    trainer: dict[str, Any] = field(default_factory=dict)
+    rng: list[Any] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    world_size: int = 1
+    kind: Kind = "full"
+    missing: tuple[str, ...] = ()
+    in_pieces: bool = False
+    overlaps: bool = False

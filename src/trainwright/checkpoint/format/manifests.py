@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.checkpoint.disk.damage import reading, shortened
-from trainwright.checkpoint.disk.durable import FileEntry
-from trainwright.checkpoint.disk.hashing import HashFiles, hash_files
-from trainwright.checkpoint.disk.untrusted import inside, read_bytes
+import xxhash
+
+from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry
+from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading, shortened
 from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, TRAINER_STEM, Manifest
 from trainwright.checkpoint.format.staging import stepped_aside
 from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import split_hidden
+
+HashFiles = Callable[[Sequence[Path]], list[str]]
+"""Returns the hash of each of some files, as `hash_files` does; several processes may share the work."""
+
+
+def hash_file(path: Path) -> str:
+    """Return the XXH3 128-bit hash of a file in hexadecimal, reading it in pieces."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+    return digest.hexdigest()
+
+
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """Return the hash of each of some files, one after the other."""
+    return [hash_file(path) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)

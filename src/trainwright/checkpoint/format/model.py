@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.disk.damage import reading
 from trainwright.checkpoint.disk.durable import FileEntry
 from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
-from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json
+from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json, reading
+from trainwright.checkpoint.format.codec import plan_tree, read_tree
 from trainwright.checkpoint.format.safetensors_io import from_storable, plan_safetensors, read_safetensors, to_storable
-from trainwright.checkpoint.format.trees import plan_tree, read_tree
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 

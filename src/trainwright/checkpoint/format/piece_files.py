@@ -11,9 +11,8 @@ import torch
 from safetensors import safe_open
 from torch.utils._pytree import tree_map_only
 
-from trainwright.checkpoint.disk.damage import reading
 from trainwright.checkpoint.disk.planned_file import PlannedFile
-from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json
+from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, inside, read_json, reading
 from trainwright.checkpoint.format.layout import numbered
 from trainwright.checkpoint.format.pieces import (
     Box,

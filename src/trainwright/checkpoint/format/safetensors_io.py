@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainwright.checkpoint.disk.damage import check_regular, reading
 from trainwright.checkpoint.disk.durable import DIRECT_FROM_BYTES, DISK_BLOCK_BYTES, FileEntry
 from trainwright.checkpoint.disk.planned_file import PlannedFile, Weight, write_files
-from trainwright.checkpoint.disk.untrusted import check_json_size, dump_json, load_json
+from trainwright.checkpoint.disk.untrusted import check_json_size, check_regular, dump_json, load_json, reading
 from trainwright.core.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library itself

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import importlib.metadata
 import os
 import platform
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +18,32 @@ import torch
 from trainwright.checkpoint.disk.durable import FileEntry, hidden, make_folder, rename, sync_folder, write_file
 from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.disk.quiet_thread import QuietThread
+from trainwright.checkpoint.format.codec import plan_tree
 from trainwright.checkpoint.format.layout import (
     MANIFEST,
     MODEL_FOLDER,
     MODEL_STEM,
     OPTIMIZER_FOLDER,
     PARTS,
+    PIECES_VERSION,
+    PLAIN_VERSION,
+    PROGRESS,
     RNG_FOLDER,
     TRAINER_STEM,
     Kind,
     Manifest,
     Part,
+    Snapshot,
+    next_moment,
 )
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES, plain_names, plan_model
 from trainwright.checkpoint.format.piece_files import plan_pieces
 from trainwright.checkpoint.format.pieces import Pieces
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.format.trees import plan_tree
-from trainwright.checkpoint.format.upgrade import PIECES_VERSION, PLAIN_VERSION
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import held
 
 _FOLDERS = {"rng": RNG_FOLDER, "optimizer": OPTIMIZER_FOLDER, "model": MODEL_FOLDER}
-PROGRESS = "progress"  # the key of trainer.json under which `Snapshot.state` is stored
-
-
-@dataclass
-class Snapshot:
-    """What a checkpoint holds, in memory.
-
-    Attributes:
-        state: `TrainState.to_dict()`.
-        model: the task's state dict by plain names; None: this checkpoint has no model part.
-        optimizers: one tree of `named_optimizer_state` each.
-        trainer: anything that `codec.encode` takes, by name: schedulers, scaler, data, callbacks, loggers,
-            `hyper_parameters`, ... The name `"progress"` is taken.
-        rng: one tree per rank; a full checkpoint needs `world_size` of them.
-        metrics: the latest values, also in the manifest.
-        world_size: processes of the run.
-        kind: `"weights"` leaves optimizers and RNG out.
-        missing: after reading: the parts that were asked for, absent, and allowed to be.
-        in_pieces: before writing: every rank has such a snapshot, `Pieces` may stand in it for tensors, and all ranks
-            write it together (see `plan_share`).
-        overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
-            `AsyncWriter` may copy them until the next one begins.
-    """
-
-    state: dict[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] | None = None
-    optimizers: list[Any] = field(default_factory=list)
-    trainer: dict[str, Any] = field(default_factory=dict)
-    rng: list[Any] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    world_size: int = 1
-    kind: Kind = "full"
-    missing: tuple[str, ...] = ()
-    in_pieces: bool = False
-    overlaps: bool = False
 
 
 @dataclass(slots=True)
@@ -292,7 +260,7 @@ class Draft:
         manifest = Manifest(
             step=contents.step,
             epoch=contents.epoch,
-            created=_next_moment(),
+            created=next_moment(),
             kind=contents.kind,
             parts={name: Part({path: entries[path] for path in paths}) for name, paths in parts.items()},
             topology={"world_size": contents.world_size},
@@ -309,28 +277,6 @@ class Draft:
 
     def _folders(self, contents: Contents) -> list[Path]:
         return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]
-
-
-_youngest = ""  # when the newest checkpoint that this process knows was written
-
-
-def go_on_from(created: str) -> None:
-    """Have every checkpoint that this process writes be younger than one that was written at `created`.
-
-    The newest one is told by its time of writing, also where a run goes on with a clock that is behind.
-    """
-    global _youngest
-    _youngest = max(_youngest, created)
-
-
-def _next_moment() -> str:
-    """Return the present time in UTC, or the first microsecond behind the newest checkpoint's."""
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
-    if now <= _youngest:
-        after = datetime.datetime.fromisoformat(_youngest) + datetime.timedelta(microseconds=1)
-        now = after.isoformat(timespec="microseconds")
-    go_on_from(now)
-    return now
 
 
 def check_target(path: Path) -> None:

@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from trainwright.checkpoint.disk.damage import reading, shortened
+from trainwright.checkpoint.disk.untrusted import reading, shortened
 from trainwright.checkpoint.format.codec import encode
-from trainwright.checkpoint.format.layout import MANIFEST, Kind
+from trainwright.checkpoint.format.layout import MANIFEST, Kind, Snapshot
 from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_model
 from trainwright.checkpoint.format.safetensors_io import read_safetensors
 from trainwright.checkpoint.format.staging import clean_stale
-from trainwright.checkpoint.format.writer import Snapshot, write_checkpoint
+from trainwright.checkpoint.format.writer import write_checkpoint
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
 from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
 from trainwright.core.errors import CheckpointError

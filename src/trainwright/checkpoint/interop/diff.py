@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.checkpoint.disk.damage import reading
-from trainwright.checkpoint.format.codec import FindPieces
+from trainwright.checkpoint.disk.untrusted import reading
+from trainwright.checkpoint.format.codec import FindPieces, read_tree
 from trainwright.checkpoint.format.layout import OPTIMIZER_FOLDER, RNG_FOLDER, TRAINER_STEM, Manifest, numbered
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.format.piece_files import loaded
 from trainwright.checkpoint.format.reader import find_pieces
-from trainwright.checkpoint.format.trees import read_tree
 from trainwright.checkpoint.interop.export import StoredTensor, stored_tensors
 from trainwright.core.errors import CheckpointError
 

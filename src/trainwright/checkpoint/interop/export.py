@@ -17,10 +17,10 @@ from typing import Literal
 
 import torch
 
-from trainwright.checkpoint.disk.damage import reading
 from trainwright.checkpoint.disk.durable import hidden, make_folder, rename, sync_folder, write_file
 from trainwright.checkpoint.disk.planned_file import Weight, write_files
-from trainwright.checkpoint.disk.untrusted import inside, read_json
+from trainwright.checkpoint.disk.untrusted import inside, read_json, reading
+from trainwright.checkpoint.format.codec import read_tree
 from trainwright.checkpoint.format.layout import MANIFEST, MODEL_FOLDER, MODEL_STEM
 from trainwright.checkpoint.format.manifests import read_manifest, verify
 from trainwright.checkpoint.format.model import (
@@ -41,7 +41,6 @@ from trainwright.checkpoint.format.safetensors_io import (
     read_safetensors,
     to_storable,
 )
-from trainwright.checkpoint.format.trees import read_tree
 from trainwright.core.errors import CheckpointError
 
 Layout = Literal["single", "sharded"]

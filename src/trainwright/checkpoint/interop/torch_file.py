@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from trainwright.checkpoint.disk.damage import check_regular, shortened
+from trainwright.checkpoint.disk.untrusted import check_regular, shortened
 from trainwright.checkpoint.interop.pickle_parser import STORAGE, Name, Named, Node, PickleParser, checked_key
 from trainwright.core.errors import CheckpointError
 

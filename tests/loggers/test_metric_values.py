@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.helpers.distributed import run_distributed
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.loggers.metric_buffer import MetricBuffer
-from trainwright.loggers.metric_ranks import Exchange, Flushed
+from trainwright.loggers.metric_values import Exchange, Flushed
 
 
 def as_ranks(world_size: int, fn: Callable[[int, Exchange], Any]) -> list[Any]:

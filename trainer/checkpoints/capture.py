@@ -1,0 +1,143 @@
+"""Collect everything that a checkpoint of a run holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint import Snapshot
+from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.rng import rng_state
+from trainwright.loggers.epoch_state import objects_state
+from trainwright.trainer.run import StageRun
+
+_OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a checkpoint besides their own entries
+
+
+def half_done(run: StageRun) -> str | None:
+    """Return why the present state is not that of the last completed step, in words; None when it is.
+
+    Within a step it is, as long as no optimizer has begun to step.
+    """
+    if run.loop.at_step_boundary:
+        return None
+    if run.loop.stepping or run.strategy.has_begun or not run.strategy.capabilities.state_rests:
+        return "an optimizer was stepping, so that the weights may be half updated"
+    if run.data.made is not None and run.data.made.loader.stateful:
+        return "its loader, which keeps its own place, had read on for a step that was not completed"
+    return None
+
+
+def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, float] | None = None) -> Snapshot:
+    """Collect everything a resume needs. Collective: the generators and loaders of all ranks are gathered.
+
+    Returns:
+        The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
+    """
+    run.strategy.begin_save()
+    of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
+    return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
+
+
+def num_bytes_here(run: StageRun) -> int:
+    """Return about how many bytes the tensors of a checkpoint have on this rank's host; not collective."""
+    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
+    on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu"]
+    # A DTensor counts with the rank's own piece; its class is not imported for the sake of those who have none.
+    return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in on_host)
+
+
+def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
+    """Collect what this rank has without asking the others, for use in an exception path.
+
+    With other ranks, whose generators a resume would need, that is the weights only.
+
+    Raises:
+        CheckpointError: the weights lie in pieces on several ranks.
+    """
+    alone = run.world_size == 1
+    if not alone and not run.strategy.capabilities.whole_weights:
+        raise CheckpointError(
+            f"the weights lie in pieces on {run.world_size} ranks, and a rank cannot collect them when another may "
+            "have failed. The earlier checkpoints are whole."
+        )
+    return _collect(run, [_own_state(run)] if alone else [], weights_only=not alone, metrics=metrics)
+
+
+def _own_state(run: StageRun) -> dict[str, Any]:
+    """What a resume needs of each rank."""
+    metrics = {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
+    return {"rng": rng_state(run.strategy.device), "loader": run.data.loader_state(), "metrics": metrics}
+
+
+def _collect(
+    run: StageRun, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
+) -> Snapshot:
+    task, strategy = run.task, run.strategy
+    by_data_rank = strategy.data_ranks.pick(of_ranks) if of_ranks else []
+    shown: dict[str, Any] = {
+        "epoch": run.state.epoch,
+        "global_step": run.state.step,
+        "state_dict": strategy.state.model_state(),
+    }
+    with run.metrics.closed_in("on_save_checkpoint"):
+        run.fire("on_save_checkpoint", shown)
+    model = shown["state_dict"]
+    trainer: dict[str, Any] = {
+        **task.saved_hyperparameters(),
+        "task": {key: value for key, value in shown.items() if key not in _OWN_KEYS},
+    }
+    if not weights_only:
+        trainer |= {
+            "callbacks": {c.state_key: state for c in run.callbacks if (state := c.state_dict())},
+            "schedulers": run.schedules.state_dict(),
+            "strategy": strategy.state_dict(),
+            "data": _place_in_data(run, by_data_rank),
+            "loggers": run.logging.state_dict() if run.logging is not None else [],
+            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            **(
+                {}
+                if (data := run.datamodule) is None
+                else {"datamodule_hyper_parameters": data.saved_hyperparameters()}
+            ),
+            "left_out": run.history.left_out(),
+            "metrics": [of_rank["metrics"] for of_rank in by_data_rank],
+            "frozen": frozen_names(task),
+            "seed": run.history.seed,
+            "run_id": run.history.run_id,
+            "job": run.attempt.key,
+            "precision": strategy.precision.name,
+        }
+        if strategy.data_ranks.size != run.world_size:  # ranks that work on one batch together draw the same numbers
+            trainer["data_ranks"] = list(strategy.data_ranks.members)
+        if not run.loop.at_step_boundary:
+            trainer["within_step"] = True
+    optimizers = [] if weights_only else strategy.state.optimizer_states()
+    if strategy.state.saves_pieces:
+        model, optimizers = strategy.state.in_pieces((model, optimizers))
+    return Snapshot(
+        state=run.progress(),
+        model=model,
+        optimizers=optimizers,
+        trainer=trainer,
+        rng=[of_rank["rng"] for of_rank in of_ranks],
+        metrics=metrics,
+        world_size=run.world_size,
+        kind="weights" if weights_only else "full",
+        in_pieces=strategy.state.saves_pieces,
+        overlaps=strategy.capabilities.state_rests,
+    )
+
+
+def frozen_names(task: torch.nn.Module) -> list[str]:
+    """Return the plain names of the parameters that do not learn."""
+    return sorted(plain_name(name) for name, parameter in task.named_parameters() if not parameter.requires_grad)
+
+
+def _place_in_data(run: StageRun, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    place, loaders = run.data.state_dict(), [of_rank["loader"] for of_rank in of_ranks]
+    return place if None in loaders else {**place, "loaders": loaders}

@@ -1,0 +1,367 @@
+"""Find the checkpoint that a stage starts from, read it, and put everything in it back into the run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainwright.checkpoint import Snapshot
+from trainwright.checkpoint.disk.untrusted import reading
+from trainwright.checkpoint.format.layout import go_on_from
+from trainwright.checkpoint.format.manifests import FoundCheckpoint
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.rng import set_rng_state
+from trainwright.core.state import TrainState
+from trainwright.loggers.epoch_state import load_objects_state, merge
+from trainwright.trainer.checkpoints import remote_saves
+from trainwright.trainer.checkpoints.capture import frozen_names
+from trainwright.trainer.checkpoints.load_request import (
+    LoadRequest,
+    Opened,
+)
+from trainwright.trainer.run import StageRun
+
+
+def restore(run: StageRun, opened: Opened) -> None:
+    """Put a checkpoint's whole state into a prepared run. Every rank reads the same folder; nothing is communicated.
+
+    Callbacks get their states before optimizers do. An optimizer whose groups differ from the saved ones is restored
+    after `on_fit_start`, since a callback may make them there.
+
+    Raises:
+        CheckpointError: a part is missing, or does not fit this task.
+    """
+    snapshot, path, request = opened.snapshot, opened.path, opened.request
+    saved = Entries(snapshot.trainer, path, request.allow_missing)
+    restore_weights(run, opened)
+    run.state.load_dict(snapshot.state)
+    go_on_from(opened.found.manifest.created)
+    run.shown.load(snapshot.metrics)
+    saved.restore_callbacks(run)
+    _restore_optimizers_and_schedules(run, opened, saved)
+    saved.restore_strategy(run)
+    data, seed = saved.take("data", {}), saved.take("seed", None)
+    if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
+        run.history.seed = seed
+        run.data.load_state_dict(data)
+    run.history.add_left_out(snapshot.trainer.get("left_out", {}))  # a converted checkpoint has none
+    run.history.run_id = saved.take("run_id", "")
+    saved.restore_loggers(run)
+    saved.restore_datamodule(run)
+    if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
+        run.loop.to_restore.append(partial(_restore_metrics, run, snapshot.trainer.get("metrics", []), path))
+        run.loop.to_restore.append(partial(_compare_frozen, run, snapshot.trainer.get("frozen"), path))
+    ranks = snapshot.trainer.get("data_ranks")  # only there if they are not all ranks
+    states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
+    if snapshot.trainer.get("within_step"):
+        warnings.warn(
+            f"{path} was written after step {run.state.step} when the next one had begun: that one is done anew, and "
+            "what it had drawn from generators, put into buffers and logged by then remains.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+    if len(states) == run.strategy.data_ranks.size:
+        run.loop.to_restore.append(
+            partial(_set_generators, path, states[run.strategy.data_ranks.rank], run.strategy.device)
+        )
+    elif "rng" not in snapshot.missing:
+        wrote = _processes_text(snapshot.world_size, len(ranks) if ranks else snapshot.world_size)
+        moved = (
+            f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.strategy.data_ranks.size)}"
+        )
+        warnings.warn(
+            f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
+            f"{' The order of the data goes on exactly.' if data else ''}",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
+def _compare_frozen(run: StageRun, before: list[str] | None, path: Path) -> None:
+    """Warn where an epoch goes on with other parameters learning than those that learned when it was left."""
+    names = {plain_name(name) for name, _ in run.task.named_parameters()}
+    differ = [] if before is None else sorted({*before} & names ^ {*frozen_names(run.task)})
+    if differ:
+        kind = "learned" if differ[0] not in (before or []) else "was frozen"
+        warnings.warn(
+            f"{path} was written in the middle of an epoch in which {differ[0]!r} {kind}, and in this run that is "
+            f"otherwise ({len(differ)} such parameters). The task is built anew for a resume, and on_train_epoch_start "
+            "is not called again in the epoch that goes on: set requires_grad in on_train_start too, by the epoch.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
+def _set_generators(path: Path, states: dict[str, Any], device: torch.device) -> None:
+    with reading(path, "holds states of generators that make no sense"):
+        set_rng_state(states, device)
+
+
+def _processes_text(world_size: int, dp_size: int) -> str:
+    """Return how many processes there are, and between how many the data is divided if these are fewer."""
+    return f"{world_size} process(es)" + (f", {dp_size} for the data" if dp_size != world_size else "")
+
+
+def _restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], path: Path) -> None:
+    """Go on with what the epoch has aggregated so far; called once it is begun, on every rank."""
+    device, rank = run.strategy.device, run.strategy.data_ranks.rank
+    if len(of_ranks) == run.strategy.data_ranks.size:
+        run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
+        lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
+    else:
+        lost = sorted({name for of_rank in of_ranks for name in of_rank["objects"]})
+        keys = {key: None for of_rank in of_ranks for key in of_rank["logged"]}
+        held = {key: [of_rank["logged"][key] for of_rank in of_ranks if key in of_rank["logged"]] for key in keys}
+        if rank == 0:  # what all have aggregated is added up with what each adds from now on
+            run.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
+    if lost and run.is_main:
+        warnings.warn(
+            f"{path}: the metric objects {', '.join(lost)} begin the epoch anew: they are not in this task, or the "
+            "number of processes has changed.",
+            TrainwrightWarning,
+            stacklevel=2,
+        )
+
+
+def _restore_optimizers_and_schedules(run: StageRun, opened: Opened, saved: Entries) -> None:
+    """Restore them now, or once callbacks have made the parameter groups that the checkpoint has (`on_fit_start`)."""
+
+    def load() -> None:
+        fresh = _restore_optimizers(run, opened.snapshot, opened.path, opened.request)
+        _restore_schedules(run, saved, fresh)
+
+    snapshot, own = opened.snapshot, run.optimizers
+    if run.hooks.on_fit_start and len(snapshot.optimizers) == len(own):
+        pairs = zip(snapshot.optimizers, own, strict=True)
+        if any(len(state.get("param_groups", [])) != len(optimizer.param_groups) for state, optimizer in pairs):
+            run.loop.restore_after_fit_start = load
+            return
+    load()
+
+
+def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: LoadRequest) -> list[Optimizer]:
+    """Give the optimizers their state back; return those that start anew, which only a user's word allows."""
+    saved, own = snapshot.optimizers, run.optimizers
+    if "optimizer" in snapshot.missing:
+        return own
+    allowed = "optimizer" in request.allow_missing
+    if len(saved) != len(own):
+        text = f"{path} holds {len(saved)} optimizer(s), but configure_optimizers returned {len(own)}."
+        if not allowed:
+            raise CheckpointError(
+                f"{text} Return as many, in the same order, or pass allow_missing=['optimizer'] to start them anew."
+            )
+        warnings.warn(f"{text} They start anew.", TrainwrightWarning, stacklevel=3)
+        return own
+    fresh = []
+    for optimizer, state in zip(own, saved, strict=True):
+        try:
+            run.strategy.state.load_optimizer_state(optimizer, state)
+        except CheckpointError as error:
+            if not allowed:
+                raise
+            fresh.append(optimizer)
+            text = f"{path}: {error} {type(optimizer).__name__} starts anew."
+            warnings.warn(text, TrainwrightWarning, stacklevel=3)
+    return fresh
+
+
+def _restore_schedules(run: StageRun, saved: Entries, fresh: list[Optimizer]) -> None:
+    """Give the learning-rate schedules their state back, and let optimizers that start anew have their rates."""
+    states, configs = saved.take("schedulers", []), run.lr_scheduler_configs
+    if len(states) != len(configs):
+        saved.lacks(
+            "schedulers",
+            f"holds {len(states)} learning-rate schedule(s), but configure_optimizers returned {len(configs)}",
+            "return as many, in the same order",
+        )
+        return
+    run.schedules.load_state_dict(states)
+    for config in configs:
+        optimizer = next((each for each in fresh if each is getattr(config.scheduler, "optimizer", None)), None)
+        if optimizer is not None:
+            # Most schedules go on from the rate that stands in the optimizer, which is that of step 0 in a new one.
+            for group, rate in zip(optimizer.param_groups, config.scheduler.get_last_lr(), strict=True):
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+
+def restore_weights(run: StageRun, opened: Opened) -> None:
+    """Load the weights of a checkpoint that the hooks have seen."""
+    shown, path, request = opened.shown, opened.path, opened.request
+    strict = run.task.strict_loading if request.strict is None else request.strict
+    missing, left_over = run.strategy.state.load_model_state(shown["state_dict"], strict=strict)
+    run.strategy.weights_changed()
+    # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
+    if request.strict is False and (missing or left_over):
+        texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (
+            (f"{len(missing)} weights of the task are not in it", missing),
+            (f"{len(left_over)} of its weights are not in the task", left_over),
+        ) if names]  # fmt: skip
+        warnings.warn(f"{path} was loaded in part. {'; '.join(texts)}.", TrainwrightWarning, stacklevel=2)
+
+
+def begin_from_weights(run: StageRun, opened: Opened) -> None:
+    """Load the weights alone, and stand at the start of a new run."""
+    restore_weights(run, opened)
+    run.state.load_dict(TrainState().to_dict())
+    run.print(f"trainwright: a new run begins at step 0 from the weights of {opened.path}")
+
+
+def enter_checkpoint(run: StageRun, opened: Opened) -> None:
+    """Put a full checkpoint into the prepared run, so that the next epoch goes on from it.
+
+    Every rank must call it; nothing is communicated.
+    """
+    restore(run, opened)
+    if run.state.epoch_done:
+        run.state.begin_next_epoch()
+        if run.data.place is not None:
+            run.data.place["position"] = None
+
+
+def adopt(run: StageRun, found: FoundCheckpoint) -> None:
+    """Enter a checkpoint of this run that it was killed before it could enter. Collective.
+
+    Args:
+        found: the checkpoint that is resumed from; one that is elsewhere than the run's own is left alone.
+    """
+    true_path = found.path.resolve()  # not a link to it
+    ours = true_path.parent == run.checkpoint_dir.resolve() and not true_path.name.startswith(".")
+    if run.saver is None:
+        return
+
+    def work() -> None:
+        remote_saves.tidy(run, true_path if ours else None)
+        if ours:
+            run.folder.enter(FoundCheckpoint(true_path, found.manifest))
+
+    run.strategy.processes.on_main_rank(work, f"enter {found.path} in its index")
+
+
+def load(run: StageRun, opened: Opened) -> None:
+    """Put an opened checkpoint into the prepared run: all of it, or the weights alone. Collective."""
+    run.ckpt_path = str(opened.path)
+    if run.stage is None or not opened.request.resumes(run.stage):
+        load_weights = begin_from_weights if run.stage == "fit" else restore_weights
+        return load_weights(run, opened)
+    enter_checkpoint(run, opened)
+    adopt(run, opened.found)
+    run.resumed = True
+    run.origin = opened.path
+
+
+class Entries:
+    """The entries of a checkpoint's trainer part, and what a resume does about those that are not there.
+
+    The rule: what a run had when it was saved and the checkpoint has not is an error, unless the user allowed it by
+    name. What a user may add between two runs (a callback, a logger, another precision) starts anew, with a warning,
+    and so does what one may take away.
+
+    Args:
+        saved: name → tree.
+        path: of the checkpoint, for messages.
+        allowed: what the user said may be missing.
+    """
+
+    def __init__(self, saved: Mapping[str, Any], path: Path, allowed: Sequence[str]) -> None:
+        self._saved = saved
+        self._path = path
+        self._allowed = allowed
+
+    def take(self, name: str, otherwise: object) -> Any:
+        """Return an entry; `otherwise` if it is not there and may be.
+
+        Raises:
+            CheckpointError: it is not there, and every checkpoint that this version reads has it.
+        """
+        if name not in self._saved:
+            self.lacks(name, f"has no entry {name!r} in its trainer part", "use another checkpoint")
+            return otherwise
+        return self._saved[name]
+
+    def lacks(self, name: str, what: str, advice: str) -> None:
+        """Raise, or warn if the user has allowed it, because the checkpoint lacks `name`.
+
+        Raises:
+            CheckpointError: it was not allowed; says `what` and what to do.
+        """
+        if name not in self._allowed:
+            raise CheckpointError(
+                f"{self._path} {what}: {advice}, or pass allow_missing=[{name!r}] to go on without, knowing that the "
+                "run will differ."
+            )
+        self._warn(f"{what}; it starts anew, as allow_missing says.")
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"{self._path} {text}", TrainwrightWarning, stacklevel=4)
+
+    def _is_new(self, kind: str, name: str) -> None:
+        """Warn of what the user has added; allowing it by name silences that."""
+        if kind not in self._allowed:
+            self._warn(f"holds no state of {name}, which this run has: it starts anew.")
+
+    def restore_strategy(self, run: StageRun) -> None:
+        """Give the strategy its own state back (the loss scale)."""
+        # Under the strategy's key in old and new files, under its parts' names for users: "scaler".
+        saved: Mapping[str, Any] = self.take("strategy", {})
+        precision, before = run.strategy.precision.name, self._saved.get("precision")
+        for key in run.strategy.state_dict():
+            if key in saved:
+                continue
+            if before == precision:
+                self.lacks(
+                    key, f"was written with precision={precision!r} and lacks its {key}", "use another checkpoint"
+                )
+            else:
+                self._is_new(key, f"the {key} of precision={precision!r}")
+        run.strategy.load_state_dict(saved)
+
+    def restore_callbacks(self, run: StageRun) -> None:
+        """Give the callbacks their states back, by their keys."""
+        saved: Mapping[str, Any] = self.take("callbacks", {})
+        known = {callback.state_key: callback for callback in run.callbacks}
+        for key in saved:
+            if key not in known:
+                self._warn(
+                    f"holds the state of a callback {key!r} that this run does not have. Add it, or ignore this."
+                )
+        for key, callback in known.items():
+            if key in saved:
+                callback.load_state_dict(saved[key])
+            elif callback.state_dict():
+                self._is_new("callbacks", f"the callback {key!r}")
+
+    def restore_loggers(self, run: StageRun) -> None:
+        """Have the loggers continue their logs."""
+        saved: Sequence[Mapping[str, Any]] = self.take("loggers", [])
+        if run.logging is None:
+            return
+        left = [state.get("logger") for state in saved]
+        for own in run.logging.state_dict():
+            if own["logger"] in left:
+                left.remove(own["logger"])
+            elif len(own) > 1:  # it has more to tell than its class
+                self._is_new("loggers", f"the {own['logger']}")
+        run.logging.load_state_dict(saved)
+
+    def restore_datamodule(self, run: StageRun) -> None:
+        """Give the data module its state back."""
+        saved: dict[str, Any] = self.take("datamodule", {})
+        if run.datamodule is None:
+            if saved:
+                self._warn("holds the state of a data module, and this run has none. Pass it, or ignore this.")
+        elif saved:
+            run.datamodule.load_state_dict(saved)
+        elif run.datamodule.state_dict():
+            name = type(run.datamodule).__name__
+            self.lacks("datamodule", f"holds no state of the data module, and {name} has one", "use another checkpoint")
