@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -357,3 +358,12 @@ def test_pickling_an_offloaded_model_says_what_to_do_instead(save: Callable[[Net
     with pytest.raises(ConfigurationError, match=r"cannot be pickled.*save_model"):
         save(offloaded)
     save(copy.deepcopy(remove_hook_from_module(copy.deepcopy(offloaded), recurse=True)))
+
+
+def test_a_misspelt_name_in_a_device_map_is_warned_of_once(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    save_file(net.state_dict(), tmp_path / "model.safetensors")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_checkpoint_and_dispatch(net, tmp_path / "model.safetensors", device_map={"": "cpu", "1.wieght": "cpu"})
+    assert ["1.wieght" in str(warning.message) for warning in caught] == [True]

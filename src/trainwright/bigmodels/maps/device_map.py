@@ -139,8 +139,8 @@ def resolve_device_map(
         ConfigurationError: another word, or a map that `check_device_map` refuses.
     """
     if not isinstance(device_map, str):
-        check_device_map(model, device_map)
-        return dict(device_map)
+        unknown = _check(model, device_map, strict=False)
+        return {name: device for name, device in device_map.items() if name not in unknown}
     if device_map not in DEVICE_MAPS:
         raise ConfigurationError(
             f"device_map={device_map!r} is unknown.{nearest(device_map, DEVICE_MAPS)} Write one of "
@@ -238,6 +238,11 @@ def check_device_map(
         ConfigurationError: parameters or buffers are not covered, all of which the message names; a device that is
             none; with `strict`, a name of nothing.
     """
+    _check(model, device_map, strict)
+
+
+def _check(model: nn.Module, device_map: Mapping[str, Device | torch.device], strict: bool) -> list[str]:
+    """Check a device map, and return the names in it that the model does not have."""
     check_devices(device_map)
     known: set[str] = {""}
     missing = list[str]()
@@ -256,7 +261,7 @@ def check_device_map(
             "The device_map provided does not give any device for the following parameters: "
             f"{', '.join(missing)}. Add them, or a module that they are in, or '' for all the rest."
         )
-    _report_unknown_names(model, device_map, known, strict)
+    return _report_unknown_names(model, device_map, known, strict)
 
 
 def check_devices(device_map: Mapping[str, Device | torch.device]) -> None:
@@ -293,10 +298,10 @@ def _saved_names(model: nn.Module) -> list[str]:
 
 def _report_unknown_names(
     model: nn.Module, device_map: Mapping[str, Device | torch.device], known: set[str], strict: bool
-) -> None:
+) -> list[str]:
     unknown = [name for name in device_map if name not in known]
     if not unknown:
-        return
+        return []
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}  # those without tensors too
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     unknown = [name for name in unknown if name not in modules and name not in buffers]
@@ -307,7 +312,8 @@ def _report_unknown_names(
         )
         if strict:
             raise ConfigurationError(message)
-        warnings.warn(message, TrainwrightWarning, stacklevel=3)
+        warnings.warn(message, TrainwrightWarning, stacklevel=4)
+    return unknown
 
 
 def clean_device_map(
