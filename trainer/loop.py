@@ -134,6 +134,7 @@ class FitLoop:
             self._validate()
         if self._log_every.due(state):
             run.flush_step()  # the only host sync
+            loop.check_finite()
         if not state.step_in_epoch and run.task.automatic_optimization and not run.history.skipped_batches:
             run.notices.nothing_trained(state, type(run.task).__name__, epoch_is_over=group.is_last)
         ends = group.is_last or self._must_stop()
@@ -186,6 +187,7 @@ class FitLoop:
             if loop.validated_at != state.step and self._validation.in_epoch(state.epoch):
                 self._validate()
         loop.epoch_closes = closed
+        loop.check_finite()
         run.fire("on_train_epoch_end")
         run.take_metrics(run.metrics.flush_epoch(run.exchange), "train")
         run.shown.show(run.metrics.peek())
@@ -243,6 +245,7 @@ class FitLoop:
         if not run.data.has_validation:
             run.state.validation_owed = False
             return
+        run.loop.check_finite()
         run.state.validation_owed = True  # a checkpoint that is written meanwhile does not know what it comes to
         in_step, run.metrics.in_step = run.metrics.in_step, False
         data, device = run.data.evaluation("validate"), run.strategy.device

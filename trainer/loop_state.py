@@ -5,11 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from trainwright.core.state import Group, TrainState
 from trainwright.trainer.schedule import Stop, ValidationSchedule
+
+
+class Guard(Protocol):
+    """Looks at losses and gradients (see `recovery.non_finite`)."""
+
+    def look(self) -> None:
+        """Raise if a step since the last look was not finite. Collective."""
+
+    def is_bad_here(self) -> bool:
+        """Tell whether this rank saw such a step. Not collective."""
 
 
 @dataclass(slots=True)
@@ -31,6 +42,7 @@ class LoopState:
         stop_reason: why a stop was asked for last, or None.
         epoch_closes: the epoch that ends is over; False when a later fit may go on with it.
         to_restore: what is put back as the last act before training goes on.
+        guard: looks at losses and gradients in the present epoch (`on_nonfinite`); None: nothing does.
         restore_after_fit_start: what is put back once callbacks have made parameter groups in `on_fit_start`.
     """
 
@@ -49,11 +61,21 @@ class LoopState:
     epoch_closes: bool = True
     to_restore: list[Callable[[], None]] = field(default_factory=list)
     restore_after_fit_start: Callable[[], None] | None = None
+    guard: Guard | None = None
 
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch that runs, or ran last, is its epoch's last."""
         return self.group is not None and self.group.is_last and self.group.index == len(self.group.batches) - 1
+
+    def check_finite(self) -> None:
+        """Raise if a step since the last look was not finite. Collective; waits for the device.
+
+        Raises:
+            NonFiniteError: on every rank.
+        """
+        if self.guard is not None:
+            self.guard.look()
 
     def look(self) -> None:
         """Have the loop look at what is due after the present step."""

@@ -1,4 +1,4 @@
-"""Whether a step's loss and gradients are numbers at all: the same answer on every rank."""
+"""Check whether the loss and the gradients of a step are finite: at once, or noted on the device and read later."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.steps.gradients import parameters_of
 from trainwright.strategies.steps.step import Step
 
 
@@ -51,3 +52,69 @@ def explain(step: Step, loss: torch.Tensor) -> NonFinite:
     finite = dict(zip(flags, torch.stack([*flags.values()]).tolist() if flags else [], strict=True))
     names = [name for name, parameter in step.task.named_parameters() if not finite.get(id(parameter), True)]
     return NonFinite(float(loss), names)
+
+
+def reading_waits(device: torch.device) -> bool:
+    """Tell whether the host waits for the device when it reads a value: a CPU computes in step with it."""
+    return device.type != "cpu"
+
+
+class FirstNonFinite:
+    """The first step that was not finite, kept on the device: which it was, its loss, and whose gradients.
+
+    Nothing waits for the device or for other ranks before `read`. The memory is one flag per parameter.
+
+    Args:
+        step: whose losses and gradients are looked at.
+    """
+
+    def __init__(self, step: Step) -> None:
+        device = step.parts.device
+        self._step = step
+        self._index = {id(parameter): i for i, parameter in enumerate(parameters_of(step.optimizers))}
+        self._held: tuple[int, ...] = ()  # indices of the parameters that had gradients last
+        self._at: torch.Tensor | None = None  # the same, on the device
+        self._number = torch.full((), -1, dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), device=device)
+        self._flags = torch.zeros(len(self._index), dtype=torch.bool, device=device)
+
+    def note(self, loss: torch.Tensor, number: int) -> None:
+        """Look at a step between `forward_backward` and `optimizer_step`; with a scaled loss at the loss alone.
+
+        Args:
+            loss: what `forward_backward` returned.
+            number: of the step.
+        """
+        flags = self._bad_gradients()
+        is_first = (self._number < 0) & (~loss.isfinite() | flags.any())
+        self._number = torch.where(is_first, number, self._number)
+        self._loss = torch.where(is_first, loss.float(), self._loss)
+        self._flags = torch.where(is_first, flags, self._flags)
+
+    def _bad_gradients(self) -> torch.Tensor:
+        """Return a flag per parameter: its gradient holds a NaN or an infinity."""
+        flags = torch.zeros_like(self._flags)
+        held = [] if self._step.scaler is not None else [*self._step.held_gradients()]
+        held = [(parameter, values) for parameter, values in held if values.numel()]
+        if not held:
+            return flags
+        indices = tuple(self._index[id(parameter)] for parameter, _ in held)
+        if self._at is None or indices != self._held:
+            self._held, self._at = indices, torch.tensor(indices, device=flags.device)
+        # The largest element, unlike the 2-norm, is finite exactly when all are.
+        largest = torch._foreach_norm([values for _, values in held], float("inf"))
+        finite = torch.stack([value.to(flags.device, torch.float32) for value in largest]).isfinite()
+        return flags.index_put_((self._at,), ~finite)
+
+    def is_seen(self, ranks: DataRanks) -> bool:
+        """Tell whether a step was not finite on any rank. Collective; waits for the device, to read one flag."""
+        return bool(ranks.sum((self._number >= 0).float()).item())
+
+    def read(self) -> tuple[int, NonFinite] | None:
+        """Return the number of this rank's first step that was not finite and what it was, or None. Waits."""
+        number = int(self._number)
+        if number < 0:
+            return None
+        bad = {index for index, is_bad in enumerate(self._flags.tolist()) if is_bad}
+        names = [name for name, p in self._step.task.named_parameters() if self._index.get(id(p), -1) in bad]
+        return number, NonFinite(float(self._loss), names)

@@ -22,12 +22,14 @@ class NoSyncBetween(Callback):
 
 
 @pytest.mark.requires("cuda", reason="only a device that runs behind the host can be waited for")
+@pytest.mark.parametrize("on_nonfinite", [None, "raise"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_steps_two_to_ten_wait_for_nothing(precision: str, tmp_path: Any) -> None:
+def test_steps_two_to_ten_wait_for_nothing(precision: str, on_nonfinite: Any, tmp_path: Any) -> None:
     loader = torch.utils.data.DataLoader(regression_data(64), batch_size=4, pin_memory=True)
     trainer = Trainer(
         accelerator="cuda", devices=1, max_steps=12, log_every_n_steps=12, precision=precision,
-        gradient_clip_val=1.0, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        gradient_clip_val=1.0, on_nonfinite=on_nonfinite, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
         logger=False, default_root_dir=tmp_path, callbacks=[NoSyncBetween()],
     )  # fmt: skip
     try:

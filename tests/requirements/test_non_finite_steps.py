@@ -18,6 +18,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.core.errors import NonFiniteError
+from trainwright.strategies.steps import non_finite
 
 
 class _BadOn(RegressionTask):
@@ -101,6 +102,23 @@ def test_all_ranks_raise_and_say_on_which_of_them_it_was() -> None:
         assert (result["error"].ranks, result["error"].source, result["error"].step) == ((1,), "loss", 5)
         assert [len(ids) for ids in result["error"].sample_ids] == [2, 2]
     assert str(first["error"]) == str(second["error"])
+
+
+def _train_behind(*arguments: Any) -> Any:
+    """Train as on a device that runs behind the host."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(non_finite, "reading_waits", lambda device: True)
+        return _train(*arguments)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_raise_when_they_look_at_what_one_has_noted(rank: int) -> None:
+    """Under a scaled loss, the other rank has nothing noted itself."""
+    results = run_distributed(_train_behind, 2, "raise", rank, "loss", 1, None, "16-mixed", init=False, timeout=120)
+    for result in results:
+        assert (result["error"].ranks, result["error"].source, result["error"].step) == ((rank,), "loss", 5)
+        assert "Weights have changed since" in str(result["error"])
 
 
 @pytest.mark.distributed

@@ -178,10 +178,15 @@ def test_a_validation_is_read_once() -> None:
     assert by_step.values == [0] * 6 + [1] * 6
 
 
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_a_look_at_each_step_reads_one_flag_of_it(policy: Any) -> None:
-    by_step, _ = rehearse(Classifier(), on_nonfinite=policy)
+def test_a_look_at_each_step_reads_one_flag_of_it() -> None:
+    by_step, _ = rehearse(Classifier(), on_nonfinite="skip")
     assert by_step.values == list(range(1, NUM_BATCHES + 1))
+    assert by_step.copies == [0] * NUM_BATCHES
+
+
+def test_a_run_that_ends_at_what_is_not_finite_looks_where_metrics_are_read() -> None:
+    by_step, _ = rehearse(Classifier(), log_every_n_steps=4, on_nonfinite="raise")
+    assert by_step.values == [0] * 4 + [2] * 4 + [4] * 4  # a flush and a flag
     assert by_step.copies == [0] * NUM_BATCHES
 
 

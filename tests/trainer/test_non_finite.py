@@ -21,7 +21,9 @@ from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
 from trainwright.callbacks.weight_averaging import EMAWeightAveraging
+from trainwright.checkpoint import read_manifest
 from trainwright.core.errors import ConfigurationError, NonFiniteError, TrainwrightWarning
+from trainwright.strategies.steps import non_finite
 from trainwright.trainer.trainer import Trainer
 
 NAN = float("nan")
@@ -104,6 +106,98 @@ def test_raise_says_where_and_what_and_leaves_the_weights_as_they_were(factor: f
     until_then = Bad()
     quiet_trainer(max_epochs=1, seed=3, max_steps=3).fit(until_then, regression_loader(12, 2, shuffle=True))
     assert_equal_weights(weights_of(task), weights_of(until_then))
+
+
+@pytest.fixture
+def _behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the CPU looked at as a device that runs behind the host."""
+    monkeypatch.setattr(non_finite, "reading_waits", lambda device: True)
+
+
+@pytest.mark.usefixtures("_behind")
+@pytest.mark.parametrize("noticed_at", ["a flush", "an epoch's end"])
+def test_a_step_is_named_that_was_not_finite_before_it_was_looked_at(noticed_at: str) -> None:
+    task = Bad((0, 3), (0, 4), factor=float("inf"))
+    every = 5 if noticed_at == "a flush" else 100
+    trainer = quiet_trainer(max_epochs=2, on_nonfinite="raise", log_every_n_steps=every)
+    with pytest.raises(NonFiniteError, match="Weights have changed since") as caught:
+        trainer.fit(task, regression_loader(12, 2))
+    error = caught.value
+    assert (error.step, error.epoch, error.ranks, error.source) == (3, 0, (0,), "loss")
+    assert error.parameters[0] == "net.0.weight"
+    assert error.sample_ids == [[6, 7]]
+    assert trainer.global_step == (5 if noticed_at == "a flush" else 6)
+
+
+@pytest.mark.usefixtures("_behind")
+def test_a_gradient_is_named_that_was_not_finite_before_it_was_looked_at() -> None:
+    class Root(RegressionTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            return loss + (0 * self.net[3].bias.sum()).sqrt() if batch_idx == 1 else loss
+
+    with pytest.raises(NonFiniteError, match=r"gradient is not finite .* net\.3\.bias") as caught:
+        quiet_trainer(on_nonfinite="raise").fit(Root(), regression_loader(4))
+    assert (caught.value.step, caught.value.parameters) == (1, ("net.3.bias",))
+
+
+@pytest.mark.usefixtures("_behind")
+def test_without_such_a_step_the_weights_are_those_of_a_run_that_looks_at_nothing() -> None:
+    tasks = Bad(), Bad()
+    for task, policy in zip(tasks, (None, "raise"), strict=True):
+        quiet_trainer(max_epochs=2, seed=3, on_nonfinite=policy, gradient_clip_val=1.0).fit(task, regression_loader(6))
+    assert_equal_weights(weights_of(tasks[0]), weights_of(tasks[1]))
+
+
+class _SavesAll(Callback):
+    """Saves after each step and when the run fails; counts what is refused."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.refused = 0
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        trainer.save_checkpoint(self.folder / str(trainer.global_step))
+
+    def on_exception(self, trainer: Any, task: Any, error: BaseException) -> None:
+        with pytest.raises(NonFiniteError):
+            trainer.save_checkpoint(self.folder / "after")
+        self.refused += 1
+
+
+@pytest.mark.usefixtures("_behind")
+@pytest.mark.filterwarnings("ignore:no checkpoint .* of the failed run")
+@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("saver", ["the user's", "periodic", "on an exception"])
+def test_nothing_is_saved_behind_a_step_that_was_not_finite(saver: str, async_save: bool, tmp_path: Path) -> None:
+    callbacks: dict[str, Callback] = {
+        "the user's": _SavesAll(tmp_path),
+        "periodic": ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1),
+        "on an exception": ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True),
+    }
+    callback = callbacks[saver]
+    trainer = quiet_trainer(
+        max_epochs=1, on_nonfinite="raise", log_every_n_steps=100, callbacks=callback, async_save=async_save
+    )
+    with pytest.raises(NonFiniteError):
+        trainer.fit(Bad((0, 3)), regression_loader(6))
+    found = [read_manifest(path.parent).step for path in tmp_path.glob("*/manifest.json")]
+    assert sorted(found) == ([] if saver == "on an exception" else [1, 2, 3])
+    assert not isinstance(callback, _SavesAll) or callback.refused == 1
+
+
+@pytest.mark.usefixtures("_behind")
+def test_an_error_of_another_kind_saves_no_weights_of_such_a_step_either(tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+            if trainer.global_step == 5:
+                raise RuntimeError("something else")
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=100, save_on_exception=True)
+    trainer = quiet_trainer(max_epochs=1, on_nonfinite="raise", log_every_n_steps=100, callbacks=[saver, Fails()])
+    with pytest.warns(TrainwrightWarning, match="a step was not finite"), pytest.raises(RuntimeError, match="else"):
+        trainer.fit(Bad((0, 3)), regression_loader(6))
+    assert list(tmp_path.glob("*/manifest.json")) == []
 
 
 def test_the_sample_ids_are_those_that_the_step_was_given() -> None:

@@ -36,6 +36,7 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
     Returns:
         The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
     """
+    run.loop.check_finite()
     run.strategy.begin_save()
     of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
     return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
@@ -59,6 +60,10 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
     Raises:
         CheckpointError: the weights lie in pieces on several ranks.
     """
+    if run.loop.guard is not None and run.loop.guard.is_bad_here():
+        raise CheckpointError(
+            "a step was not finite, and weights have changed since. The earlier checkpoints are valid."
+        )
     alone = run.world_size == 1
     if not alone and not run.strategy.capabilities.whole_weights:
         raise CheckpointError(

@@ -1,4 +1,8 @@
-"""What becomes of a group whose loss or gradient is NaN or infinite: decided before any weight has changed."""
+"""Act on a group whose loss or gradient is NaN or infinite.
+
+Where reading a value waits for no device, and for `"skip"` and `"rollback"`, that is before any weight has changed.
+Otherwise `"raise"` lets the steps run on, and looks where the host waits anyway, and before anything is saved.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ import torch
 from trainwright.core.errors import NonFiniteError
 from trainwright.core.state import Group, SkippedData
 from trainwright.data.prepared import PreparedLoader
-from trainwright.strategies.steps.non_finite import explain, is_finite
+from trainwright.strategies.steps import non_finite
+from trainwright.strategies.steps.non_finite import FirstNonFinite, NonFinite
 from trainwright.trainer.recovery.rollback import RollBack, Wish, find_checkpoint, unit_of
 from trainwright.trainer.run import StageRun
 
@@ -35,17 +40,19 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
         if skipped.epoch == state.epoch
         and (skipped.stop is None or here.get(skipped.unit, skipped.stop) < skipped.stop)
     ]
+    run.loop.guard = None
     if run.arguments.on_nonfinite is None and not ahead:
         return run.strategy.step.forward_backward
-    return GuardedStep(run, loader, ahead)
+    run.loop.guard = guarded = GuardedStep(run, loader, ahead)
+    return guarded
 
 
 class GuardedStep:
     """Forward and backward of a group, and what becomes of it when loss or gradient are not finite on any rank.
 
     Called as `Step.forward_backward` is, and returns what it returns; None also for a group that is left out.
-    All ranks decide alike: they exchange one flag in each step, which is read from the device, and more only when it
-    is set.
+    All ranks decide alike: they exchange one flag, which is read from the device, in each step or where the host waits
+    anyway, and more only when it is set.
 
     Args:
         run: with its `on_nonfinite`; None only leaves out.
@@ -57,7 +64,11 @@ class GuardedStep:
         self._run = run
         self._loader = loader
         self._ahead = ahead
-        self._buffers = BufferCopies(run.task) if run.arguments.on_nonfinite is not None else None
+        step, mode = run.strategy.step, run.arguments.on_nonfinite
+        later = mode == "raise" and non_finite.reading_waits(step.parts.device)
+        self._first = FirstNonFinite(step) if later else None
+        self._places: dict[int, tuple[int, int]] = {}  # of the steps since the last look: first batch and number
+        self._buffers = None if mode is None or later else BufferCopies(run.task)
 
     def __call__(self, group: Group) -> torch.Tensor | None:
         """Run a group. Collective.
@@ -72,15 +83,49 @@ class GuardedStep:
             return None
         strategy = self._run.strategy
         if self._buffers is None:
-            return strategy.step.forward_backward(group)
+            loss = strategy.step.forward_backward(group)
+            if self._first is not None and loss is not None:
+                self._places[self._run.state.step] = group.first_idx, len(group.batches)
+                self._first.note(loss, self._run.state.step)
+            return loss
         self._buffers.refresh()
         loss = strategy.step.forward_backward(group)
-        if loss is None or is_finite(strategy.step, loss, strategy.data_ranks):
+        if loss is None or non_finite.is_finite(strategy.step, loss, strategy.data_ranks):
             self._run.history.skipped_in_a_row = 0
             return loss
         self._decide(group, loss)
         group.last_output = {}
         return None
+
+    def look(self) -> None:
+        """Raise if a step since the last look was not finite on any rank. Collective; waits for the device.
+
+        Raises:
+            NonFiniteError: on every rank. Weights have changed since that step.
+        """
+        if self._first is None:
+            return
+        if not self._first.is_seen(self._run.strategy.data_ranks):
+            self._places.clear()
+            return
+        told = self._run.strategy.processes.gather_object(self._first.read())
+        step = min(number for number, _ in filter(None, told))
+        first, num = self._places.get(step, (0, 1))
+        found = self._found(step, first, num, [self._of_step(step, seen) for seen in told])
+        raise self._error(
+            found,
+            "Weights have changed since: losses are read where the host waits for the device anyway, and before "
+            "anything is saved. Every checkpoint is of a step before it",
+        )
+
+    @staticmethod
+    def _of_step(step: int, seen: tuple[int, NonFinite] | None) -> NonFinite:
+        """Return what a rank saw of a step; nothing if its own first one came later."""
+        return seen[1] if seen is not None and seen[0] == step else NonFinite(0.0, [])
+
+    def is_bad_here(self) -> bool:
+        """Tell whether this rank saw a step that was not finite, for use in an exception path. Waits for the device."""
+        return self._first is not None and self._first.read() is not None
 
     def _is_left_out(self, group: Group) -> bool:
         before = self._loader.position(group.first_idx)
@@ -116,22 +161,25 @@ class GuardedStep:
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
         """Learn what every rank sees. Collective; reads the device."""
-        run = self._run
-        seen = explain(run.strategy.step, loss)
-        told = run.strategy.processes.gather_object((seen.loss, seen.parameters, self._ids(group)))
+        seen = self._run.strategy.processes.gather_object(non_finite.explain(self._run.strategy.step, loss))
+        return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
+
+    def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
+        """Return what all ranks saw of a step of this epoch over `num` batches. Collective."""
+        ids = self._run.strategy.processes.gather_object(self._ids(first, num))
         return _Found(
-            step=run.state.step,
-            epoch=run.state.epoch,
-            batches=(group.first_idx, group.first_idx + len(group.batches) - 1),
-            losses=[loss for loss, _, _ in told],
-            parameters=[names for _, names, _ in told],
-            sample_ids=None if any(ids is None for *_, ids in told) else [ids for *_, ids in told],
+            step=step,
+            epoch=self._run.state.epoch,
+            batches=(first, first + num - 1),
+            losses=[each.loss for each in seen],
+            parameters=[each.parameters for each in seen],
+            sample_ids=None if any(each is None for each in ids) else ids,
         )
 
-    def _ids(self, group: Group) -> Ids | None:
-        """Return the data set's indices in this rank's part of the group; None where it has none."""
+    def _ids(self, first: int, num: int) -> Ids | None:
+        """Return the data set's indices in this rank's part of a group; None where it has none."""
         found: Ids = []
-        for batch in range(group.first_idx, group.first_idx + len(group.batches)):
+        for batch in range(first, first + num):
             ids = self._loader.indices_in(batch)
             if ids is None:
                 return None
