@@ -99,7 +99,6 @@ class PreparedCombined(PreparedLoader):
         self._resumed_at: Mapping[str, list[Any]] | None = None
 
     def samples_in_round(self, batch: int) -> int | None:
-        """Return the samples of all members in that round over all ranks; None where arithmetic does not give it."""
         if self.raw.mode not in ("min_size", "max_size"):
             return None
         samples = [m.samples_in_round(batch) for m in self._members]
@@ -112,11 +111,9 @@ class PreparedCombined(PreparedLoader):
 
     @property
     def can_seek(self) -> bool:
-        """Whether every member can."""
         return all(member.can_seek for member in self._members)
 
     def check_resume(self, batch: int, *, has_state: bool) -> None:
-        """Check that every member can go on; see `PreparedLoader.check_resume`."""
         for member in self._members:
             member.check_resume(batch, has_state=has_state and self.stateful)
 
@@ -135,7 +132,6 @@ class PreparedCombined(PreparedLoader):
         self._resumed_at = None if at_epoch_start else state
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
         if self.raw.mode in ("max_size_cycle", "sequential"):
             # Ranks reach a member's end in different rounds, so the place has no meaning for another number of ranks.
             return super().position(batch)
@@ -145,7 +141,6 @@ class PreparedCombined(PreparedLoader):
         return place
 
     def facts(self) -> dict[str, Any]:
-        """Return those of all members; see `PreparedLoader.facts`."""
         return {f"{index}.{key}": n for index, m in enumerate(self._members) for key, n in m.facts().items()}
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
@@ -154,18 +149,15 @@ class PreparedCombined(PreparedLoader):
             member.set_epoch(epoch, own or None)
 
     def count_batches(self) -> None:
-        """Find out how many batches every rank has; see `PreparedLoader.set_epoch` for when it communicates."""
         for member in self._members:
             member.count_batches()
         super().count_batches()
 
     def end_pass(self) -> None:
-        """End the members' passes."""
         for member in self._members:
             member.end_pass()
 
     def close(self) -> None:
-        """End the workers of all members."""
         for member in self._members:
             member.close()
 
@@ -195,9 +187,6 @@ class PreparedCombined(PreparedLoader):
                 if resumed and member.stateful:
                     cycle, place = resumed["cycles"][index], start_batch
                 begun.append((member.cycle(cycle, place), cycle))
-        if mode != "max_size_cycle":
-            self._rounds = _Rounds(self._tree, mode, [batches for batches, _ in begun], None, ended=ended)
-            return self._rounds
         self._rounds = _Rounds(
             self._tree,
             mode,
@@ -205,7 +194,7 @@ class PreparedCombined(PreparedLoader):
             lambda which, cycle: self._members[which].cycle(cycle, 0),
             ended=ended,
             cycles=[cycle for _, cycle in begun],
-            limit=self.counts[rank] - start_batch if self.counts is not None else None,
+            limit=self.counts[rank] - start_batch if mode == "max_size_cycle" and self.counts is not None else None,
         )
         return self._rounds
 
@@ -221,7 +210,6 @@ class PreparedCombined(PreparedLoader):
         return itertools.chain.from_iterable(member.iterate(here) for member, here in starts)
 
     def filler(self) -> Any:
-        """Return a tree of the members' first batches."""
         if self.raw.mode == "sequential":
             return self._members[0].filler()
         return map_leaves(lambda member: member.filler(), self._tree)
@@ -235,7 +223,7 @@ class _Rounds:
         tree: object,
         mode: Mode,
         batches: list[Iterator[Any]],
-        reopen: Callable[[int, int], Iterator[Any]] | None,
+        reopen: Callable[[int, int], Iterator[Any]],
         *,
         ended: list[bool] | None = None,
         cycles: list[int] | None = None,
@@ -274,7 +262,7 @@ class _Rounds:
         self.ended[which] = True
         if self._mode == "min_size":
             raise StopIteration
-        if self._mode == "max_size" or all(self.ended) or self._reopen is None:
+        if self._mode == "max_size" or all(self.ended):
             return None
         self.cycles[which] += 1
         self._batches[which] = self._reopen(which, self.cycles[which])

@@ -140,7 +140,8 @@ class DataModule(HyperparametersMixin):
             if datasets is not None:
                 make = partial(_loader_of, batch_size=batch_size, num_workers=num_workers, shuffle=stage == "train")
                 several = _holds_data_sets(datasets)
-                setattr(module, f"{stage}_dataloader", partial(map_leaves if several else _call, make, datasets))
+                hook = partial(map_leaves, make, datasets) if several else partial(make, datasets)
+                setattr(module, f"{stage}_dataloader", hook)
         return module
 
 
@@ -163,10 +164,6 @@ def _has_pinned_memory() -> bool:
 def _holds_data_sets(tree: object) -> bool:
     """Whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
     return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
-
-
-def _call(make: Callable[[Any], DataLoader[Any]], dataset: object) -> DataLoader[Any]:
-    return make(dataset)
 
 
 def _accepted(cls: Callable[..., Any], candidates: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -110,8 +111,7 @@ def iterate_groups(
         raise ConfigurationError(
             f"{options.title} has no length, so {world} ranks must agree where it ends: pass agree=."
         )
-    rank = options.rank if rank is None else rank
-    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(rank, world, uneven or options.uneven, agree))
+    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(world, uneven or options.uneven, agree))
 
 
 def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
@@ -219,14 +219,13 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
         del group
 
 
+@dataclass(frozen=True)
 class _Agreement:
     """How ranks that cannot count find out, once a group, how many micro-batches each of them has."""
 
-    def __init__(self, rank: int, world: int, uneven: Uneven, agree: Agree) -> None:
-        self.rank = rank
-        self.world = world
-        self.uneven = uneven
-        self.agree = agree
+    world: int
+    uneven: Uneven
+    agree: Agree
 
     def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
         """Return how many rounds the group has, how many real micro-batches over all ranks, and whether any follow.

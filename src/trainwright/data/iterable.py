@@ -157,11 +157,9 @@ class _KeptShard(ShardedIterable):
         self._go_on_at = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many samples have been read, those of other processes included, and the data set's state."""
         return {"num_read": self._num_read, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on behind them."""
         self.dataset.load_state_dict(state["dataset"])
         self._num_read = self._go_on_at = int(state["num_read"])
 
@@ -187,12 +185,7 @@ def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: in
 
 
 class ByShardMethod(IterableDataset[Any]):
-    """An iterable data set whose `shard(index, count)` opens its own part, asked in the process that iterates.
-
-    Args:
-        dataset: has `shard(index, count)`, which returns an iterable of the samples of one of `count` parts.
-        rank, world: the rank that this loader works for.
-    """
+    """An iterable data set whose `shard(index, count)` opens its own part, asked in the process that iterates."""
 
     def __init__(self, dataset: Any, rank: int, world: int) -> None:
         self.dataset = dataset
@@ -201,7 +194,6 @@ class ByShardMethod(IterableDataset[Any]):
         self._epoch = _shared_number()
 
     def set_epoch(self, epoch: int) -> None:
-        """Have the data set's own `set_epoch` called with `epoch` when the next iteration begins."""
         self._epoch.fill_(epoch)
 
     def __iter__(self) -> Iterator[Any]:
@@ -215,11 +207,9 @@ class _KeptPart(ByShardMethod):
     """A `ByShardMethod` whose data set has a state."""
 
     def state_dict(self) -> Any:
-        """Return the data set's state."""
         return self.dataset.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Give the data set its state back."""
         self.dataset.load_state_dict(state)
 
 
@@ -228,9 +218,6 @@ class KeptStream(IterableDataset[Any]):
 
     torchdata (0.11) asks a worker that had ended for one more batch after a resume. A data set that sets its place
     back at its end, to be ready for the next epoch, would then begin anew and repeat samples.
-
-    Args:
-        dataset: has `state_dict` and `load_state_dict`. Its other attributes are found, and set, on this object too.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -297,13 +284,6 @@ def has_shard_method(dataset: object) -> bool:
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
     """Return what a loader of one rank is to iterate over instead of `dataset`, so that no sample is seen twice.
-
-    Args:
-        dataset: an iterable data set, or any iterable without random access.
-        rank, world: this rank and the number of data-parallel ranks that share the data.
-        num_workers: worker processes of the loader.
-        block: the loader's batch size, see `ShardedIterable`.
-        name: the loader's name, for messages.
 
     Raises:
         ConfigurationError: there are several ranks or workers and nothing says how the data set is divided.

@@ -91,10 +91,34 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     return PreparedIterable(loader, options)
 
 
-class PreparedDataLoader(PreparedLoader):
-    """A DataLoader over a map-style data set: the order is ours or the user's, and any place can be reached at once."""
+class _PreparedByIndex(PreparedLoader):
+    """A loader whose batches have indices, which a `Dealer` deals: a place is an index, and is reached at once."""
 
     _dealer: Dealer
+
+    @property
+    def can_seek(self) -> bool:
+        return True
+
+    def position(self, batch: int) -> dict[str, int]:
+        return self._dealer.position(batch) if self._is_dealt else super().position(batch)
+
+    def indices_in(self, batch: int) -> list[int | str] | None:
+        return self._dealer.indices_in(batch) if self.has_batch(batch) else []
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        # What other ranks have consumed says nothing about a loader that is this rank's own affair.
+        self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
+        if sets_epoch(self._loader):
+            self._loader.set_epoch(epoch)
+
+    def _count(self) -> list[int] | int | None:
+        counts = self._dealer.counts()
+        return counts if self._is_dealt or counts is None else counts[0]
+
+
+class PreparedDataLoader(_PreparedByIndex):
+    """A DataLoader over a map-style data set: the order is ours or the user's."""
 
     def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
         dealer, self._is_dealt = _dealer_for(loader, options)
@@ -118,40 +142,15 @@ class PreparedDataLoader(PreparedLoader):
         return self._dealer.batch_size if self._loader.batch_sampler is not None else None
 
     def samples_in_round(self, batch: int) -> int | None:
-        """Return the samples of that round over all ranks, or None when arithmetic does not give it."""
         return self._dealer.samples_in_round(batch) if self._is_dealt and self.batch_size is not None else None
 
     def indices(self) -> Iterator[list[int]] | None:
-        """Return the data set's indices of this rank's batches; None for a sampler of the user's own."""
         if not isinstance(self._dealer, ShardedBatchSampler):
             return None
         twin = copy.copy(self._dealer)  # the dealer itself is read by the loader, and is ahead of it
         twin.seeding, twin.single = "none", False
         twin.start(0)
         return iter(twin)
-
-    @property
-    def can_seek(self) -> bool:
-        """True: a place is an index."""
-        return True
-
-    def position(self, batch: int) -> dict[str, int]:
-        """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
-        return self._dealer.position(batch) if self._is_dealt else super().position(batch)
-
-    def indices_in(self, batch: int) -> list[int | str] | None:
-        """Return the data set's indices in this rank's batch of that round; see `PreparedLoader.indices_in`."""
-        return self._dealer.indices_in(batch) if self.has_batch(batch) else []
-
-    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        # What other ranks have consumed says nothing about a loader that is this rank's own affair.
-        self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
-        if sets_epoch(self._loader):
-            self._loader.set_epoch(epoch)
-
-    def _count(self) -> list[int] | int | None:
-        counts = self._dealer.counts()
-        return counts if self._is_dealt or counts is None else counts[0]
 
     def _open(self, start_batch: int) -> Iterator[Any]:
         self._begin(start_batch)
@@ -170,38 +169,15 @@ class PreparedDataLoader(PreparedLoader):
             return next(iter(alone))
 
 
-class PreparedSequence(PreparedLoader):
+class PreparedSequence(_PreparedByIndex):
     """A list of batches, or anything with a length and `[index]`, dealt by index."""
-
-    _dealer: Dealer
 
     def __init__(self, batches: Any, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
         rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
         dealer = BatchShard(range(len(batches)), rank=rank, world=world, seed=options.seed)
         super().__init__(batches, options, dealer=dealer)
-
-    @property
-    def can_seek(self) -> bool:
-        """True: a place is an index."""
-        return True
-
-    def position(self, batch: int) -> dict[str, int]:
-        """Return the place in the data after `batch` rounds; see `PreparedLoader.position`."""
-        return self._dealer.position(batch) if self._is_dealt else super().position(batch)
-
-    def indices_in(self, batch: int) -> list[int | str] | None:
-        """Return the data set's indices in this rank's batch of that round; see `PreparedLoader.indices_in`."""
-        return self._dealer.indices_in(batch) if self.has_batch(batch) else []
-
-    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
-        if sets_epoch(self.raw):
-            self.raw.set_epoch(epoch)
-
-    def _count(self) -> list[int] | int | None:
-        counts = self._dealer.counts()
-        return counts if self._is_dealt or counts is None else counts[0]
+        self._loader = batches
 
     def _open(self, start_batch: int) -> Iterator[Any]:
         self._begin(start_batch)
@@ -214,7 +190,6 @@ class PreparedSequence(PreparedLoader):
         return map(self.raw.__getitem__, self._dealer)
 
     def filler(self) -> Any:
-        """Return the first batch."""
         return self.raw[0]
 
 
@@ -272,8 +247,7 @@ class PreparedIterable(PreparedLoader):
 
     def samples_in_round(self, batch: int) -> int | None:
         """Return the samples of that round over all ranks; only known for a `ShardedIterable` with a length."""
-        known = self._dealer is not None and self._batch_size is not None
-        return self._dealer.samples_in_round(batch) if known and self._dealer is not None else None
+        return None if self._dealer is None or self._batch_size is None else self._dealer.samples_in_round(batch)
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
         for part in {id(part): part for part in (self._loader, self._dataset)}.values():

@@ -7,8 +7,6 @@ the same order by itself.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import numpy.typing as npt
 
@@ -49,20 +47,6 @@ def epoch_key(seed: int, epoch: int) -> int:
         epoch: 0-based.
     """
     return derive_key(mix64(seed + _GAMMA), epoch)
-
-
-class SampleOrder(Protocol):
-    """What a sampler asks of an order."""
-
-    n: int
-
-    def slice(self, start: int, stop: int) -> Indices:
-        """Return the samples at the places `start <= i < stop`, shape (stop - start,), int64."""
-        ...
-
-    def take(self, places: npt.ArrayLike) -> Indices:
-        """Return the samples at `places`, integers in [0, n) of any shape; int64 of the same shape."""
-        ...
 
 
 class KeyedPermutation:
@@ -173,3 +157,6 @@ class ShuffledOrder(KeyedPermutation):
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         super().__init__(n, epoch_key(seed, epoch))
+
+
+SampleOrder = SequentialOrder | ShuffledOrder

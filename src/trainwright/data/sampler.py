@@ -44,16 +44,7 @@ Seeding = Literal["none", "batch", "sample in worker", "sample here"]
 
 
 class Dealer(Sampler[Any], ABC):
-    """What the two samplers share: dealing micro-batches to ranks, and the arithmetic of rounds.
-
-    Args:
-        rank: this rank on the data axis.
-        world: number of data-parallel ranks.
-        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
-
-    Raises:
-        ConfigurationError: `rank` is not in [0, world).
-    """
+    """What the two samplers share: dealing micro-batches to ranks, and the arithmetic of rounds."""
 
     batch_size: int | None = None
 
@@ -321,10 +312,12 @@ class BatchShard(Dealer):
     @property
     def micro_batches_left(self) -> int | None:
         """Micro-batches of this epoch behind the anchor, over all ranks; None for a sampler without length."""
-        if not isinstance(self.batch_sampler, Sized):
-            return None
+        total = self._num_batches()
+        return None if total is None else max(0, total - self._anchor_micro_batch)
+
+    def _num_batches(self) -> int | None:
         try:
-            return max(0, len(self.batch_sampler) - self._anchor_micro_batch)
+            return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
         except TypeError:  # a BatchSampler has a length only when its sampler has one
             return None
 
@@ -361,10 +354,7 @@ class BatchShard(Dealer):
 
     def facts(self) -> dict[str, Any]:
         """Return the number of batches; None when unknown."""
-        try:
-            return {"num_batches": len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None}
-        except TypeError:
-            return {"num_batches": None}
+        return {"num_batches": self._num_batches()}
 
     def _rewind(self) -> None:
         self._anchor_micro_batch = 0

@@ -88,7 +88,7 @@ def _arrive(value: object, seed: int) -> Any:
     return value
 
 
-class SeededIndices(list[int]):
+class SeededIndices(list[Any]):
     """The indices of one batch, with the seed that a loader worker takes on when it is handed them.
 
     A worker's random augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on
@@ -96,7 +96,7 @@ class SeededIndices(list[int]):
     seeds `random`, numpy's global generator and torch's CPU generator; what the worker gets is a plain list.
     """
 
-    def __init__(self, indices: Iterable[int], seed: int) -> None:
+    def __init__(self, indices: Iterable[Any], seed: int) -> None:
         super().__init__(indices)
         self.seed = seed
 
@@ -145,10 +145,6 @@ class SampleSeeds(list[Any]):
 
     So what is drawn for a sample depends on (seed, epoch, index) alone. What collation draws, once all samples have
     been fetched, depends on (seed, epoch, the batch's first index).
-
-    Args:
-        indices: integers, or strings or tuples of them.
-        key: see `sample_key`.
     """
 
     def __init__(self, indices: Iterable[Any], key: int) -> None:
@@ -167,11 +163,7 @@ class SampleSeeds(list[Any]):
 
 
 def sample_seed(key: int, index: Any) -> int:
-    """Return the 64-bit seed of the sample at `index`.
-
-    Raises:
-        ConfigurationError: the index is neither an integer nor a string nor a tuple.
-    """
+    """Return the 64-bit seed of the sample at `index`."""
     try:
         return derive_key(key, operator.index(index) & _WORD)
     except TypeError:
@@ -243,9 +235,6 @@ class SeededTurns(Sampler[Any]):
 
     It counts them and keeps the count as its state, so that a loader which restores its sampler's state goes on with
     the seeds that would have come.
-
-    Args:
-        batch_size: samples in a batch; None when the data set makes the batches.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -270,15 +259,4 @@ class SeededTurns(Sampler[Any]):
         while True:
             seed = derive_key(self.key, self._next)
             self._next += 1
-            yield SeededTurn(seed) if self.batch_size is None else SeededTurnOfBatch(self.batch_size, seed)
-
-
-class SeededTurnOfBatch(list[None]):
-    """As many turns as a batch has samples; a plain list once it has arrived in a worker."""
-
-    def __init__(self, batch_size: int, seed: int) -> None:
-        super().__init__([None] * batch_size)
-        self.seed = seed
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self[:], self.seed)
+            yield SeededTurn(seed) if self.batch_size is None else SeededIndices([None] * self.batch_size, seed)

@@ -35,9 +35,6 @@ class WorkerStart:
     The process that trains wants to finish its step and to save; it ends its workers itself (see `Workers`). They also
     end when that process has ended without a word.
 
-    Args:
-        then: the user's own function.
-
     Raises:
         ConfigurationError: workers could hand no tensor over: the path of the temporary folder is too long.
     """
@@ -145,7 +142,6 @@ class Workers:
         _end(passes)
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
-        """Pickle as an empty set: processes stay where they are."""
         return type(self), ()
 
 
