@@ -47,7 +47,6 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> None:
     here = __name__
     table = {
         "show": Command(f"{here}:_show", "show"),
-        "forward": Command(f"{here}:_show", "forward", forwards=True),
         "fail": Command(f"{here}:_fail_on_purpose", "fail"),
         "bug": Command(f"{here}:_fail_unexpectedly", "bug"),
         "interrupted": Command(f"{here}:_interrupted", "interrupted"),
@@ -121,8 +120,7 @@ def test_traceback_shows_where_an_error_of_ours_comes_from(
     [
         (["show", "a", "--traceback"], ["a"]),
         (["show", "a", "--", "--traceback"], ["a", "--", "--traceback"]),
-        (["forward", "script.py", "--traceback"], ["script.py", "--traceback"]),
-        (["--traceback", "forward", "script.py"], ["script.py"]),
+        (["--traceback", "show", "a"], ["a"]),
     ],
 )
 def test_traceback_is_left_to_other_programs(

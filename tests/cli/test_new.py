@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 
-from trainwright.cli import new as new_module
 from trainwright.cli.main import main
 from trainwright.cli.new import project_names, render, template_names, write_project
 from trainwright.core.errors import ConfigurationError
@@ -99,11 +98,11 @@ def test_an_unknown_template_is_an_error_that_names_the_nearest(tmp_path: Path) 
 
 
 def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail_after_one(files: dict[PurePosixPath, bytes], folder: Path) -> None:
-        (folder / "half").write_text("")
+    def write_half(path: Path, content: bytes) -> int:
+        path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(new_module, "_write", fail_after_one)
+    monkeypatch.setattr(Path, "write_bytes", write_half)
     with pytest.raises(OSError, match="No space"):
         write_project(tmp_path / "project")
     assert list(tmp_path.iterdir()) == []

@@ -28,14 +28,7 @@ _SHOWN = 20  # lines of one kind that are printed
 
 
 def checkpoint(argv: Sequence[str]) -> int:
-    """Run one of the commands; see `trainwright checkpoint --help`.
-
-    Returns:
-        0; 1 when `verify` has found damage or `diff` a difference.
-
-    Raises:
-        CheckpointError, ConfigurationError: what was asked cannot be done.
-    """
+    """Run one of the commands; see `trainwright checkpoint --help`."""
     wanted = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = wanted.command
     try:

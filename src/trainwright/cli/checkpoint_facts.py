@@ -32,37 +32,22 @@ CHECKPOINTS = "checkpoints"  # where a run keeps them below its folder, unless t
 
 @dataclass
 class Row:
-    """One checkpoint in a listing; what a damaged manifest cannot tell is None.
-
-    Attributes:
-        name: of its folder.
-        path: of its folder, or its URL.
-        step, epoch, kind, metrics: from its manifest.
-        bytes: of all files that the manifest lists.
-        created: UTC, ISO 8601.
-        age_s: seconds since then.
-        problems: what is wrong with it, in words.
-    """
+    """One checkpoint in a listing; what a damaged manifest cannot tell is None."""
 
     name: str
-    path: str
+    path: str  # or URL
     step: int | None = None
     epoch: int | None = None
     kind: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     bytes: int = 0
-    created: str = ""
+    created: str = ""  # UTC, ISO 8601
     age_s: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # in words
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return `path` if it is a checkpoint, else those in it, or in its folder `checkpoints`; damaged ones too.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
-        CheckpointError: it is a file, or holds no checkpoint.
-    """
+    """Return `path` if it is a checkpoint, else those in it, or in its folder `checkpoints`; damaged ones too."""
     found = _folders(path)
     if not found:
         raise CheckpointError(f"{path} is no checkpoint and holds none.")
@@ -91,16 +76,7 @@ def _looks_ours(path: Path) -> bool:
 
 
 def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
-    """Return a row for each checkpoint in a run's folder, by step; those whose step is unknown come first.
-
-    Args:
-        folder: the run's, or that of its checkpoints.
-        hashes: compare every file's hash; otherwise only missing files and wrong sizes are found.
-
-    Raises:
-        FileNotFoundError: nothing is at `folder`.
-        CheckpointError: it is a file.
-    """
+    """Return a row for each checkpoint in a run's folder, by step; those whose step is unknown come first."""
     if not folder.exists():
         raise FileNotFoundError(f"there is no folder {folder}.")
     rows = [_row(path, hashes) for path in _folders(folder)]
@@ -108,12 +84,7 @@ def list_folder(folder: Path, *, hashes: bool = False) -> list[Row]:
 
 
 def list_remote(url: str) -> list[Row]:
-    """Return a row for each complete checkpoint directly below `url`, by step; manifests are read, no other file.
-
-    Raises:
-        CheckpointError: the service cannot be reached or refuses.
-        MissingPackageError: its package is not installed.
-    """
+    """Return a row for each complete checkpoint directly below `url`, by step; manifests are read, no other file."""
     return [_row_of(last_part(item.url), item.url, item.manifest, []) for item in find_remote(url)]
 
 
@@ -147,12 +118,7 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return what a resume from a checkpoint restores, by name: plain values only; big tensors are not read.
-
-    Raises:
-        FileNotFoundError: nothing is at `path`.
-        CheckpointError: it is damaged (files missing or of a wrong size; hashes are not compared).
-    """
+    """Return what a resume from a checkpoint restores, by name: plain values only; big tensors are not read."""
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
@@ -261,7 +227,7 @@ def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict):
             facts[name] = {str(key): _nested(item) for key, item in value.items()}
         elif isinstance(value, list) and all(isinstance(item, dict) for item in value):
-            facts[name] = [{str(key): _short(item) for key, item in one.items()} for one in value]
+            facts[name] = [_nested(item) for item in value]
         else:
             facts[name] = _short(value)
     return facts

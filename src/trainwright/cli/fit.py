@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +20,7 @@ from trainwright.cli.configs.saved_config import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.folders import is_url
+from trainwright.core.process import detect
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -29,26 +31,6 @@ PREDICTIONS_NAME = "predictions.safetensors"
 _LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit` beside ckpt_path
 
 
-def fit(argv: Sequence[str]) -> int:
-    """Train; see `trainwright fit --help`."""
-    return run_stage("fit", argv)
-
-
-def validate(argv: Sequence[str]) -> int:
-    """Validate; see `trainwright validate --help`."""
-    return run_stage("validate", argv)
-
-
-def test(argv: Sequence[str]) -> int:
-    """Test; see `trainwright test --help`."""
-    return run_stage("test", argv)
-
-
-def predict(argv: Sequence[str]) -> int:
-    """Predict; see `trainwright predict --help`."""
-    return run_stage("predict", argv)
-
-
 def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     """Read the configuration, build the Trainer, the task and the data, save the resolved configuration, and run.
 
@@ -56,9 +38,6 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
 
     Returns:
         0, or 130 when the run was ended by Ctrl-C.
-
-    Raises:
-        ConfigurationError: a file, a key, a value or a class that cannot be used.
     """
     parser, settings = read_settings(stage, read_command_line(argv))
     _check_checkpoint(settings.ckpt_path)
@@ -68,7 +47,7 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
         seed_everything(settings.seed_everything)
     built = build(parser, settings)
     trainer = built.trainer
-    if stage == "fit" and _is_main_process(settings.trainer.get("launcher")):
+    if stage == "fit" and detect(settings.trainer.get("launcher") or "auto").rank == 0:
         save_config(resolved_yaml(parser, settings), Path(trainer.default_root_dir))
     if stage == "predict":
         _predict(built, settings)
@@ -78,19 +57,17 @@ def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     return INTERRUPTED if trainer.interrupted else 0
 
 
+fit = partial(run_stage, "fit")
+validate = partial(run_stage, "validate")
+test = partial(run_stage, "test")
+predict = partial(run_stage, "predict")
+
+
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
     """Read what a command line and its files say. Modules of the current folder can be named in class paths.
 
-    Args:
-        stage: what will be run.
-        line: the files and the assignments.
-        defaults: configuration under that of the files.
-
     Returns:
         The parser, and the settings that it can instantiate; they name a task.
-
-    Raises:
-        ConfigurationError: a file, a key, a value or a class that cannot be used.
     """
     here = os.getcwd()
     if here not in sys.path:
@@ -174,9 +151,3 @@ def _check_checkpoint(ckpt_path: str | None) -> None:
         raise ConfigurationError(
             f'ckpt_path={ckpt_path!r} does not exist. Give a checkpoint\'s folder, "best" or "last".'
         )
-
-
-def _is_main_process(launcher: str | None) -> bool:
-    from trainwright.core.process import detect
-
-    return detect(launcher or "auto").rank == 0

@@ -23,18 +23,10 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One sub-command.
+    """One sub-command."""
 
-    Attributes:
-        target: `"module:function"`; the function takes the arguments after the command's name and returns an exit code.
-        help: one line for `trainwright --help`.
-        forwards: what follows the command's name belongs, at least in part, to another program, so that nothing in
-            it is taken for an option of `trainwright` itself.
-    """
-
-    target: str
+    target: str  # "module:function": takes the arguments after the command's name and returns an exit code
     help: str
-    forwards: bool = False
 
 
 COMMANDS: dict[str, Command] = {
@@ -54,9 +46,6 @@ COMMANDS: dict[str, Command] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
-
-    Args:
-        argv: the arguments after the program's name; those of this process unless told.
 
     Returns:
         0; 2 for an error in what was asked (an unknown command, a `TrainwrightError`), printed to stderr without a
@@ -117,15 +106,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Find `--traceback` before or after the command's name, and return the arguments without it.
-
-    After the name of a command that forwards its arguments it belongs to the other program, after `--` to nobody here.
-    """
-    name = next((index for index, word in enumerate(arguments) if not word.startswith("-")), len(arguments))
-    command = COMMANDS.get(arguments[name]) if name < len(arguments) else None
-    end = name if command is not None and command.forwards else len(arguments)
-    if "--" in arguments[:end]:
-        end = arguments.index("--")
+    """Find `--traceback` before `--`, and return the arguments without it."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
     ours = [word for word in arguments[:end] if word != "--traceback"]
     return len(ours) < end, ours + arguments[end:]
 

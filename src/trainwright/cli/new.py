@@ -63,12 +63,6 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         path: the folder to write; it may exist if it is empty, and its parents are made.
         template: a name from `template_names()`.
         name: the project's name; `path`'s last part unless told.
-
-    Returns:
-        The files written, relative to `path`, sorted.
-
-    Raises:
-        ConfigurationError: an unknown template, a name that is no name for a project, or a target that is not empty.
     """
     known = template_names()
     if template not in known:
@@ -94,7 +88,10 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         # One level further down: only the owner may enter what mkdtemp makes, and the project is for everybody.
         project = staging / path.name
         project.mkdir()
-        _write(files, project)
+        for relative, content in files.items():
+            target = project / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
         _publish(project, path)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -102,11 +99,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
 
 
 def project_names(name: str) -> dict[str, str]:
-    """Return the variables of the templates: `name` (as given), `package` (a Python identifier) and `version` (ours).
-
-    Raises:
-        ConfigurationError: no letter or digit that a distribution's name must begin and end with (PEP 508).
-    """
+    """Return the variables of the templates: `name` (as given), `package` (an identifier) and `version` (ours)."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(
             f"--name {name!r} is not a project's name: letters, digits, '.', '-' and '_', a letter or digit at both "
@@ -153,13 +146,6 @@ def _walk(folder: Traversable, above: tuple[str, ...] = ()) -> Iterator[tuple[tu
             yield from _walk(entry, (*above, entry.name))
         else:
             yield (*above, entry.name), entry
-
-
-def _write(files: Mapping[PurePosixPath, bytes], folder: Path) -> None:
-    for relative, content in files.items():
-        target = folder / relative
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
 
 
 def _publish(project: Path, path: Path) -> None:

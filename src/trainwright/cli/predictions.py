@@ -22,12 +22,6 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
         batches: what `predict_step` returned for each batch, in order: tensors of shape (batch, …), saved under
             "predictions", or mappings from names to such tensors, saved under those names.
         path: the file; its folder is made.
-
-    Returns:
-        The shape of each tensor in the file.
-
-    Raises:
-        TaskError: outputs that are neither, or batches that differ in their names.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []

@@ -35,11 +35,7 @@ class _Constructor:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
-    """Return the settings with their objects in place of class paths.
-
-    Raises:
-        Exception: what a constructor raised, with the traceback that begins there.
-    """
+    """Return the settings with their objects in place of class paths."""
     construct = _Constructor()
     failed: Exception | None = None
     try:

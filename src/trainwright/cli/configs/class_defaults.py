@@ -38,13 +38,19 @@ def place_classes(
     """Move assignments that put a class where the configuration says nothing into it; return those that are left.
 
     There they get their own defaults from `fill_nested_defaults`, which the parser would not give them.
-
-    Args:
-        config: changed in place.
-        assignments: dotted key → text.
-        keys: top-level keys that may hold a class.
     """
     return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
+
+
+def name_torch_classes(config: dict[str, Any], keys: Sequence[str]) -> None:
+    """Replace bare names of torch's optimizers and schedules by their paths, in place: other packages have some too."""
+    for key in keys:
+        spec = config.get(key)
+        name = spec.get("class_path") if isinstance(spec, dict) else spec
+        found = find_class(name) if isinstance(name, str) and name.isidentifier() else None
+        if found is not None:
+            path = f"{found.__module__}.{found.__qualname__}"
+            config[key] = {**spec, "class_path": path} if isinstance(spec, dict) else {"class_path": path}
 
 
 def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> bool:

@@ -119,11 +119,7 @@ class ComponentArguments:
                 parser.link_arguments(key, link_to, compute_fn=_WithClass(f"{cls.__module__}.{cls.__qualname__}"))
 
     def automatic(self) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None]:
-        """Return key and class of the optimizer and of the schedule that `CLI` makes `configure_optimizers` from.
-
-        Raises:
-            ConfigurationError: there are several of one kind.
-        """
+        """Return key and class of the optimizer and of the schedule that `CLI` makes `configure_optimizers` from."""
         chosen: list[tuple[str, Any] | None] = []
         for kind, groups in (("optimizer", self.optimizers), ("lr_scheduler", self.schedules)):
             found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]

@@ -48,12 +48,7 @@ class _Line:
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Return one line for what the parser says about a value; the message itself where it is not understood.
-
-    Args:
-        message: of jsonargparse.
-        known_names: key → the short names of classes that may be written there.
-    """
+    """Return one line for what the parser says about a value; the message itself where it is not understood."""
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message

@@ -41,11 +41,7 @@ def is_unused(name: str, text: str) -> bool:
 
 
 def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning by ours, in place, and drop arguments of its Trainer that are unused.
-
-    Raises:
-        ConfigurationError: a class that is not here; the message says what takes its place.
-    """
+    """Replace class paths of Lightning by ours, in place, and drop arguments of its Trainer that are unused."""
     from trainwright import Trainer
 
     _translate(config, "")
@@ -55,32 +51,6 @@ def translate_config(config: dict[str, Any]) -> None:
         for name, value in UNUSED.items():
             if name not in ours and settings.get(name, ...) == value:
                 del settings[name]
-
-
-def name_torch_classes(config: dict[str, Any], keys: Iterable[str]) -> None:
-    """Replace bare names of torch's optimizers and schedules by their paths, in place: other packages have some too.
-
-    Args:
-        config: settings.
-        keys: of the settings that are a class, or `class_path` with `init_args`.
-    """
-    for key in keys:
-        spec = config.get(key)
-        name = spec.get("class_path") if isinstance(spec, dict) else spec
-        path = _of_torch(name) if isinstance(name, str) else None
-        if path is not None:
-            config[key] = {**spec, "class_path": path} if isinstance(spec, dict) else {"class_path": path}
-
-
-def _of_torch(name: str) -> str | None:
-    if not name.isidentifier():
-        return None
-    import torch
-
-    for module in (torch.optim, torch.optim.lr_scheduler):
-        if isinstance(getattr(module, name, None), type):
-            return f"{module.__name__}.{name}"
-    return None
 
 
 def _translate(node: object, place: str) -> None:

@@ -28,25 +28,15 @@ _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 @dataclass(slots=True)
 class CommandLine:
-    """What stands after `trainwright fit`.
+    """What stands after `trainwright fit`."""
 
-    Attributes:
-        configs: the configuration files, in order; later ones win.
-        assignments: dotted key → text, in order; from `key=value`, `--key=value` and `--key value`.
-        flags: options without a value, such as `--print_config`.
-    """
-
-    configs: list[Path] = field(default_factory=list)
-    assignments: list[tuple[str, str]] = field(default_factory=list)
-    flags: list[str] = field(default_factory=list)
+    configs: list[Path] = field(default_factory=list)  # later ones win
+    assignments: list[tuple[str, str]] = field(default_factory=list)  # dotted key, text
+    flags: list[str] = field(default_factory=list)  # options without a value, such as `--print_config`
 
 
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
-    """Sort the arguments into files, assignments and flags.
-
-    Raises:
-        ConfigurationError: an option that lacks its value, or a word that is none of the three.
-    """
+    """Sort the arguments into files, assignments and flags."""
     line = CommandLine()
     words = list(arguments)
     while words:
@@ -86,9 +76,6 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
     A class specification whose `class_path` a later file changes is replaced as a whole too: arguments of the old
     class mean nothing to the new one, even where the names agree.
-
-    Raises:
-        ConfigurationError: a file that is missing, is not YAML or does not hold a mapping; the message names it.
     """
     import yaml
 
@@ -128,12 +115,7 @@ def _read_text(path: Path) -> str:
 
 
 def _check_finite(content: object, path: Path) -> None:
-    """Check that aliases make neither a loop nor more than a configuration can be.
-
-    Raises:
-        ConfigurationError: a value contains itself, or all of them are too many.
-        RecursionError: it is nested too deeply.
-    """
+    """Check that aliases make neither a loop nor more than a configuration can be."""
     count = 0
     inside: set[int] = set()
 
@@ -185,10 +167,6 @@ def swap_classes(
 
     The new class starts from its own defaults: the old one's arguments (a learning rate that suits Adam, its weight
     decay) would otherwise be handed to it wherever the names agree.
-
-    Args:
-        config: changed in place.
-        assignments: dotted key → text; a key may leave `init_args` out (`task.optimizer.lr`).
 
     Returns:
         The assignments that are left, and a sentence for each set of arguments that was dropped.

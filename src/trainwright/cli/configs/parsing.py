@@ -7,9 +7,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainwright.cli.configs.class_defaults import fill_nested_defaults, place_classes
+from trainwright.cli.configs.class_defaults import fill_nested_defaults, name_torch_classes, place_classes
 from trainwright.cli.configs.explain_errors import explain
-from trainwright.cli.configs.foreign_config import name_torch_classes, translate_config
+from trainwright.cli.configs.foreign_config import translate_config
 from trainwright.cli.configs.overrides import CommandLine, swap_classes
 from trainwright.cli.configs.short_names import expand_assignments, expand_config, short_names
 from trainwright.core.errors import ConfigurationError, nearest
@@ -38,9 +38,6 @@ def parse(
         line: what overrides it; its files are not read here.
         known: the top-level keys that a file may hold.
         classes: key → the class whose arguments are written directly below that key (`model.lr`).
-
-    Raises:
-        ConfigurationError: a key, a value or a class that cannot be used; one line.
     """
     import argparse
 

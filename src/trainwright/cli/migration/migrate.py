@@ -23,10 +23,6 @@ def migrate(argv: Sequence[str]) -> int:
 
     Returns:
         0; 1 where something is left to do.
-
-    Raises:
-        ConfigurationError: a file that cannot be read, is not Python or may not be written; then no file is written. Or
-            the disk has failed.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",

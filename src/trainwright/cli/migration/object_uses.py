@@ -16,9 +16,6 @@ def find_unanswered(code: bytes) -> list[Unsettled]:
     """Return attributes of these objects that are not here, by line, and reads of a checkpoint as if it were a file.
 
     An object is known by the names that it is assigned to, wherever in the program they are read.
-
-    Args:
-        code: a program of Lightning or Accelerate, before its rewrite.
     """
     tree = ast.parse(code)
     paths = dict(_imported(tree))

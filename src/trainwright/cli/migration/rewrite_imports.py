@@ -43,12 +43,7 @@ class Rewritten:
 
 
 def rewrite(code: bytes) -> Rewritten:
-    """Rewrite one program.
-
-    Raises:
-        SyntaxError: it is not Python that the parser reads.
-        MissingPackageError: libcst is not installed.
-    """
+    """Rewrite one program."""
     library: Any = require_package("libcst", purpose="trainwright migrate")
     require_package("libcst.metadata", purpose="trainwright migrate")
     try:
@@ -63,23 +58,15 @@ def rewrite(code: bytes) -> Rewritten:
 
 @dataclass(frozen=True)
 class _Bound:
-    """What one import of another library binds to a local name.
-
-    Attributes:
-        local: the local name.
-        path: full foreign path of what it stands for.
-        own: full path of its counterpart here; None where there is none.
-        node: the import statement.
-        uses: nodes that read the name.
-        outside: read where nothing is changed: in a string (an annotation, `__all__`), in a type comment, off a class,
-            or by whoever imports what `import a as a` exports.
-    """
+    """What one import of another library binds to a local name."""
 
     local: str
-    path: str
-    own: str | None
-    node: Any
-    uses: tuple[Any, ...]
+    path: str  # full foreign path of what it stands for
+    own: str | None  # full path of its counterpart here
+    node: Any  # the import statement
+    uses: tuple[Any, ...]  # nodes that read the name
+    # Read where nothing is changed: in a string (an annotation, `__all__`), in a type comment, off a class, or by
+    # whoever imports what `import a as a` exports.
     outside: bool
 
 

@@ -32,9 +32,6 @@ def parity(argv: Sequence[str]) -> int:
 
     Returns:
         0 when all of them did the same, 1 when one did something else or could not train.
-
-    Raises:
-        ConfigurationError: the arguments cannot be used.
     """
     wanted, rest = _parser().parse_known_args(argv)
     _check(wanted)
@@ -113,11 +110,7 @@ def _configuration(target: str, data: str | None) -> tuple[dict[str, Any], list[
 
 
 def class_path(text: str) -> str:
-    """Return the dotted path of `file.py:Class` or `package.module:Class`; a file's folder becomes importable.
-
-    Raises:
-        ConfigurationError: it names no class, or the file is not there.
-    """
+    """Return the dotted path of `file.py:Class` or `package.module:Class`; a file's folder becomes importable."""
     module, _, name = text.rpartition(":")
     if not module or not name:
         raise ConfigurationError(
@@ -230,7 +223,10 @@ def _print_difference(result: Comparison) -> None:
     from trainwright.cli.parity.parity_causes import explain
 
     reference, label, first = result.reference.label, result.other.label, result.found[0]
-    print(f"\n{label} differs from {reference} first in step {first.step}: {', '.join(_headline(result.found))}")
+    headline: dict[str, str] = {}  # the first number, the first gradient and so on
+    for difference in result.found:
+        headline.setdefault(difference.kind, difference.what)
+    print(f"\n{label} differs from {reference} first in step {first.step}: {', '.join(headline.values())}")
     for difference in result.found[:_SHOWN]:
         print(f"  {difference.what}: {_describe(difference, reference, label)}")
     if len(result.found) > _SHOWN:
@@ -239,14 +235,6 @@ def _print_difference(result: Comparison) -> None:
     for cause in explain(result):
         print(f"  why: {cause}")
     _print_notes(result)
-
-
-def _headline(found: Sequence[Difference]) -> list[str]:
-    """Return the first number, the first gradient and so on that differ."""
-    first: dict[str, str] = {}
-    for difference in found:
-        first.setdefault(difference.kind, difference.what)
-    return list(first.values())
 
 
 def _print_notes(result: Comparison) -> None:

@@ -31,7 +31,10 @@ def explain(comparison: Comparison) -> list[str]:
             "SyncBatchNorm computes its statistics over the micro-batches of all ranks, one process over one at a time."
         )
     if not causes and LOSS in kinds:
-        causes.append(_other_forward(comparison))
+        causes.append(
+            "Data and weights were the same, and the loss was not: training_step depends on the rank, on the number of "
+            "processes, on batch_idx (which counts one rank's batches), or on what each rank remembers for itself."
+        )
     if LOSS not in kinds and kinds & {GRADIENT, NORM}:
         causes.append(_other_backward(comparison))
     if kinds == {PARAMETER}:
@@ -72,13 +75,6 @@ def _other_data(comparison: Comparison) -> str:
     return (
         f"The data differ: micro-batch {place} of epoch {epoch} holds other values. A data set that draws at random "
         "wants trainer.per_sample_rng=true; a loader with its own order must give the same to any number of ranks."
-    )
-
-
-def _other_forward(comparison: Comparison) -> str:
-    return (
-        "Data and weights were the same, and the loss was not: training_step depends on the rank, on the number of "
-        "processes, on batch_idx (which counts one rank's batches), or on what each rank remembers for itself."
     )
 
 

@@ -37,30 +37,18 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two strategies differ.
+    """Where two strategies differ."""
 
-    Attributes:
-        step: counted from 1; 0 is the initial state.
-        kind: one of `KINDS`, or `COPY`: another rank's copy of a parameter.
-        name: of the tensor; empty for numbers.
-        absolute, relative: the greatest difference, and the same divided by the largest element of the reference.
-        bound: what was allowed.
-        index: of the greatest difference; None where there is none to show.
-        values: there, of the reference and of the other.
-        ratio: by what factor the other tensor is a multiple of the reference; None: it is none.
-        note: said instead of the numbers.
-    """
-
-    step: int
-    kind: str
-    name: str = ""
-    absolute: float = 0.0
-    relative: float = 0.0
-    bound: float = 0.0
-    index: tuple[int, ...] | None = None
-    values: tuple[float, float] | None = None
-    ratio: float | None = None
-    note: str = ""
+    step: int  # counted from 1; 0 is the initial state
+    kind: str  # one of `KINDS`, or `COPY`: another rank's copy of a parameter
+    name: str = ""  # of the tensor; empty for numbers
+    absolute: float = 0.0  # the greatest difference
+    relative: float = 0.0  # the same divided by the largest element of the reference
+    bound: float = 0.0  # what was allowed
+    index: tuple[int, ...] | None = None  # of the greatest difference
+    values: tuple[float, float] | None = None  # there, of the reference and of the other
+    ratio: float | None = None  # by what factor the other tensor is a multiple of the reference; None: it is none
+    note: str = ""  # said instead of the numbers
 
     @property
     def what(self) -> str:
@@ -70,26 +58,15 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """A strategy beside the reference.
-
-    Attributes:
-        reference, other: the two runs.
-        num_steps: how many were compared, the first different one included.
-        worst: kind → greatest relative difference over these steps; a kind that neither has is missing.
-        found: all that differs in the first step in which anything does, in the order of its coming.
-        other_data: `"epoch/micro-batch"` of those whose tensors were not the same, in these steps.
-        noise: parameter → elements left out, since their gradients are within the tolerance of zero and not equal.
-        buffers: names of buffers that differ after the last step compared.
-    """
+    """A strategy beside the reference, over the steps up to the first different one."""
 
     reference: Tape
     other: Tape
-    num_steps: int = 0
-    worst: dict[str, float] = field(default_factory=dict)
-    found: list[Difference] = field(default_factory=list)
-    other_data: list[str] = field(default_factory=list)
-    noise: dict[str, int] = field(default_factory=dict)
-    buffers: list[str] = field(default_factory=list)
+    worst: dict[str, float] = field(default_factory=dict)  # kind → greatest relative difference
+    found: list[Difference] = field(default_factory=list)  # in the first step in which anything differs
+    other_data: list[str] = field(default_factory=list)  # "epoch/micro-batch" whose tensors were not the same
+    noise: dict[str, int] = field(default_factory=dict)  # parameter → elements left out, see `_Comparing.noisy`
+    buffers: list[str] = field(default_factory=list)  # those that differ after the last step
 
     @property
     def equal(self) -> bool:
@@ -133,7 +110,6 @@ class _Comparing:
         result, self._step = self.result, step
         mine, other = result.reference.steps[step], result.other.steps[step]
         ours, theirs = result.reference.tensors(step), result.other.tensors(step)
-        result.num_steps = step
         shared = mine.data.keys() & other.data.keys()
         result.other_data += sorted(place for place in shared if mine.data[place][0] != other.data[place][0])
         self._number(LOSS, mine.loss, other.loss)

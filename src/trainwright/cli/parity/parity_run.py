@@ -26,25 +26,15 @@ STEP_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run shall do, JSON-able.
+    """What one run shall do, JSON-able."""
 
-    Attributes:
-        strategy: a name, or `"module:name"` of a class or function that makes one.
-        devices: processes, where the strategy can run several.
-        steps: optimizer steps.
-        seed: of everything.
-        defaults: configuration under that of the files.
-        configs: the configuration's files.
-        assignments: what the command line overrides, as `[key, text]`.
-    """
-
-    strategy: str
-    devices: int
+    strategy: str  # a name, or "module:name" of a class or function that makes one
+    devices: int  # processes, where the strategy can run several
     steps: int
     seed: int
-    defaults: dict[str, Any]
+    defaults: dict[str, Any]  # configuration under that of the files
     configs: list[str]
-    assignments: list[list[str]]
+    assignments: list[list[str]]  # what the command line overrides: key, text
 
     def write(self, folder: Path) -> None:
         """Leave it where `main` looks for it."""
@@ -103,11 +93,7 @@ def _record(plan: Plan, folder: Path) -> None:
 
 
 def load_strategy(plan: Plan) -> tuple[Any, int]:
-    """Return the strategy to hand to the Trainer, and its number of processes.
-
-    Raises:
-        ConfigurationError: there is none of this name, or what it names is no strategy.
-    """
+    """Return the strategy to hand to the Trainer, and its number of processes."""
     from trainwright.strategies.registry import STRATEGIES
     from trainwright.strategies.strategy import Strategy
 

@@ -33,45 +33,27 @@ _PARAMETER, _GRADIENT, _BUFFER = "parameter/", "gradient/", "buffer/"
 
 @dataclass(frozen=True)
 class Facts:
-    """What explains a difference, JSON-able.
-
-    Attributes:
-        task: its class's name.
-        processes, dp_size: of the run, and how many of them see different data.
-        precision: its name.
-        running_statistics: names of buffers in which layers such as BatchNorm keep statistics of what they have seen.
-        synchronized: there are SyncBatchNorm layers, whose statistics are of all processes.
-        counts_items: the task defines `num_items`.
-        optimizers: names of their classes.
-    """
+    """What explains a difference, JSON-able."""
 
     task: str
     processes: int
-    dp_size: int
     precision: str
-    running_statistics: list[str]
-    synchronized: bool
-    counts_items: bool
-    optimizers: list[str]
+    running_statistics: list[str]  # buffers in which layers such as BatchNorm keep statistics of what they have seen
+    synchronized: bool  # there are SyncBatchNorm layers, whose statistics are of all processes
+    counts_items: bool  # the task defines `num_items`
+    optimizers: list[str]  # names of their classes
 
 
 @dataclass
 class StepRecord:
-    """One optimizer step, JSON-able; its tensors lie in a file beside it.
+    """One optimizer step, JSON-able; its tensors lie in a file beside it."""
 
-    Attributes:
-        loss: the mean over everything that the step consumed; None in tasks that optimize by hand.
-        norm: the gradient norm before clipping, as the strategy reports it; None where it computes none.
-        data: `"epoch/micro-batch"`, counted over all ranks → digest of its tensors, and its number of rows.
-        draws: a training_step has drawn random numbers.
-        strayed: ranks and names of parameters whose copies there are not rank 0's.
-    """
-
-    loss: float | None = None
-    norm: float | None = None
+    loss: float | None = None  # the mean over everything that the step consumed; None in tasks that optimize by hand
+    norm: float | None = None  # of the gradients before clipping; None where the strategy computes none
+    # "epoch/micro-batch", counted over all ranks → digest of its tensors, and its number of rows
     data: dict[str, list[Any]] = field(default_factory=dict)
-    draws: bool = False
-    strayed: list[list[Any]] = field(default_factory=list)
+    draws: bool = False  # a training_step has drawn random numbers
+    strayed: list[list[Any]] = field(default_factory=list)  # rank and name of parameters that are not as rank 0's
 
 
 class StepTape(Callback):
@@ -79,11 +61,6 @@ class StepTape(Callback):
 
     Before each micro-batch every generator is seeded by its place in the order over all ranks, so that dropout draws
     the same numbers for the same samples in any number of processes.
-
-    Args:
-        folder: exists and is empty.
-        micro_batches: of all ranks in one optimizer step; the accumulation follows from it.
-        seed: what the generators' seeds are made of.
     """
 
     order = Order.FIRST
@@ -197,19 +174,12 @@ class StepTape(Callback):
 
 @dataclass
 class Tape:
-    """What a strategy's run has left behind.
-
-    Attributes:
-        label: what the strategy is called.
-        folder: where its steps lie.
-        facts: what was trained.
-        steps: the records, the initial state first.
-    """
+    """What a strategy's run has left behind."""
 
     label: str
     folder: Path
     facts: Facts
-    steps: list[StepRecord]
+    steps: list[StepRecord]  # the initial state first
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
@@ -260,7 +230,6 @@ def _facts(trainer: Any, task: TaskModule) -> Facts:
     return Facts(
         task=type(task).__name__,
         processes=trainer.world_size,
-        dp_size=trainer.strategy.data_ranks.size,
         precision=trainer.precision,
         running_statistics=[f"{name}.{key}" for name, layer in layers for key, _ in layer.named_buffers()],
         synchronized=any(isinstance(layer, nn.SyncBatchNorm) for _, layer in layers),
