@@ -106,7 +106,7 @@ def test_a_run_equals_itself(tmp_path: Path) -> None:
     first, second = (record(tmp_path / name, Normed()) for name in "ab")
     result = compared(first, second)
     assert result.equal
-    assert result.num_steps == _STEPS
+    assert len(result.reference.steps) == len(result.other.steps) == _STEPS + 1  # the initial state and each step
     assert result.worst == dict.fromkeys((LOSS, NORM, GRADIENT, PARAMETER), 0.0)
     assert explain(result) == notes(result) == []
 
