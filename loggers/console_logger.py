@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from trainwright.loggers.hyperparams import flatten
-from trainwright.loggers.logger import Logger, RunInfo, Status
+from trainwright.loggers.logger import Logger
 
 
 class ConsoleLogger(Logger):
@@ -24,32 +24,18 @@ class ConsoleLogger(Logger):
         self._stream = stream
         self._precision = precision
 
-    def start(self, run: RunInfo) -> None:
-        """Begin to print."""
-        super().start(run)
-
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Print one line with all of them."""
         self._print(" | ".join(["hyper-parameters", *(f"{name} {value}" for name, value in flatten(params).items())]))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Print one line."""
         values = (f"{name} {value:.{self._precision}g}" for name, value in self.prefixed(metrics).items())
         self._print(" | ".join([f"step {step}", *values]))
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        """Print the text after its name."""
         self._print(f"step {step} | {next(iter(self.prefixed({key: text})))}: {text}")
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._out.flush()
-
-    def finish(self, status: Status) -> None:
-        """Flush; the stream stays open, since it belongs to others."""
-        if self._run is not None:
-            self.flush()
-            self._run = None
 
     @property
     def _out(self) -> TextIO:

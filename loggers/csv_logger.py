@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import WHERE, VersionedLogger, cut_torn_line, write_atomically
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, last_steps_of, rows_without, write_atomically
 
 METRICS_FILE = "metrics.csv"
 HPARAMS_FILE = "hparams.yaml"
@@ -60,33 +60,20 @@ class CSVLogger(VersionedLogger):
         self._columns = _read(self.metrics_file)[0] if self._continues else []
 
     def has_log(self, folder: Path) -> bool:
-        """Tell whether `folder` holds a `metrics.csv`."""
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        """Read the last step of each column."""
-        found: dict[str, int] = {}
-        for row in _read(self.metrics_file)[1]:
-            found.update((name, int(row["step"])) for name, text in row.items() if text and name != "step")
-        return found
+        return last_steps_of(_read(self.metrics_file)[1], own=("step",))
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Write the file anew without the values logged at `step` or later."""
         columns, rows = _read(self.metrics_file)
-        kept = []
-        for row in rows:
-            if int(row["step"]) >= step:
-                row = {} if names is None else {key: text for key, text in row.items() if key not in names}
-            if any(text for key, text in row.items() if key not in WHERE):
-                kept.append(row)
-        write_atomically(self.metrics_file, _text(columns, kept, header=True))
+        write_atomically(self.metrics_file, _text(columns, rows_without(rows, step, names), header=True))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write `hparams.yaml`; a later call adds to it."""
         self.write_hyperparams(params, HPARAMS_FILE)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a row."""
         row = self.columns(metrics, "step")
         self.advance(step, row)
         self._rows.append({"step": step, **row})
@@ -119,10 +106,10 @@ class CSVLogger(VersionedLogger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return columns and rows."""
+    """Return columns and rows; a row has what is not empty in it."""
     with open(path, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        rows = list(reader)
+        rows = [{name: text for name, text in row.items() if text} for row in reader]
         return list(reader.fieldnames or ()), rows
 
 

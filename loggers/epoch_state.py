@@ -89,10 +89,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
         merged["chunks"] = [_pack(values, {})]
         return merged
     merged["weight"] = sum(state["weight"] + sum(state["weights"]) for state in states)
-    extreme: float | None = None
-    for value in values:
-        extreme = value if extreme is None else pick(extreme, value, kind)
-    merged["host_total"], merged["host_extreme"] = sum(values), extreme
+    merged["host_total"], merged["host_extreme"] = sum(values), pick(values, kind) if values else None
     return merged
 
 
@@ -111,12 +108,7 @@ def _own_values(state: Mapping[str, Any]) -> list[float]:
 
 
 def _pack(values: Sequence[float | Tensor], read: Numbers) -> State:
-    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype.
-
-    Args:
-        values: numbers, and tensors of any shape, whose elements follow one another.
-        read: what the tensors hold, by their ids.
-    """
+    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype."""
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
     for value in values:

@@ -25,12 +25,9 @@ def plain(value: object) -> Any:
         return value.name
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Namespace):

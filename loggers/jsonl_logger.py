@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright.loggers.hyperparams import json_safe, plain
-from trainwright.loggers.logger import RunInfo
-from trainwright.loggers.versioned import WHERE, VersionedLogger, cut_torn_line, write_atomically
+from trainwright.loggers.versioned import VersionedLogger, cut_torn_line, last_steps_of, rows_without, write_atomically
 
 METRICS_FILE = "metrics.jsonl"
 HPARAMS_FILE = "hparams.json"
@@ -31,6 +30,8 @@ class JSONLinesLogger(VersionedLogger):
         prefix: put before the name of each metric, with a dash.
     """
 
+    _OPEN = ("_file",)
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str] | None = None,
@@ -46,31 +47,16 @@ class JSONLinesLogger(VersionedLogger):
         """The file of the run; known once the logger is started."""
         return self._folder() / METRICS_FILE
 
-    def start(self, run: RunInfo) -> None:
-        """Claim the folder; the file is opened by the first line."""
-        super().start(run)
-
     def has_log(self, folder: Path) -> bool:
-        """Tell whether `folder` holds a `metrics.jsonl`."""
         return (folder / METRICS_FILE).exists()
 
     def last_steps(self) -> dict[str, int]:
-        """Read the last step of each name."""
-        found: dict[str, int] = {}
-        for row in _rows(self.metrics_file):
-            found.update((name, int(row["step"])) for name in row if name not in _OWN)
-        return found
+        return last_steps_of(_rows(self.metrics_file), own=_OWN)
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Write the file anew without the values logged at `step` or later."""
         self._close()
-        lines = []
-        for row in _rows(self.metrics_file):
-            if int(row["step"]) >= step:
-                row = {} if names is None else {key: value for key, value in row.items() if key not in names}
-            if any(key not in WHERE for key in row):
-                lines.append(json.dumps(row, allow_nan=False) + "\n")
-        write_atomically(self.metrics_file, "".join(lines))
+        rows = rows_without(_rows(self.metrics_file), step, names)
+        write_atomically(self.metrics_file, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write `hparams.json`; a later call adds to it."""
@@ -79,15 +65,10 @@ class JSONLinesLogger(VersionedLogger):
         write_atomically(self._folder() / HPARAMS_FILE, text + "\n")
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add a line."""
         self._write(self.columns(metrics, *_OWN), step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        """Add a line with the text."""
         self._write(self.columns({key: text}, *_OWN), step)
-
-    def flush(self) -> None:
-        """Do nothing: each line is handed to the operating system at once."""
 
     def _write(self, values: Mapping[str, Any], step: int) -> None:
         self.advance(step, values)
@@ -101,9 +82,6 @@ class JSONLinesLogger(VersionedLogger):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _closed_fields(self) -> dict[str, Any]:
-        return {"_file": None}
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

@@ -155,19 +155,19 @@ class Logger(ABC):
 
     def log_image(self, key: str, image: Any, step: int) -> None:
         """Record one image: a tensor C×H×W or H×W, an array H×W×C or H×W (uint8, or floats in [0, 1]), or PIL's."""
-        self._cannot("images")
+        _cannot_log(self, "images")
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
         """Record a matplotlib figure; it is left open."""
-        self._cannot("figures")
+        _cannot_log(self, "figures")
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Record a text."""
-        self._cannot("text")
+        _cannot_log(self, "text")
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Record the graph of `task.forward(example_input)`; `task.example_input_array` when no input is given."""
-        self._cannot("graphs")
+        _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
         """Take notice of a checkpoint folder that has been published, for backends that keep files. Default: nothing.
@@ -268,8 +268,9 @@ class Logger(ABC):
             warned.add(message)
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
-    def _cannot(self, what: str) -> None:
-        self.warn_once(f"{type(self).__name__} cannot log {what}; they are left out.")
+
+def _cannot_log(logger: Logger, what: str) -> None:
+    logger.warn_once(f"{type(logger).__name__} cannot log {what}; they are left out.")
 
 
 def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:

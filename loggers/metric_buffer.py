@@ -21,7 +21,6 @@ from trainwright.core.tree import batch_size as find_batch_size
 from trainwright.loggers.epoch_state import fill_slot, make_slot, slot_states
 from trainwright.loggers.metric_slot import (
     FOLD_EVERY,
-    HostReads,
     MetricSettings,
     MetricSlot,
     Reduction,
@@ -42,6 +41,7 @@ from trainwright.loggers.metric_values import (
     named_values,
     put_combined,
     read_into,
+    read_values,
     step_values,
 )
 
@@ -371,21 +371,17 @@ class MetricBuffer:
             exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, also when
                 nothing was logged. None: one process.
         """
-        reads = HostReads()
-        waiting: list[tuple[MetricSlot, Entry, float | int]] = []  # a float is the value, an int its index in `reads`
+        waiting: list[tuple[MetricSlot, tuple[Entry, float | Tensor]]] = []
         for slot in self._by_slots():
-            if slot.last is None:
-                continue
-            for entry, value in step_values(slot):
-                waiting.append((slot, entry, reads.add(value) if isinstance(value, Tensor) else float(value)))
-            slot.last = None
+            if slot.last is not None:
+                waiting += [(slot, pair) for pair in step_values(slot)]
+                slot.last = None
         self._new.steps.clear()
-        read = reads.read()
-        own: list[tuple[Entry, float]] = []
+        flushed = Flushed()
         shared: dict[str, Entry] = {}
         reductions: dict[str, Reduction] = {}
-        for slot, entry, at in waiting:
-            value = at if isinstance(at, float) else read[at][0]
+        read = read_values([pair for _, pair in waiting])
+        for (slot, _), (entry, value) in zip(waiting, read, strict=True):
             if exchange is not None and (slot.settings.sync_dist is True or entry.main_only):
                 key = entry.name + entry.suffix
                 weight = slot.last_weight if entry.kind == "mean" else 1.0
@@ -393,10 +389,7 @@ class MetricBuffer:
                 shared[key] = entry._replace(total=total, weight=weight, values=(value,))
                 reductions[key] = slot.settings.reduction
             else:
-                own.append((entry, value))
-        flushed = Flushed()
-        for entry, value in own:
-            flushed.put(entry, value, "step")
+                flushed.put(entry, value, "step")
         if exchange is not None:
             gathered = exchange({"metrics": {key: tuple(entry) for key, entry in shared.items()}})
             put_combined(flushed, gather_entries(gathered), reductions, "step")
@@ -417,7 +410,8 @@ class MetricBuffer:
         entries = epoch_entries(slots)
         objects = {slot.key: slot for slot in self._by_slots() if slot.metric is not None}
         reductions = {slot.key: slot.settings.reduction for slot in slots}
-        alone = {key for key, entry in entries.items() if self._stays_here(key) and not entry.main_only}
+        stay_here = {slot.key for slot in slots if slot.settings.sync_dist is False}
+        alone = {key for key, entry in entries.items() if key in stay_here and not entry.main_only}
         payload = {
             "metrics": {key: tuple(entry) for key, entry in entries.items() if key not in alone},
             "objects": [key for key, slot in objects.items() if slot.on_epoch and slot.settings.sync_dist is not False],
@@ -433,9 +427,6 @@ class MetricBuffer:
             slot.metric.reset()
             slot.metric = None
         return flushed
-
-    def _stays_here(self, key: str) -> bool:
-        return self._stage is not None and self._stages[self._stage].slots[key].settings.sync_dist is False
 
     def _put_objects(self, flushed: Flushed, objects: dict[str, MetricSlot], gathered: list[dict[str, Any]]) -> None:
         counts: dict[str, int] = {}

@@ -6,7 +6,7 @@ Nothing here waits for a device. Values stay where they are; the host learns the
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,11 +48,7 @@ class MetricSettings(NamedTuple):
 
 
 def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
-    """Return `"mean"`, `"sum"`, `"min"`, `"max"`, or the caller's own function.
-
-    Raises:
-        ConfigurationError: neither one of these names nor something callable.
-    """
+    """Return `"mean"`, `"sum"`, `"min"`, `"max"`, or the caller's own function."""
     known = _AS_KIND.get(reduce_fx, reduce_fx) if isinstance(reduce_fx, Hashable) else reduce_fx
     if callable(known) or known in _KINDS:
         return known
@@ -74,12 +70,7 @@ def is_metric_object(value: object) -> bool:
 
 
 def to_number(name: str, value: Any) -> float | Tensor:
-    """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device.
-
-    Raises:
-        TaskError: a tensor with more or fewer than one element or with imaginary parts, one that is spread over
-            ranks, or no number at all.
-    """
+    """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device."""
     if isinstance(value, (bool, int, float)):
         return float(value)
     if isinstance(value, Tensor):
@@ -115,11 +106,11 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def pick(first: float, second: float, kind: str) -> float:
-    """Return the smaller (`"min"`) or larger (`"max"`) number; NaN when either is NaN."""
-    if first != first or second != second:
+def pick(values: Sequence[float], kind: str) -> float:
+    """Return the smallest (`"min"`) or largest (`"max"`) number; NaN when one of them is NaN."""
+    if any(value != value for value in values):
         return float("nan")
-    return min(first, second) if kind == "min" else max(first, second)
+    return min(values) if kind == "min" else max(values)
 
 
 class MetricSlot:
@@ -220,23 +211,21 @@ class MetricSlot:
             self._fold_custom()
         else:
             groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[float]]] = {}
+            host = [] if self.host_extreme is None else [self.host_extreme]
             for value, weight in zip(self.values, self.weights, strict=True):
                 if isinstance(value, float):
-                    self._fold_host(value, weight)
+                    self.host_total += value * weight
+                    host.append(value)
                 else:
                     tensors, weights = groups.setdefault((value.device, value.dtype), ([], []))
                     tensors.append(value)
                     weights.append(weight)
             for (device, _), (tensors, weights) in groups.items():
                 self._fold_device(device, tensors, weights)
+            self.host_extreme = pick(host, self.kind) if host else None
             self.weight += sum(self.weights)
         self.values.clear()
         self.weights.clear()
-
-    def _fold_host(self, value: float, weight: float) -> None:
-        self.host_total += value * weight
-        previous = self.host_extreme
-        self.host_extreme = value if previous is None else pick(previous, value, self.kind)
 
     def _fold_device(self, device: torch.device, tensors: list[Tensor], weights: list[float]) -> None:
         stacked = torch.stack(tensors).to(accumulator_dtype(device))

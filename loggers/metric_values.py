@@ -95,10 +95,7 @@ def epoch_entries(slots: list[MetricSlot]) -> dict[str, Entry]:
 def _total(slot: MetricSlot, device_values: list[float]) -> float:
     if slot.kind in ("mean", "sum"):
         return slot.host_total + sum(device_values)
-    values = device_values if slot.host_extreme is None else [slot.host_extreme, *device_values]
-    entries = [Entry(slot.name, slot.suffix, False, False, False, slot.kind, False, total=value) for value in values]
-    result = combine(entries, None)
-    return float("nan") if result is None else result
+    return pick(device_values if slot.host_extreme is None else [slot.host_extreme, *device_values], slot.kind)
 
 
 def put_combined(
@@ -162,12 +159,17 @@ def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
 
 
 def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
-    """Read values from their devices, with one copy each, and enter them."""
+    """Read values from their devices and enter them."""
+    for entry, value in read_values(values):
+        flushed.put(entry, value, when)
+
+
+def read_values(values: list[tuple[Entry, float | Tensor]]) -> list[tuple[Entry, float]]:
+    """Read values from their devices, with one copy each."""
     reads = HostReads()
     waiting = [(entry, reads.add(value) if isinstance(value, Tensor) else float(value)) for entry, value in values]
     read = reads.read()
-    for entry, at in waiting:
-        flushed.put(entry, at if isinstance(at, float) else read[at][0], when)
+    return [(entry, at if isinstance(at, float) else read[at][0]) for entry, at in waiting]
 
 
 def _copy(slot: MetricSlot) -> MetricSlot:
@@ -277,18 +279,11 @@ def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | No
         return sum(entry.total for entry in entries) / weight if weight else float("nan")
     if kind == "sum":
         return sum(entry.total for entry in entries)
-    result = entries[0].total
-    for entry in entries[1:]:
-        result = pick(result, entry.total, kind)
-    return result
+    return pick([entry.total for entry in entries], kind)
 
 
 def apply(reduction: Reduction | None, name: str, values: Sequence[float]) -> float | None:
-    """Call the user's own reduction on a 1-D float64 host tensor of `values`; None when there is no function.
-
-    Raises:
-        TaskError: it returned something that is not one number.
-    """
+    """Call the user's own reduction on a 1-D float64 host tensor of `values`; None when there is no function."""
     if reduction is None or isinstance(reduction, str):
         return None
     result = reduction(torch.tensor(values, dtype=torch.float64))

@@ -41,6 +41,7 @@ class TensorBoardLogger(VersionedLogger):
     """
 
     NAME_HPARAMS_FILE = HPARAMS_FILE
+    _OPEN = ("_writer",)
 
     def __init__(
         self,
@@ -79,7 +80,6 @@ class TensorBoardLogger(VersionedLogger):
         super().start(run)
 
     def has_log(self, folder: Path) -> bool:
-        """Tell whether `folder` holds event files."""
         return next(folder.glob(_EVENT_FILES), None) is not None
 
     def last_steps(self) -> dict[str, int]:
@@ -131,26 +131,24 @@ class TensorBoardLogger(VersionedLogger):
             writer.add_scalar(name, value, step)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add one scalar for each."""
         values = self.prefixed(metrics)
-        writer = self._at(step, values)
+        self.advance(step, values)
+        writer = self._backend()
         for name, value in values.items():
             writer.add_scalar(name, value, step)
 
     def log_image(self, key: str, image: Any, step: int) -> None:
-        """Add an image."""
-        name = self._tag(key)
-        self._at(step, [name]).add_image(name, to_pixels(image), step, dataformats="HWC")
+        tag, writer = self._entry(key, step)
+        writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
-        """Add a matplotlib figure, as an image."""
-        name = self._tag(key)
-        self._at(step, [name]).add_figure(name, figure, step, close=False)
+        tag, writer = self._entry(key, step)
+        writer.add_figure(tag, figure, step, close=False)
 
     def log_text(self, key: str, text: str, step: int) -> None:
         """Add a text; TensorBoard reads it as Markdown."""
-        name = self._tag(key)
-        self._at(step, [name]).add_text(name, text, step)
+        tag, writer = self._entry(key, step)
+        writer.add_text(tag, text, step)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
         """Trace `task` on `example_input` and add the graph. Runs `task.forward` once, in evaluation mode.
@@ -172,7 +170,6 @@ class TensorBoardLogger(VersionedLogger):
             writer.add_graph(task, example_input)
 
     def flush(self) -> None:
-        """Write pending entries to the event file."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -183,20 +180,16 @@ class TensorBoardLogger(VersionedLogger):
             self._writer = tensorboard.SummaryWriter(log_dir=str(self._folder()), **self._writer_options)
         return self._writer
 
-    def _at(self, step: int, names: Collection[str]) -> Any:
-        self.advance(step, names)
-        return self._backend()
-
-    def _tag(self, key: str) -> str:
-        return next(iter(self.prefixed({key: None})))
+    def _entry(self, key: str, step: int) -> tuple[str, Any]:
+        """Return the tag of an entry at `step`, for which the way is clear now, and the writer."""
+        (tag,) = self.prefixed({key: None})
+        self.advance(step, [tag])
+        return tag, self._backend()
 
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _closed_fields(self) -> dict[str, Any]:
-        return {"_writer": None}
 
 
 def _wait_for_a_later_name(folder: Path) -> None:

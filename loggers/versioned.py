@@ -7,9 +7,9 @@ import itertools
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
@@ -67,9 +67,11 @@ class VersionedLogger(Logger):
         self._previous: dict[str, int] = {}  # curves of an earlier run that this one has not logged yet: last step
         self._hyperparams: dict[str, Any] = {}
 
+    _OPEN: ClassVar[tuple[str, ...]] = ()
+    """Attributes that hold open things, which a copy in another process opens for itself."""
+
     @classmethod
     def in_folder(cls, root_dir: Path) -> Logger:
-        """Return a logger with default settings that writes below `root_dir`."""
         return cls(save_dir=root_dir)
 
     @property
@@ -80,7 +82,8 @@ class VersionedLogger(Logger):
     @property
     def version(self) -> int | str | None:
         """The version; a logger whose `save_dir` is known claims one when it is asked first."""
-        self._claim_early()
+        if self._version is None and self._save_dir is not None and self._run is None:
+            self._begin()
         return self._version
 
     @property
@@ -98,11 +101,10 @@ class VersionedLogger(Logger):
     @property
     def version_dir(self) -> Path | None:
         """The folder of this version; None until it is known."""
-        self._claim_early()
-        if self.root_dir is None or self._version is None:
+        version = self.version
+        if self.root_dir is None or version is None:
             return None
-        folder = f"version_{self._version}" if isinstance(self._version, int) else self._version
-        return self.root_dir / folder
+        return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
 
     @property
     def log_dir(self) -> Path | None:
@@ -161,26 +163,19 @@ class VersionedLogger(Logger):
             f"{', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new folder."
         )
 
-    def _claim_early(self) -> None:
-        if self._version is None and self._save_dir is not None and self._run is None:
-            self._begin()
-
     def _close(self) -> None:
         """Close what is open."""
 
     def _folder(self) -> Path:
         folder = self.log_dir
         if folder is None:
-            raise self._not_started()
+            raise _not_started(self)
         return folder
-
-    def _not_started(self) -> RuntimeError:
-        return RuntimeError(f"{type(self).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
 
     def advance(self, step: int, names: Collection[str]) -> None:
         """Take notice that `names` are about to be logged at `step`, and clear the way for them."""
         if self._run is None:
-            raise self._not_started()
+            raise _not_started(self)
         if self._continues:
             self._continues = False
             if self._keep_until is not None:
@@ -242,24 +237,15 @@ class VersionedLogger(Logger):
             self._last_step = self._keep_until = state.get("last_step")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave open files behind: a copy in another process opens its own."""
-        return {**self.__dict__, "_run": None, **self._closed_fields()}
+        return {**self.__dict__, "_run": None, **dict.fromkeys(self._OPEN)}
 
-    def _closed_fields(self) -> dict[str, Any]:
-        """Return the attributes that hold open things, as they are when closed."""
-        return {}
+
+def _not_started(logger: Logger) -> RuntimeError:
+    return RuntimeError(f"{type(logger).__name__} is not started; call start(RunInfo(root_dir=...)) first.")
 
 
 def check_below(path: str, what: str) -> None:
-    """Check that a relative path stays below the folder that it is relative to.
-
-    Args:
-        path: with `/`, or the system's own separator; an empty one is the folder itself.
-        what: begins the message.
-
-    Raises:
-        ConfigurationError: it is absolute, climbs with `..`, or no file system can have it.
-    """
+    """Check that a relative path stays below the folder that it is relative to."""
     steps = path.replace("\\", "/").split("/")
     if os.path.isabs(path) or ".." in steps or "\0" in path:
         raise ConfigurationError(
@@ -268,12 +254,7 @@ def check_below(path: str, what: str) -> None:
 
 
 def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
-    """Make a new folder in `root_dir` that no other process gets, and return its version.
-
-    Args:
-        root_dir: made if need be.
-        run_name: name of the folder, or None for `version_N`.
-    """
+    """Make a new folder in `root_dir` that no other process gets, and return its version."""
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
@@ -307,14 +288,18 @@ def cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with open(path, "rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        start = size
-        while start > 0:
-            step = min(start, 65536)
-            file.seek(start - step)
-            end = file.read(step).rfind(b"\n")
-            if end >= 0:
-                file.truncate(start - step + end + 1)
-                return
-            start -= step
-        file.truncate(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+
+
+def last_steps_of(rows: Iterable[Mapping[str, Any]], own: Collection[str]) -> dict[str, int]:
+    """Return the last step of each name in a log's rows, those of the file's `own` columns left out."""
+    return {name: int(row["step"]) for row in rows for name in row if name not in own}
+
+
+def rows_without(rows: Iterable[dict[str, Any]], step: int, names: Collection[str] | None) -> Iterator[dict[str, Any]]:
+    """Yield rows less what they hold of `step` or later (of `names` alone, if given), and none that is left empty."""
+    for row in rows:
+        if int(row["step"]) >= step:
+            row = {} if names is None else {name: value for name, value in row.items() if name not in names}
+        if not WHERE.issuperset(row):
+            yield row

@@ -99,7 +99,6 @@ class WandbLogger(Logger):
 
     @classmethod
     def in_folder(cls, root_dir: Path) -> Logger:
-        """Return a logger with default settings that keeps its files below `root_dir`."""
         return cls(save_dir=root_dir)
 
     @property
@@ -177,13 +176,11 @@ class WandbLogger(Logger):
         self._log(metrics, step)
 
     def log_image(self, key: str, image: Any, step: int) -> None:
-        """Log an image."""
         pixels = to_pixels(image)
         wandb = require_package("wandb", purpose="WandbLogger")
         self._log({key: wandb.Image(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels)}, step)
 
     def log_figure(self, key: str, figure: Any, step: int) -> None:
-        """Log a matplotlib figure, as an image."""
         self._log({key: require_package("wandb", purpose="WandbLogger").Image(figure)}, step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
@@ -252,9 +249,6 @@ class WandbLogger(Logger):
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Have W&B record histograms of gradients or parameters. It reads them in the step, which costs time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
-
-    def flush(self) -> None:
-        """Do nothing: W&B's own process takes entries as they come."""
 
     def finish(self, status: Status) -> None:
         """End the W&B run with `status`; a run that others opened stays open.

@@ -78,7 +78,7 @@ def test_strategies_are_small() -> None:
         assert len(methods_of(strategy)) <= 45
 
 
-_LARGER = {"Accelerator": 47, "CSVLogger": 47, "JSONLinesLogger": 48, "TensorBoardLogger": 50, "VersionedLogger": 46}
+_LARGER = {"Accelerator": 47}
 """What is still larger: these numbers may only sink."""
 
 
