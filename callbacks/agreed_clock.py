@@ -18,9 +18,6 @@ class AgreedClock:
     beforehand: at each check it also says after how many steps the next one comes, so that at its present pace half
     of the remaining time will have passed (at least 1 step, at most 1000). A wait of any length thus costs some
     twenty broadcasts of two numbers, and all steps between cost one comparison.
-
-    Args:
-        remaining_s: returns the seconds that are left, by this process's clock; only rank 0's answer counts.
     """
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:

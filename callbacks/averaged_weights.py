@@ -152,11 +152,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
-        """Go on from saved values, which are copied; those that are not given stay as they are.
-
-        Raises:
-            CheckpointError: they do not belong to this task.
-        """
+        """Go on from saved values, which are copied; those that are not given stay as they are."""
         for values, targets in ((average, self._own), (current, self._live)):
             if values is None:
                 continue

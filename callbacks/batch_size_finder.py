@@ -151,11 +151,10 @@ class BatchSizeFinder(Callback):
             assert high is not None  # the first size has been tried
             return high // 2
         if high is None:
-            doubled = 2 * low
+            if 2 * low <= limit:
+                return 2 * low
             # A power of two that the data cannot fill is not tried as anything less; a binary search goes to the edge.
-            return (
-                min(doubled, limit) if self._mode == "binsearch" or limit == self._max_val else _within(doubled, limit)
-            )
+            return limit if self._mode == "binsearch" or limit == self._max_val else low
         return (low + high) // 2 if self._mode == "binsearch" else low
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
@@ -170,10 +169,6 @@ class BatchSizeFinder(Callback):
 
     def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
         self.scale_batch_size(trainer, task)
-
-
-def _within(size: int, limit: int) -> int:
-    return size if size <= limit else 0
 
 
 class _Tries:

@@ -8,23 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment at which checkpoints may be asked for, broadcast from rank 0 so that all ranks decide alike.
+    """One moment at which checkpoints may be asked for, broadcast from rank 0 so that all ranks decide alike."""
 
-    Attributes:
-        epoch: 0-based, for names.
-        step: completed optimizer steps.
-        metrics: the latest values of all metrics.
-        present: names of what lies in the folder (see `names_in`).
-        index_holds: names of an index that was loaded mean what lies in the folder.
-        stretch_end: how far the run is, in the unit of `keep_every`, when a stretch of it has passed; else None.
-    """
-
-    epoch: int
-    step: int
-    metrics: dict[str, float]
-    present: frozenset[str]
-    index_holds: bool = True
-    stretch_end: float | None = None
+    epoch: int  # 0-based, for names
+    step: int  # completed optimizer steps
+    metrics: dict[str, float]  # the latest values of all metrics
+    present: frozenset[str]  # names of what lies in the folder (see `names_in`)
+    index_holds: bool = True  # names of an index that was loaded mean what lies in the folder
+    stretch_end: float | None = None  # how far the run is, in the unit of `keep_every`, when a stretch has passed
 
     @property
     def values(self) -> dict[str, float]:

@@ -22,12 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_template(template: str, owner: str) -> None:
-    """Refuse a template that cannot become one folder's name.
-
-    Raises:
-        ConfigurationError: it is empty, hidden, taken or too long, has a character that no folder's name can have,
-            braces that do not match, or a format that no number has.
-    """
+    """Refuse a template that cannot become one folder's name."""
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
         raise ConfigurationError(
@@ -77,16 +72,7 @@ def _check_folder_name(example: str, template: str, owner: str) -> None:
 
 
 def format_name(template: str, metrics: Mapping[str, Any], *, insert_names: bool) -> str:
-    """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`.
-
-    Args:
-        template: text with fields `{name}` or `{name:format}`.
-        metrics: values of the fields, numbers on the host; one that is missing is written as `nan`.
-        insert_names: write `name=` before each value. A `/` in a name becomes `_`: it would start another folder.
-
-    Raises:
-        ConfigurationError: a value does not fit its format.
-    """
+    """Fill in `template`: `"{epoch}-{val_loss:.2f}"` becomes `"epoch=3-val_loss=0.12"`."""
 
     def one(match: re.Match[str]) -> str:
         name, spec = match.group(1), match.group(2) or ""

@@ -99,7 +99,6 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with what tells several of them apart."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,12 +29,7 @@ _TASK_ONLY_EVENTS = tuple(name for name in vars(TaskHooks) if name.endswith(("_m
 
 
 class HookTable:
-    """Who listens to which event: `table.on_train_batch_start` is a tuple of callables.
-
-    Args:
-        callbacks: in any order; sorted by `Callback.order`, equal ones as given.
-        task: its own hooks come last; None: nobody listens but the callbacks.
-    """
+    """Who listens to which event: `table.on_train_batch_start` is a tuple of callables."""
 
     def __init__(self, callbacks: Iterable[Callback] = (), task: TaskModule | None = None) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.order)
@@ -60,11 +55,6 @@ class HookTable:
 
 def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     """Find hooks of `obj` that are misspelt or belong to an older interface.
-
-    Args:
-        obj: a callback or a task.
-        base: the class whose methods are right by definition.
-        known: the names that a misspelt one may have meant.
 
     Raises:
         ConfigurationError: naming the method and what it should be called, where it is one edit away from a hook that

@@ -14,17 +14,7 @@ Length = int | str | Duration | datetime.timedelta
 
 
 class KeepEvery:
-    """Knows when a stretch has passed, and which checkpoints were kept for one.
-
-    Args:
-        every: the stretch, an int in steps; None: nothing is kept.
-
-    Raises:
-        ConfigurationError: it is no length, or none above 0.
-
-    Attributes:
-        names: of the checkpoints that were kept.
-    """
+    """Knows when a stretch has passed (an int: in steps; None: never), and which checkpoints were kept for one."""
 
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []

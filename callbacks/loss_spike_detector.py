@@ -81,7 +81,6 @@ class LossSpikeDetector(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with what tells several of them apart."""
         return (
             f"LossSpikeDetector(window={self.window}, threshold={self.threshold}, patience={self.patience}, "
             f"action={self.action!r})"

@@ -159,7 +159,6 @@ class ModelCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with what tells several of them apart."""
         seconds = self.train_time_interval.total_seconds() if self.train_time_interval is not None else None
         return (
             f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
@@ -345,7 +344,10 @@ class ModelCheckpoint(Callback):
         self._check_name_fields(run, moment)
         request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
         if moment.stretch_end is not None and not self._waiting_for_validation:
-            request = self._kept_request(run, moment, moment.stretch_end, request)
+            # The checkpoint of this moment, asked for already or not, stays for good.
+            if request is None:
+                request = self._new_request(self._free_name(run, moment, self.filename, reuse=None), moment, None)
+            self._kept.keep(request.name, moment.stretch_end)
         if self.save_last:
             self._add_last(run, moment, request)
         elif request is not None:
@@ -385,13 +387,6 @@ class ModelCheckpoint(Callback):
             return None
         name = self._free_name(run, moment, self.filename, reuse=self._top.displaced())
         return self._new_request(name, moment, self._top.add(name, self.current_score))
-
-    def _kept_request(self, run: Run, moment: Moment, at: float, request: SaveRequest | None) -> SaveRequest:
-        """Return the checkpoint of this moment, asked for already or not, as one that stays for good."""
-        if request is None:
-            request = self._new_request(self._free_name(run, moment, self.filename, reuse=None), moment, None)
-        self._kept.keep(request.name, at)
-        return request
 
     def _new_request(self, name: str, moment: Moment, gone: str | None) -> SaveRequest:
         remove = [gone] if gone is not None and gone != name and gone not in self._kept.names else []

@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 def check_mode(mode: str, owner: str) -> Mode:
-    """Return `mode`.
-
-    Raises:
-        ConfigurationError: it is neither `"min"` nor `"max"`.
-    """
+    """Return `mode`."""
     if mode == "min":
         return "min"
     if mode == "max":

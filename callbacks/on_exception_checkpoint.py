@@ -41,7 +41,6 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def state_key(self) -> str:
-        """The class with the path, so that several can be used."""
         return f"OnExceptionCheckpoint(filename={self.filename!r})"
 
     @property

@@ -65,11 +65,7 @@ class ProgressBar(Callback):
         self._evaluating: _Progress | None = None
 
     def _refuse_foreign_names(self) -> None:
-        """Find what sub-classes override of other bars, which nothing here would call.
-
-        Raises:
-            ConfigurationError: naming the method and what to override.
-        """
+        """Find what sub-classes override of other bars, which nothing here would call."""
         for name in _ELSEWHERE:
             if hasattr(type(self), name):
                 raise ConfigurationError(

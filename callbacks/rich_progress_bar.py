@@ -33,7 +33,6 @@ class RichProgressBar(ProgressBar):
         return sys.stdout.isatty() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        """Start a bar; see `ProgressBar.open`."""
         if self._screen is None:
             self._screen = _new_screen()
             self._screen.start()
@@ -41,7 +40,6 @@ class RichProgressBar(ProgressBar):
         self._screen.refresh()
 
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
-        """Move a bar; see `ProgressBar.draw`."""
         if kind not in self._rows:
             return
         shown = " ".join(f"{name}={value}" for name, value in metrics.items())
@@ -49,7 +47,6 @@ class RichProgressBar(ProgressBar):
         self._screen.refresh()
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar; see `ProgressBar.close`."""
         if kind not in self._rows:
             return
         row = self._rows.pop(kind)
@@ -65,7 +62,6 @@ class RichProgressBar(ProgressBar):
             self._screen = None
 
     def write(self, text: str) -> None:
-        """Write a line above the bars."""
         if self._screen is None:
             super().write(text)
         else:

@@ -8,12 +8,7 @@ from trainwright.callbacks.monitored import Mode, is_better, worst
 
 
 class TopK:
-    """Names with their scores, at most `k` of them.
-
-    Args:
-        k: how many to keep; -1 keeps all.
-        mode: `"min"`: lower scores are better; `"max"`: higher ones.
-    """
+    """Names with their scores, at most `k` of them; -1 keeps all."""
 
     def __init__(self, k: int, mode: Mode) -> None:
         self.k = k

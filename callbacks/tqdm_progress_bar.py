@@ -33,7 +33,6 @@ class TQDMProgressBar(ProgressBar):
         return sys.stdout.isatty() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        """Start a bar; see `ProgressBar.open`."""
         place = self.process_position + (1 if kind == "eval" and "train" in self._bars else 0)
         self._bars[kind] = _bar_class()(
             total=total,
@@ -50,7 +49,6 @@ class TQDMProgressBar(ProgressBar):
         )
 
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
-        """Move a bar; see `ProgressBar.draw`."""
         bar = self._bars.get(kind)
         if bar is None:
             return
@@ -62,7 +60,6 @@ class TQDMProgressBar(ProgressBar):
             bar.refresh()
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar; see `ProgressBar.close`."""
         bar = self._bars.pop(kind, None)
         if bar is not None:
             bar.leave = leave
@@ -72,7 +69,6 @@ class TQDMProgressBar(ProgressBar):
             other.last_print_t += paused_s
 
     def write(self, text: str) -> None:
-        """Write a line above the bars."""
         if self._bars:
             _bar_class().write(text, file=sys.stdout)
         else:

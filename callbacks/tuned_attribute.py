@@ -11,13 +11,6 @@ from trainwright.core.errors import ConfigurationError, nearest
 class TunedAttribute:
     """One of several names on the task, in its `hparams`, or on the data module or in its `hparams`.
 
-    Args:
-        names: the first that is found counts.
-        task: the task.
-        datamodule: the data module, or None.
-        purpose: what needs it, for the message.
-        kind: of the values that could be meant, for the message.
-
     Raises:
         ConfigurationError: it is nowhere; the message lists attributes of that kind.
     """
@@ -42,11 +35,7 @@ class TunedAttribute:
         return self._hparams[0][self.name]
 
     def set(self, value: object) -> None:
-        """Set it everywhere.
-
-        Raises:
-            ConfigurationError: it is a property without a setter.
-        """
+        """Set it everywhere."""
         for owner in self._attributes:
             try:
                 setattr(owner, self.name, value)

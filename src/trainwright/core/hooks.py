@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.optim import Optimizer
 
-from trainwright.core.tree import Batch
+from trainwright.core.tree import Batch, move
 
 StepOutput: TypeAlias = Any
 """What a user's step returned: a loss, a mapping with one, None, or in evaluation whatever a callback shall see."""
@@ -175,8 +175,6 @@ class TaskHooks:
 
     def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
         """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
-        from trainwright.core.tree import move
-
         return move(batch, device)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:

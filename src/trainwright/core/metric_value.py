@@ -23,21 +23,13 @@ class MetricValue(float):
         """Return the plain float."""
         return float(self)
 
-    def tolist(self) -> float:
-        """Return the plain float."""
-        return float(self)
+    tolist = item
 
     def cpu(self) -> Self:
-        """Return the value itself: it is on the host."""
+        """Return the value itself: it is on the host, has no graph and cannot change."""
         return self
 
-    def detach(self) -> Self:
-        """Return the value itself: it has no graph."""
-        return self
-
-    def clone(self) -> Self:
-        """Return the value itself: it cannot change."""
-        return self
+    detach = clone = cpu
 
     def numpy(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return a 0-dim array."""

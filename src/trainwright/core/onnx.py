@@ -15,15 +15,6 @@ from trainwright.core.tree import move
 def export_onnx(module: nn.Module, file_path: str | Path | None, sample: Any, **options: Any) -> Any:
     """Export `module.forward` with torch's exporter, in evaluation mode and without gradients.
 
-    Args:
-        module: its parameters say on which device the sample has to be.
-        file_path: the file to write; None: only return the program.
-        sample: the arguments of `forward`: a tuple of them, a dict of named ones, or the only one.
-        options: further arguments of `torch.onnx.export`.
-
-    Returns:
-        What `torch.onnx.export` returns.
-
     Raises:
         ConfigurationError: there is no sample.
         MissingPackageError: onnxscript, which torch's exporter needs, is not installed.

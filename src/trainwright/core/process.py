@@ -190,11 +190,7 @@ def _checked(found: Topology) -> Topology:
 
 
 def check_address(found: Topology) -> None:
-    """Check that a rank knows where rank 0 is, or it would wait for the others in vain.
-
-    Raises:
-        ConfigurationError: it does not. The ranks of one machine that MPI has started meet at 127.0.0.1.
-    """
+    """Check that a rank knows where rank 0 is, or it would wait for the others in vain."""
     alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
     if found.master_addr is None and not alone:
         raise ConfigurationError(
@@ -236,15 +232,10 @@ def describe(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job that this process belongs to, as its launcher knows it.
+    """The job that this process belongs to, as its launcher knows it."""
 
-    Attributes:
-        name: the same in every attempt at the job; None when the launcher gives none that is its own.
-        attempt: how often the launcher has started it again: 0 the first time.
-    """
-
-    name: str | None
-    attempt: int
+    name: str | None  # the same in every attempt at the job; None when the launcher gives none that is its own
+    attempt: int  # how often the launcher has started it again: 0 the first time
 
 
 def job(environ: Mapping[str, str] | None = None) -> Job:

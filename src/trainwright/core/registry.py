@@ -43,11 +43,7 @@ class Registry(Generic[T]):
         self._entries[name] = entry
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`, importing it if need be.
-
-        Raises:
-            ConfigurationError: no such name; the message lists the names there are and the nearest one.
-        """
+        """Return the entry called `name`, importing it if need be."""
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
             raise ConfigurationError(f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}.")

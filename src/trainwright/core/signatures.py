@@ -25,16 +25,10 @@ _ONLY_METHODS = ("num_items", "num_tokens")
 
 
 class Taken(NamedTuple):
-    """What a callable takes.
-
-    Attributes:
-        positional: its positional parameters and whether each is required, without those that are bound already.
-        takes_more: it has `*args`.
-        keyword_only: its keyword-only parameters and whether each is required.
-    """
+    """What a callable takes: the names of its parameters, those that are bound left out, and which are required."""
 
     positional: tuple[tuple[str, bool], ...]
-    takes_more: bool
+    takes_more: bool  # it has `*args`
     keyword_only: tuple[tuple[str, bool], ...]
 
 
@@ -91,14 +85,7 @@ def bind(
 ) -> Callable[..., Any]:
     """Return what is called with the positional arguments `names`, with or without a last `dataloader_idx`.
 
-    Args:
-        function: the hook or step; it `fits`.
-        name: what it is called.
-        names: the arguments that it is given.
-        call: called in its place, with the arguments that it takes.
-
-    Returns:
-        `function` (or `call`) itself, wherever it takes them all.
+    It is `function`, a hook that `fits`, or `call` in its place; itself wherever it takes them all.
     """
     called, taken, optional = call or function, taken_by(function), _may_leave_out(name, names)
     several = _picks(taken, names, len(names), optional)
@@ -161,11 +148,6 @@ def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
 
 def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
     """Find hooks of a task, callback or data module that cannot be called as they will be.
-
-    Args:
-        obj: whose hooks.
-        base: the class that declares them.
-        hooks: those that will be called.
 
     Raises:
         ConfigurationError: naming the hook, what it declares, what it is called with, and the line to write.

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -495,6 +495,3 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         for name in _RUNTIME_ATTRIBUTES:
             state[name] = None
         return state
-
-
-StepName = Literal["training_step", "validation_step", "test_step", "predict_step"]

@@ -48,13 +48,7 @@ def is_container(tree: object) -> bool:
 
 
 def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any] = ()) -> Any:
-    """Return `tree` with `visit` applied to each of its parts, one level deep; what is no container as it is.
-
-    Args:
-        tree: a list, a tuple (also a named one), a mutable mapping or a dataclass; its type is kept.
-        visit: what becomes of a part.
-        skip_keys: keys of a mapping whose values stay.
-    """
+    """Return `tree` with `visit` applied to each of its parts, one level deep; what is no container as it is."""
     kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(visit(value) for value in tree))
@@ -100,7 +94,6 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
         device: where to.
         float_dtype: floating-point tensors also become this dtype; others keep theirs.
     """
-
     beside = device.type not in WAITED_FOR
 
     def one(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,7 @@ _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
 
 
 def device_type(accelerator: str) -> str:
-    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` take what the machine has.
-
-    Raises:
-        ConfigurationError: an unknown name, or one that this machine lacks.
-    """
+    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` take what the machine has."""
     if accelerator not in _ACCELERATORS:
         raise ConfigurationError(
             f"accelerator={accelerator!r} is unknown.{nearest(str(accelerator), _ACCELERATORS)} "
@@ -45,9 +41,6 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
         devices: a count, `-1` or `"auto"` for all there are (one on the CPU), a list of indices, or text such as
             `"2"` or `"0,3"`.
         kind: torch's device type.
-
-    Raises:
-        ConfigurationError: not a count, or more than there are.
     """
     available = None if kind == "cpu" else torch.accelerator.device_count()
     given = devices
@@ -82,13 +75,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
 def kernel_choice(
     benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
 ) -> Iterator[None]:
-    """Choose between fast and repeatable kernels for the whole process, for the length of a stage.
-
-    Args:
-        benchmark: let cuDNN time its kernels and pick the fastest; None leaves the setting.
-        deterministic: True: only repeatable kernels, an operation without one raises; `"warn"`: warns.
-        detect_anomaly: find the operation behind a NaN in backward.
-    """
+    """Choose between fast and repeatable kernels for the whole process, for the length of a stage."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     timed_before = torch.backends.cudnn.benchmark
     if benchmark is not None:

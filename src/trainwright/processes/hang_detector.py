@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -320,7 +321,7 @@ class HangDetector:
         """Say where this rank stands."""
         number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
         standing = standing_of(self._rank, self._last, now - self._moved_at, self._thread_id)
-        self._shared.set(f"at/{number}/{self._rank}", json.dumps(standing.to_dict()))
+        self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(standing)))
         self._shared.add(f"answers/{number}", 1)
         # Rank 0 prints; the next one does if even rank 0's thread is silent.
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))

@@ -12,17 +12,11 @@ from trainwright.processes.standing import Standing
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that has failed, in the words that the others are told.
-
-    Attributes:
-        rank: which one.
-        text: its traceback, or how it is known to be gone.
-        gone: its process has ended without a word.
-    """
+    """A rank that has failed, in the words that the others are told."""
 
     rank: int
-    text: str
-    gone: bool = False
+    text: str  # its traceback, or how it is known to be gone
+    gone: bool = False  # its process has ended without a word
 
     def to_json(self) -> str:
         """Return it as text for the store."""
@@ -47,15 +41,7 @@ def hang_report(
     hang_timeout_s: float,
     timeout_s: float,
 ) -> str:
-    """Say of every rank where it stands.
-
-    Args:
-        initiator: the rank that has stood still for `hang_timeout_s`.
-        answers: the ranks that answered.
-        silent: the others, with what is known of each.
-        hang_timeout_s: after how many seconds a rank is asked about.
-        timeout_s: after how many a collective fails.
-    """
+    """Say of every rank where it stands."""
     waiting = [standing for standing in answers.values() if standing.waits_in]
     absent = [standing for standing in answers.values() if not standing.waits_in]
     half_s = hang_timeout_s / 2

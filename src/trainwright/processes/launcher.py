@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,19 +134,16 @@ class _Children:
             "-m",
             "trainwright.processes.worker",
             str(file),
-            str(self._error_file(rank)),
+            str(self._folder / f"error-{rank}.txt"),
             str(os.getpid()),
         ]
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
-
-    def _error_file(self, rank: int) -> Path:
-        return self._folder / f"error-{rank}.txt"
 
     def failure(self) -> str | None:
         """Return the traceback of the process that failed first, if one has."""
         files = sorted(self._folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
         if files:
-            return f"{files[0].read_text()}"
+            return files[0].read_text()
         for rank, process in self._started.items():
             if process.poll() not in (None, 0):
                 return f"rank {rank} ended with exit code {process.returncode} and left no traceback"
@@ -188,20 +185,15 @@ class _Children:
                 process.wait()
 
 
-class _variables:
+@contextlib.contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
     """Set variables for the length of a `with` block."""
-
-    def __init__(self, values: dict[str, str]) -> None:
-        self._values = values
-        self._before: dict[str, str | None] = {}
-
-    def __enter__(self) -> None:
-        for name, value in self._values.items():
-            self._before[name] = variable(name)
-            os.environ[name] = value
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
+    before = {name: variable(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -45,12 +45,7 @@ class Helpers(Protocol):
 
 
 class Processes:
-    """A run of one process: every exchange is the identity. Base of the real thing.
-
-    Attributes:
-        rank, world_size, local_rank, num_nodes: where this process stands.
-        timeout: how long the others are waited for.
-    """
+    """A run of one process: every exchange is the identity. Base of the real thing."""
 
     timeout = DEFAULT_TIMEOUT
 
@@ -140,9 +135,6 @@ class Processes:
             what: completes "rank 0 could not ..." on the other ranks.
             helpers: what `work` has the other ranks do meanwhile.
 
-        Returns:
-            What `work` returned on rank 0.
-
         Raises:
             OSError, CheckpointError, ConfigurationError, MissingPackageError: what `work` raised on rank 0; a
                 CheckpointError that quotes it on the others.
@@ -203,7 +195,7 @@ class ProcessGroup(Processes):
         global _groups_made
         if not dist.is_initialized():
             check_address(self.topology)
-            backend = self.backend or _backend(device)
+            backend = self.backend or dist.get_default_backend_for_device(device)
             # Each attempt of an elastic launcher, and each run of this process, gets its own corner of the store:
             # otherwise a new attempt reads the addresses that the old one left there.
             attempt = variable("TORCHELASTIC_RESTART_COUNT", "0")
@@ -235,12 +227,7 @@ class ProcessGroup(Processes):
                 self.close()
 
     def _meet(self, store: Any) -> None:
-        """Wait for all ranks here, where Ctrl-C works and the missing ones can be named.
-
-        Raises:
-            TimeoutError: some have not come.
-            WorkerError: a process that this one has started has failed before it came.
-        """
+        """Wait for all ranks here, where Ctrl-C works and the missing ones can be named."""
         store.append("arrived", f"{self.rank} ")
         start_s, look_s, told = time.monotonic(), 0.005, False
         while not store.check(["everyone"]):
@@ -336,15 +323,7 @@ class ProcessGroup(Processes):
 
 
 def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    """Return what a timeout says: a timedelta, seconds, a Duration, or text such as `"30 min"`.
-
-    Args:
-        name: the argument's, for the error.
-        value: how long, more than nothing.
-
-    Raises:
-        ConfigurationError: not a length of time.
-    """
+    """Return what a timeout says: a timedelta, seconds, a Duration, or text such as `"30 min"`."""
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
@@ -366,12 +345,6 @@ def _abandon_groups() -> None:
         for kept in (group, *backends):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     dist.distributed_c10d._abort_process_group()
-
-
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    return dist.get_default_backend_for_device(device)
 
 
 def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:

@@ -12,19 +12,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -> Any:
-    """Return the part of `inputs` that is one process's: consecutive samples, one more for the first processes.
-
-    Args:
-        inputs: a list, a tuple, a tensor with a dimension, something with a length and a `select(indices)` such as a
-            `datasets.Dataset`, or a mapping of these, nested ones too, all of one length.
-        rank: whose.
-        num_processes: of how many; for 1 the inputs are returned as they are.
-        pad: repeat the last sample of a share until all are equally long; an empty share gets the last of all.
-
-    Raises:
-        ConfigurationError: the values of a mapping have different lengths.
-        TypeError: something that cannot be cut, a text for example.
-    """
+    """Return the part of `inputs` that is one process's: consecutive samples, one more for the first processes."""
     length = _length(inputs, "inputs")
     if num_processes == 1:
         return inputs

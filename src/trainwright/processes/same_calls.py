@@ -10,39 +10,20 @@ from trainwright.processes.process_group import Processes
 
 
 def same_on_all_ranks(processes: Processes, call: Any) -> bool:
-    """Tell whether every rank is about to make the same call. Collective, on the host: one number from each rank.
-
-    Args:
-        call: whatever has the same `repr` exactly when the calls fit each other.
-    """
+    """Tell whether every rank is about to make the same call. Collective, on the host: one number from each rank."""
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
     told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
     return all(row == told[0] for row in told)
 
 
 def compare_calls(processes: Processes, operation: str, arguments: Any, hint: str) -> None:
-    """Raise on every rank unless all are about to make the same call. Collective, on the host.
-
-    Args:
-        processes: of the run.
-        operation: its name.
-        arguments: what has to be the same, to be shown.
-        hint: what to do, the end of the message.
-
-    Raises:
-        ConfigurationError: the calls differ; it shows those of all ranks.
-    """
+    """Raise on every rank unless all are about to make the same call. Collective, on the host."""
     if not same_on_all_ranks(processes, (operation, arguments)):
         raise different_calls(processes.gather_object((operation, arguments)), hint)
 
 
 def different_calls(calls: list[Any], hint: str) -> ConfigurationError:
-    """Return the error for calls that do not fit each other.
-
-    Args:
-        calls: for each rank the operation's name and its arguments.
-        hint: what to do, the end of the message.
-    """
+    """Return the error for calls that do not fit each other."""
     shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
     return ConfigurationError(
         f"the processes do not do the same with tensors of the same shapes and dtypes:\n{shown}\n{hint}"

@@ -7,10 +7,9 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 _MOST_STACK_CHARACTERS = 20_000
 _WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
@@ -18,19 +17,12 @@ _WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank has come; it has moved when any of these has changed.
+    """How far a rank has come; it has moved when any of these has changed."""
 
-    Attributes:
-        step: completed optimizer steps.
-        batch: micro-batches consumed by this rank.
-        evaluated: evaluation batches that this rank has completed in this stage.
-        phase: what the Trainer is doing: `"fit"`, `"validate"`, `"test"`, `"predict"`.
-    """
-
-    step: int
-    batch: int
-    evaluated: int
-    phase: str
+    step: int  # completed optimizer steps
+    batch: int  # micro-batches consumed by this rank
+    evaluated: int  # evaluation batches that this rank has completed in this stage
+    phase: str  # what the Trainer is doing: "fit", "validate", "test", "predict"
 
     def __str__(self) -> str:
         return f"{self.phase}, step {self.step}, batch {self.batch}, {self.evaluated} evaluation batches done"
@@ -38,31 +30,16 @@ class Position:
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank's answer to the question where it stands; JSON-able through `to_dict`.
-
-    Attributes:
-        rank: whose it is.
-        position: `str` of its Position.
-        still_s: seconds since it last moved.
-        waits_in: the collective that its main thread is in; empty when it is in none.
-        doing: `"saving"`, `"fetching data"`, `"setting up"` or empty.
-        place: innermost line of its main thread.
-        process: host and process id.
-        stacks: the Python stacks of all its threads, the main one first.
-    """
+    """A rank's answer to the question where it stands, JSON-able."""
 
     rank: int
-    position: str
-    still_s: float
-    waits_in: str
-    doing: str
-    place: str
-    process: str
-    stacks: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
+    position: str  # `str` of its Position
+    still_s: float  # seconds since it last moved
+    waits_in: str  # the collective that its main thread is in; empty when it is in none
+    doing: str  # "saving", "fetching data", "setting up" or empty
+    place: str  # innermost line of its main thread
+    process: str  # host and process id
+    stacks: str  # the Python stacks of all its threads, the main one first
 
 
 def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -> Standing:
@@ -147,17 +124,11 @@ def _place(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """What tells a process from every other one, also from a later one with its number.
+    """What tells a process from every other one, also from a later one with its number."""
 
-    Attributes:
-        node: equal for processes that can see each other: host, and namespace of process numbers where there are such.
-        pid: the process number.
-        started: when it was started, in the kernel's words; empty where that is not to be had.
-    """
-
-    node: str
+    node: str  # equal for processes that see each other: host, and namespace of process numbers where there are such
     pid: int
-    started: str
+    started: str  # when, in the kernel's words; empty where that is not to be had
 
     @classmethod
     def mine(cls) -> ProcessMark:

@@ -8,7 +8,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,12 +19,6 @@ def check_writable(folder: Path) -> None:
     """Try whether a folder, which may not be there yet, can be made and written into. Leaves nothing behind.
 
     A folder that is there and open to this process is not touched: its time of change stays.
-
-    Args:
-        folder: of checkpoints.
-
-    Raises:
-        ConfigurationError: it cannot; says why.
     """
     folder = folder.absolute()
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # also false on a read-only disk
@@ -63,19 +57,11 @@ def local_folder(root: Path, url: str) -> Path:
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Mark `folder` as in use by this process until the block ends or the process dies; see `is_held`."""
-    if os.name == "nt":
-        yield
-        return
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with _lockable(folder) as lock:
         # A file system without locks only loses the protection against a cleaner that runs at the same moment.
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock("LOCK_SH")
         yield
-    finally:
-        _let_go(handle)
 
 
 @contextlib.contextmanager
@@ -85,49 +71,42 @@ def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
     Blocks until the others are through, for so many seconds at most: one that was stopped holds nobody up for ever. On
     file systems without locks nobody waits.
     """
-    if os.name == "nt":
-        yield
-        return
-    import fcntl
-
-    handle = os.open(folder, os.O_RDONLY)
-    try:
+    with _lockable(folder) as lock:
         end = time.monotonic() + patience_s
         while time.monotonic() < end:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock("LOCK_EX")
                 break
             except BlockingIOError:
                 time.sleep(0.002)
             except OSError:
                 break
         yield
-    finally:
-        _let_go(handle)
 
 
 def is_held(folder: Path) -> bool:
     """Tell whether a living process holds `folder`."""
-    if os.name == "nt":
+    with _lockable(folder) as lock:
+        try:
+            lock("LOCK_EX")
+        except OSError as error:  # a file system without locks raises another one
+            return isinstance(error, BlockingIOError)
         return False
+
+
+@contextlib.contextmanager
+def _lockable(folder: Path) -> Iterator[Callable[[str], None]]:
+    """Hand out what locks a folder for the length of a `with` block, without waiting; it does nothing on Windows."""
+    if os.name == "nt":
+        yield lambda kind: None
+        return
     import fcntl
 
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # this file system has no locks
+        yield lambda kind: fcntl.flock(handle, getattr(fcntl, kind) | fcntl.LOCK_NB)
     finally:
-        _let_go(handle)
-    return False
-
-
-def _let_go(handle: int) -> None:
-    """Unlock and close; closing alone would leave a lock with processes that were forked while it was held."""
-    import fcntl
-
-    with contextlib.suppress(OSError):
-        fcntl.flock(handle, fcntl.LOCK_UN)
-    os.close(handle)
+        # Closing alone would leave a lock with processes that were forked while it was held.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        os.close(handle)

@@ -234,11 +234,7 @@ def foreign_object(value: object) -> str | None:
 
 
 def check_owner(value: object) -> None:
-    """Refuse an object of Lightning or Accelerate where one of ours is needed.
-
-    Raises:
-        ConfigurationError: it is theirs; the message names the line to change.
-    """
+    """Refuse an object of Lightning or Accelerate where one of ours is needed."""
     told = foreign_object(value)
     if told is not None:
         raise ConfigurationError(told)

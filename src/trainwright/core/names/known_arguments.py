@@ -5,23 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Refuse(Protocol):
-    """Called for each keyword that a function does not have."""
-
-    def __call__(self, name: str, value: object, known: list[str], /) -> None:
-        """Raise an error that says what to write; or return, and the keyword is left out.
-
-        Args:
-            name: the keyword.
-            value: what it was given.
-            known: the function's own parameters.
-        """
+Refuse = Callable[[str, object, list[str]], None]
+"""Called with a keyword, its value and the function's own parameters: raises, or returns, and it is left out."""
 
 
 def known_arguments(refuse: Refuse) -> Callable[[Callable[P, T]], Callable[P, T]]:

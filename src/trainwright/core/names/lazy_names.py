@@ -21,10 +21,6 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     """Return the `__getattr__` and `__dir__` of a package that has a stub.
 
     An unknown name is an AttributeError that knows other libraries' names, see `foreign_names.missing`.
-
-    Args:
-        package: its `__name__`.
-        file: its `__file__`; the stub `__init__.pyi` lies beside it.
     """
 
     @cache
