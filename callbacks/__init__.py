@@ -1,6 +1,6 @@
-"""What happens besides training: the Callback base, the table of its events and the ready-made callbacks.
+"""Callbacks: the base class, the table of its events and the built-in callbacks.
 
-Names are imported when they are first touched; `CALLBACKS` holds the short names that a configuration may use.
+Names are imported when they are first used; `CALLBACKS` holds the short names that a configuration may use.
 """
 
 from __future__ import annotations

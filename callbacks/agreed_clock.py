@@ -1,4 +1,4 @@
-"""A clock that all ranks agree on without talking at every step."""
+"""A clock that all ranks agree on without communication at every step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_STEPS_BETWEEN_CHECKS = 1000
 
 
 class AgreedClock:
-    """Tells every rank at the same step that rank 0's time is up.
+    """Timer whose end all ranks see at the same step, by rank 0's clock.
 
     With one process the clock is read at every step. With several, rank 0 is heard only at steps that all ranks know
     beforehand: at each check it also says after how many steps the next one comes, so that at its present pace half
@@ -27,13 +27,13 @@ class AgreedClock:
         self._checked_at_step = 0
 
     def start(self, run: Run) -> None:
-        """Begin to count at the present step; every rank must stand at the same one."""
+        """Start at the current step, which must be the same on every rank."""
         self._next_check = run.state.step + 1
         self._checked_at_step = run.state.step
         self._checked_at_s = time.monotonic()
 
     def is_up(self, run: Run) -> bool:
-        """Tell, after a step, whether time is up. Collective at the agreed steps; never waits for the device."""
+        """Return, after a step, whether time is up. Collective at the agreed steps; never waits for the device."""
         if run.world_size == 1:
             return self._remaining_s() <= 0
         if run.state.step < self._next_check:

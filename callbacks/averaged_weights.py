@@ -1,7 +1,5 @@
-"""A running average of a task's weights, beside them in memory, and the exact exchange of the two.
-
-Weights that lie in pieces on several ranks are averaged piece by piece, each rank its own, without communication; they
-are collected whenever somebody wants to see them.
+"""A running average of a task's weights, kept in memory, and the exact exchange of the two. Sharded weights are
+averaged shard by shard on each rank, without communication; they are gathered only when they are read.
 """
 
 from __future__ import annotations
@@ -23,23 +21,24 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class AveragedWeights:
-    """The average of a task's parameters, and of its floating-point buffers if wanted, over the updates so far.
+    """Average of a task's parameters, and optionally of its floating-point buffers, over the updates so far.
 
-    It begins with the weights of the first update; before that there is no average. Numbers are counted on the host,
-    so that an update never waits for the device unless the average is kept on another one.
+    It starts with the weights of the first update; before that there is no average. Updates are counted on the host, so
+    that an update never waits for the device unless the average is kept on another one.
 
     Args:
-        task: whose weights; they must be where they are to stay.
-        run: collects and cuts weights that lie in pieces; None: they do not.
-        device: where the average is kept; beside each weight when None.
-        use_buffers: average floating-point buffers of the state dict too. Whole-number buffers (counters) never are.
+        task: the task whose weights are averaged; they must already be on their final device.
+        run: gathers and shards weights; None: weights are not sharded.
+        device: where the average is kept; None: on the device of each weight.
+        use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
+            averaged.
         avg_fn: `(average, current, num_averaged) -> new average` of one tensor.
         multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
-            updates weigh the same.
+            updates have equal weight.
 
     Attributes:
-        num_averaged: how many updates there have been.
-        swapped: the task holds the average, and this object what the training goes on from.
+        num_averaged: number of updates.
+        swapped: the task holds the average, and this object the training weights.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class AveragedWeights:
         self._run = run
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]  # torch's own
-        self._places: dict[str, int] = {}  # tied weights share a place
+        self._places: dict[str, int] = {}  # tied weights share an index
         self._owners: list[tuple[torch.nn.Module, str]] = []
         self._find(task, use_buffers)
         with torch.no_grad():
@@ -84,22 +83,22 @@ class AveragedWeights:
 
     @property
     def _held(self) -> list[torch.Tensor]:
-        # Looked up anew each time: a task may put another tensor into the place of a buffer.
+        # Looked up each time: a task may replace a buffer by another tensor.
         return [getattr(module, key) for module, key in self._owners]
 
     @property
     def _live(self) -> list[torch.Tensor]:
-        """What this rank holds of the task's weights: memory that it shares with them."""
+        """Return this rank's parts of the task's weights; they share memory with them."""
         return [_local(value) for value in self._held]
 
     @property
     def in_pieces(self) -> bool:
-        """Whether the average lies in pieces on several ranks."""
+        """True if the average is sharded over several ranks."""
         return not self._whole and any(map(is_cut, self._held))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the task's present weights into the average."""
+        """Add the task's current weights to the average."""
         live = self._live
         for places in self._alike.values():
             averages = [self._own[place] for place in places]
@@ -116,9 +115,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the task's weights and the average, bit for bit; a second call undoes it. Nothing if there is none.
+        """Exchange the task's weights and the average, bit for bit; a second call undoes it. No effect if there is
+        none.
 
-        Works in inference mode too. The parameters stay the same objects: optimizers and wrappers notice nothing.
+        Works in inference mode too. The parameters stay the same objects: optimizers and wrappers are not affected.
         """
         if self.num_averaged == 0:
             return
@@ -129,9 +129,9 @@ class AveragedWeights:
         self.swapped = not self.swapped
 
     def put_average_into(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the task with the average in place of what is averaged; references, not copies.
+        """Return a state dict of the task with the averaged values replaced; references, not copies.
 
-        Collective where the weights lie in pieces and those of `state` are whole.
+        Collective if the weights are sharded and those of `state` are full.
         """
         if self.num_averaged == 0:
             return dict(state)
@@ -142,12 +142,12 @@ class AveragedWeights:
     def average(self) -> dict[str, torch.Tensor]:
         """Return the average by name (tied weights under each); empty while there is none; references, not copies.
 
-        Collective where the weights lie in pieces: whole copies then, on the main rank's host.
+        Collective if the weights are sharded: then full copies, on the main rank's host.
         """
         return self._named(self._live if self.swapped else self._own) if self.num_averaged else {}
 
     def current(self) -> dict[str, torch.Tensor]:
-        """Return what training goes on from, as `average` does."""
+        """Return the training weights, in the same form as `average`."""
         return self._named(self._own if self.swapped else self._live) if self.num_averaged else {}
 
     @torch.no_grad()
@@ -177,13 +177,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def make_whole(self) -> None:
-        """Collect what this object holds, before the task's own weights become whole. Collective."""
+        """Gather the shards of this object, before the task's own weights are unsharded. Collective."""
         if self.in_pieces:
             self._own = self._collect(self._own)
             self._whole = True
 
     def _as_held(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's values as parts of what lies in pieces, where the task's weights do; shares memory."""
+        """Return this rank's values as sharded tensors where the task's weights are sharded; shares memory."""
         if not self.in_pieces:
             return values
         from torch.distributed.tensor import DTensor
@@ -212,5 +212,5 @@ def _local(value: Any) -> torch.Tensor:
 
 
 def _plain(name: str) -> str:
-    """Return the name without what `torch.compile` puts into it: compiled and plain tasks share checkpoints."""
+    """Remove the prefixes of `torch.compile` from a name: compiled and plain tasks share checkpoints."""
     return name.replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""Find the largest batch size that fits into memory, and leave everything else as it was."""
+"""Find the largest batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainwright.core.task import TaskModule
 
 
 class BatchSizeFinder(Callback):
-    """Search for the largest batch size that memory holds before a stage begins, and set it.
+    """Callback that finds the largest batch size that fits into memory before a stage begins, and sets it.
 
-    Some steps are tried with each size, with loaders made anew by the task's or data module's own methods; the loaders
-    must therefore be made from the attribute. Nothing of a try is left, logged or saved; only the attribute changes.
-    With several processes each of them runs the tries without the others; a size that is too large for one of them is
-    too large for all. The size found has run on every rank.
+    A trial runs some steps with each size, with new loaders from the methods of the task or data module; these must
+    therefore create the loaders from the attribute. Trials are not logged or saved, and everything but the attribute is
+    restored afterwards. With several processes each runs its trials independently; a size that is too large for one of
+    them is too large for all. The size found has run on every rank.
 
     `"power"` doubles the size until memory runs out or the data holds no batch of that size on every rank;
     `"binsearch"` then halves the distance between the largest size that fitted and the smallest that did not.
@@ -27,12 +27,12 @@ class BatchSizeFinder(Callback):
         mode: `"power"` or `"binsearch"`.
         steps_per_trial: steps to try with each size; in `fit` also as many validation batches.
         init_val: the first size.
-        max_trials: the search ends after so many sizes that fitted.
+        max_trials: the search ends after this many sizes that fitted.
         batch_arg_name: the attribute that holds the size: of the task, its `hparams`, the data module or its `hparams`;
             all of them are set.
         margin: share by which the size is reduced in the end, in `"binsearch"`.
-        max_val: no larger size is tried. An operating system may kill a process that wants too much of the host's
-            memory, instead of telling it.
+        max_val: the largest size to try; None: no limit. The operating system may kill a process that allocates too
+            much host memory, instead of raising an error.
 
     Attributes:
         optimal_batch_size: the size found; `init_val` before.
@@ -41,8 +41,8 @@ class BatchSizeFinder(Callback):
     epochs.
 
     Raises:
-        ConfigurationError: an argument out of range; in a run: the attribute is nowhere, loaders were handed over
-            ready-made or do not follow it, or the strategy cannot try steps on one process alone.
+        ConfigurationError: an argument out of range; in a run: the attribute does not exist, loaders were passed to the
+            Trainer or do not depend on it, or the strategy cannot run steps on a single process.
         BatchSizeError: in a run: not even one sample fits.
     """
 
@@ -90,7 +90,7 @@ class BatchSizeFinder(Callback):
         """Return the attribute that holds the batch size.
 
         Raises:
-            ConfigurationError: it is nowhere; the message lists what there is.
+            ConfigurationError: it does not exist; the message lists the existing ones.
         """
         return TunedAttribute(
             [self._batch_arg_name], task, datamodule, purpose="BatchSizeFinder(batch_arg_name=...)", kind=int
@@ -113,7 +113,7 @@ class BatchSizeFinder(Callback):
                 try:
                     found = self._search(_Tries(rehearsal, attribute, self._steps_per_trial), rehearsal.capacity())
                 finally:
-                    attribute.set(before)  # as the rehearsal must find it
+                    attribute.set(before)  # as the trial run must find it
                 rehearsal.at_end(lambda: attribute.set(found))
         except BaseException:
             attribute.set(before)
@@ -122,7 +122,7 @@ class BatchSizeFinder(Callback):
         trainer.print(f"BatchSizeFinder: {attribute.name} = {found}")
 
     def _search(self, tries: _Tries, capacity: int | None) -> int:
-        """Return the largest size that fitted; every rank decides alike, since all know the same."""
+        """Return the largest size that fitted; every rank gets the same result, from the same values."""
         limit = self._max_val if capacity is None else min(self._max_val, capacity)
         if limit < 1:
             raise ConfigurationError("BatchSizeFinder: there are fewer samples than processes. Use fewer processes.")
@@ -141,12 +141,12 @@ class BatchSizeFinder(Callback):
                 break
         if self._mode == "binsearch" and self._margin:
             reduced = max(1, int(low * (1 - self._margin)))
-            # Less than what fitted fits as a rule, but what is promised is a size that has run.
+            # A smaller size than one that fitted usually fits too, but the result must be a size that has run.
             return reduced if tries.fits(reduced) else low
         return low
 
     def _next(self, low: int, high: int | None, limit: int) -> int:
-        """Return the size to try next; one that is not above `low` ends the search."""
+        """Return the size to try next; a size not above `low` ends the search."""
         if low == 0:
             assert high is not None  # the first size has been tried
             return high // 2
@@ -172,7 +172,7 @@ class BatchSizeFinder(Callback):
 
 
 class _Tries:
-    """Tries sizes, and remembers how each ended."""
+    """Trials of batch sizes, with their results."""
 
     def __init__(self, rehearsal: Rehearsal, attribute: TunedAttribute, num_steps: int) -> None:
         self._rehearsal = rehearsal
@@ -182,14 +182,14 @@ class _Tries:
         self.reason = ""
 
     def fits(self, size: int) -> bool:
-        """Tell whether steps with this batch size fit into every rank's memory."""
+        """Return whether steps with this batch size fit into every rank's memory."""
         if size not in self._known:
             self._attribute.set(size)
             trial = self._rehearsal.try_out(self._num_steps)
             if trial.batch_size is not None and trial.batch_size != size:
                 raise ConfigurationError(
                     f"BatchSizeFinder: {self._attribute.name} was set to {size}, but the loader makes batches of "
-                    f"{trial.batch_size}. Make it from self.{self._attribute.name}, anew at each call of the method."
+                    f"{trial.batch_size}. Create it from self.{self._attribute.name} in each call of the method."
                 )
             self._known[size] = trial.fits
             self.reason = trial.reason or self.reason

@@ -1,12 +1,10 @@
 """The base of every callback: one method per event, the order in which callbacks run, and their saved state.
 
-Where each event stands in a run (indented: once per what is above it):
+The order of events in a run (indented: once per event above):
 
     setup
-    on_load_checkpoint                                         of a checkpoint; then optimizers are made
-    on_fit_start
-    on_sanity_check_start … on_sanity_check_end               validation events between them
-    on_train_start
+    on_load_checkpoint of a checkpoint; then optimizers are created on_fit_start on_sanity_check_start …
+    on_sanity_check_end validation events between them on_train_start
         on_train_epoch_start                                   not when the epoch is resumed in its middle
             on_train_step_start                                one optimizer step: a group of micro-batches
                 on_train_batch_start                           one micro-batch
@@ -15,15 +13,15 @@ Where each event stands in a run (indented: once per what is above it):
                 on_train_batch_end
             on_train_step_end                                  `trainer.state` already counts the step
             on_validation_start … on_validation_end            when a validation is due
-            checkpoints that were asked for are written        on_save_checkpoint
+            requested checkpoints are written on_save_checkpoint
         on_train_epoch_end
-        checkpoints that were asked for at the epoch's end are written
+        checkpoints requested at the epoch's end are written
     on_train_end
     on_fit_end
     teardown                                                   also after an exception
 
 `on_validation_*`, `on_test_*` and `on_predict_*` each come as `start, epoch_start, batch_start, batch_end, epoch_end,
-end`. `on_exception` comes once, with whatever ended the run, Ctrl-C included.
+end`. `on_exception` is called once, with the exception that ended the run, including Ctrl-C.
 """
 
 from __future__ import annotations
@@ -45,7 +43,8 @@ from trainwright.core.tree import Batch
 
 
 class Order(IntEnum):
-    """When a callback runs among the others at the same event; equal ones keep the order of the list."""
+    """Priority of a callback among the others at the same event; callbacks of equal order keep the order of the list.
+    """
 
     FIRST = 0
     NORMAL = 50
@@ -53,12 +52,12 @@ class Order(IntEnum):
 
 
 class Callback:
-    """Something that happens besides training; override the events you need, the others cost nothing.
+    """Base class of callbacks: override the events you need, the others cost nothing.
 
     Attributes:
-        order: place among the other callbacks; any integer.
-        reads_only: whether none of its methods writes weights, so that a strategy may copy them to the device before
-            it is called; said by each class for itself, not for its sub-classes.
+        order: priority among the other callbacks; any integer.
+        reads_only: True if none of its methods writes weights, so that a strategy may copy them to the device before it
+            is called; declared by each class, not inherited by sub-classes.
         needs: fields of the strategy's `Capabilities` without which it cannot work; checked before a run starts.
     """
 
@@ -72,13 +71,13 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: numbers, text, lists, dicts and tensors."""
+        """Return the state that a resumed run needs: numbers, text, lists, dicts and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; called before `on_fit_start`."""
+        """Restore the state that `state_dict` returned; called before `on_fit_start`."""
 
-    if not TYPE_CHECKING:  # or type checkers would take any name
+    if not TYPE_CHECKING:  # or type checkers would accept any name
 
         def __getattr__(self, name: str) -> NoReturn:
             instead = ABSENT.get(name)
@@ -112,7 +111,7 @@ class Callback:
         """Run when a stage is set up, before its `on_*_start`."""
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        """Run when a stage is over, also after an exception."""
+        """Run at the end of a stage, also after an exception."""
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         """Run when `fit` begins."""
@@ -121,7 +120,7 @@ class Callback:
         """Run when `fit` ends."""
 
     def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
-        """Run before the validation batches that `fit` tries first."""
+        """Run before the validation batches that `fit` runs first."""
 
     def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
         """Run after them."""
@@ -238,20 +237,22 @@ class Callback:
 
     # Checkpoints
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add own entries to `checkpoint` before it is written; called on every rank."""
+        """Add entries to `checkpoint` before it is written; called on every rank."""
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added, once the task is built and before it has optimizers.
+        """Read the entries that `on_save_checkpoint` added; called after the task is built and before it has
+        optimizers.
 
-        `checkpoint["state_dict"]` may be changed; the other entries, Lightning's names among them, can only be read.
+        `checkpoint["state_dict"]` may be changed; the other entries, including those with Lightning's names, are
+        read-only.
         """
 
 
-_TASK = "_task_of_stage"  # where a callback keeps the task that it logs with, while a stage runs
+_TASK = "_task_of_stage"  # the attribute of a callback that holds the task it logs with, during a stage
 
 
 def log_through(task: TaskModule | None, callbacks: Iterable[Callback]) -> None:
-    """Let callbacks log through a task while a stage runs; None ends it."""
+    """Let callbacks log through a task during a stage; None ends this."""
     for callback in callbacks:
         if task is not None:
             object.__setattr__(callback, _TASK, task)  # also on a frozen dataclass

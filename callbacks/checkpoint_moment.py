@@ -1,4 +1,4 @@
-"""What rank 0 knows when a checkpoint is due: all ranks decide by it."""
+"""Rank 0's values when a checkpoint is due: all ranks decide by them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class Moment:
 
     @property
     def values(self) -> dict[str, float]:
-        """The metrics with `epoch` and `step`; those that the user logged under these names win, as whole numbers."""
+        """The metrics with `epoch` and `step`; values that the user logged under these names take precedence, as
+        integers.
+        """
         counters = {"epoch": self.epoch, "step": self.step}
         logged = {name: int(self.metrics[name]) for name in counters if math.isfinite(self.metrics.get(name, math.nan))}
         return {**self.metrics, **counters, **logged}

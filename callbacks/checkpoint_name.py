@@ -1,4 +1,4 @@
-"""Names of checkpoints made from a template and the metrics of the moment."""
+"""Names of checkpoints, from a template and the current metrics."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 
 DEFAULT_TEMPLATE = "{epoch}-{step}"
-_RUN_INDEX = "index.json"  # which is beside the checkpoints
+_RUN_INDEX = "index.json"  # next to the checkpoints
 _INTEGER_FORMATS = ("b", "c", "d", "o", "x", "X")
-# File systems allow 255; while a checkpoint is written its name is longer, and versions get a number.
+# File systems allow 255; while a checkpoint is written its name is longer, and a version may be appended.
 _MAX_NAME_BYTES = 220
 _FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -26,8 +26,8 @@ def check_template(template: str, owner: str) -> None:
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
         raise ConfigurationError(
-            f"{owner}(filename={template!r}): a checkpoint's name is one folder's name. Put the path before it into "
-            "dirpath."
+            f"{owner}(filename={template!r}): the name of a checkpoint is a single folder name. Put its parent folders "
+            "into dirpath."
         )
     if "{" in rest or "}" in rest:
         raise ConfigurationError(
@@ -40,7 +40,7 @@ def check_template(template: str, owner: str) -> None:
 
 
 def _check_spec(spec: str, template: str, owner: str) -> None:
-    if re.search("[0-9]{4}", spec):  # a width or a precision that fills memory
+    if re.search("[0-9]{4}", spec):  # a width or a precision that would exhaust memory
         raise ConfigurationError(f"{owner}(filename={template!r}): {spec!r} writes thousands of characters.")
     try:
         text = format(1 if spec.endswith(_INTEGER_FORMATS) else 0.5, spec)
@@ -53,13 +53,13 @@ def _check_spec(spec: str, template: str, owner: str) -> None:
 
 
 def _check_folder_name(example: str, template: str, owner: str) -> None:
-    """Check what a template gives with every value unknown."""
+    """Check the name that a template gives with unknown values."""
     if example.startswith("."):
-        problem = "begins with a dot; hidden folders are those that are being written"
+        problem = "begins with a dot; hidden folders are checkpoints that are being written"
     elif example == _RUN_INDEX:
         problem = "is the name of the run's index"
     elif strange := [char for char in example if char in ":\\/" or not (char.isprintable() or char.isspace())]:
-        problem = f"has the character {strange[0]!r}, which a checkpoint's name cannot have"
+        problem = f"has the character {strange[0]!r}, which is not allowed in a checkpoint's name"
     elif any(char in "\n\r\t\v\f" for char in example):
         problem = "has more than one line, or tabs"
     elif len(example.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
@@ -86,7 +86,7 @@ def _format_value(value: object, spec: str, template: str) -> str:
     if value is None:
         return "nan"
     if isinstance(value, float) and spec.endswith("d") and value.is_integer():
-        value = int(value)  # a counter that was logged comes back as a float
+        value = int(value)  # a logged counter is a float
     try:
         return format(value, spec)
     except (ValueError, TypeError) as error:

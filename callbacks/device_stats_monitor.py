@@ -1,4 +1,4 @@
-"""Log what the device's memory and the host are doing."""
+"""Log memory statistics of the device and the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
 
 _PREFIX = "DeviceStatsMonitor"
-# What a backend offers when it has no `memory_stats`.
+# Functions of backends without `memory_stats`.
 _MEMORY_READINGS = ("current_allocated_memory", "driver_allocated_memory", "memory_allocated", "memory_reserved")
 
 
 class DeviceStatsMonitor(Callback):
-    """Log the main process's memory statistics at log steps, as `DeviceStatsMonitor/…`.
+    """Callback that logs the main process's memory statistics at log steps, as `DeviceStatsMonitor/…`.
 
     On an accelerator these are the allocator's own counters, in bytes and counts, read without waiting for the device;
     on the CPU they come from psutil: `cpu_percent`, `cpu_vm_percent`, `cpu_swap_percent` (of the machine) and
@@ -29,7 +29,7 @@ class DeviceStatsMonitor(Callback):
 
     Raises:
         ConfigurationError: in a run, the Trainer has no logger.
-        MissingPackageError: the host's statistics are wanted and psutil is not installed; before training starts.
+        MissingPackageError: the host's statistics are requested and psutil is not installed; before training starts.
     """
 
     reads_only = True
@@ -44,8 +44,8 @@ class DeviceStatsMonitor(Callback):
             return
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError(
-                "DeviceStatsMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or take "
-                "the callback away."
+                "DeviceStatsMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or "
+                "remove the callback."
             )
         if self._wants_host(trainer.device):
             _host_statistics()  # fails early without psutil; its first percentage is since this call
@@ -54,7 +54,7 @@ class DeviceStatsMonitor(Callback):
         step = trainer.state.step
         if step % trainer.log_every_n_steps or step == self._logged_at or not trainer.is_global_zero:
             return
-        self._logged_at = step  # a group whose loss was None leaves the clock where it is
+        self._logged_at = step  # a group whose loss was None does not count as a step
         statistics = memory_statistics(trainer.device)
         if self._wants_host(trainer.device):
             statistics |= _host_statistics()

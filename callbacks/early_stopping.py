@@ -1,4 +1,4 @@
-"""Stop when a metric has not improved for a while, has become good enough, or has gone wrong."""
+"""Stop when a metric stops improving, reaches a threshold, or diverges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainwright.core.task import TaskModule
 
 
 class EarlyStoppingReason(StrEnum):
-    """Why an EarlyStopping asked for the end."""
+    """Reason for which an EarlyStopping requested the end."""
 
     NOT_STOPPED = "not_stopped"
     STOPPING_THRESHOLD = "stopping_threshold"
@@ -34,31 +34,31 @@ class EarlyStoppingReason(StrEnum):
 
 
 class EarlyStopping(Callback):
-    """End training when a monitored metric stops improving.
+    """Callback that ends training when a monitored metric stops improving.
 
-    It looks after every validation (after every training epoch when there is none), at the step's safe point, when
-    metrics of training and of validation are both known. Rank 0's value is broadcast then and every rank decides by
-    it, so that all stop at the same step. A stop still respects min_epochs and min_steps.
+    It checks after every validation (after every training epoch without validation), at the step's safe point, when
+    metrics of training and of validation are both known. Rank 0's value is broadcast then and used on every rank, so
+    that all stop at the same step. min_epochs and min_steps are respected.
 
     Args:
-        monitor: the metric to watch.
+        monitor: the metric to monitor.
         min_delta: an improvement is a change by more than this.
-        patience: stop after so many checks in a row without improvement.
-        verbose: say when the metric improves or training ends.
+        patience: stop after this many consecutive checks without improvement.
+        verbose: print a message when the metric improves or training ends.
         mode: `"min"` or `"max"`: which values are better.
         strict: a metric that was not logged is an error (True) or a warning (False).
         check_finite: stop when the metric is NaN or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: True: look at the end of the training epoch, False: after validations; None: see
+        check_on_train_epoch_end: True: check at the end of the training epoch, False: after validations; None: see
             above.
-        log_rank_zero_only: accepted for compatibility: all ranks decide alike, and only the main one prints.
+        log_rank_zero_only: accepted for compatibility: all ranks make the same decision, and only the main one prints.
 
     Attributes:
         wait_count: checks since the last improvement.
-        stopped_epoch: 0-based epoch in which it asked for the end; 0 when it has not.
+        stopped_epoch: 0-based epoch in which it requested the end; 0 if it has not.
         best_score: the best value so far; ±inf before the first.
-        stopping_reason, stopping_reason_message: why, as a member of `EarlyStoppingReason` and in words.
+        stopping_reason, stopping_reason_message: the reason, as a member of `EarlyStoppingReason` and as text.
 
     Raises:
         ConfigurationError: an unknown mode; in a run, the metric was not logged (with `strict`).
@@ -130,7 +130,7 @@ class EarlyStopping(Callback):
         return self.check_on_train_epoch_end if self.check_on_train_epoch_end is not None else not run.has_validation
 
     def _check(self, run: Run, epoch: int) -> None:
-        """Look at the metric and ask for the end if need be. Collective with several processes."""
+        """Check the metric and request the end if needed. Collective with several processes."""
         if run.fast_dev_run:
             return
         value = from_main_rank(run, run.callback_metrics.get(self.monitor))
@@ -146,7 +146,7 @@ class EarlyStopping(Callback):
             run.request_stop(f"EarlyStopping: {message}")
 
     def judge(self, value: float) -> tuple[EarlyStoppingReason, str | None]:
-        """Take in one more value of the metric; return whether and why to stop, and what to say about it."""
+        """Add a value of the metric; return the reason to stop, if any, and a message."""
         name, best = self.monitor, self.best_score
         compared = "<" if self.mode == "min" else ">"
         if self.check_finite and not math.isfinite(value):
@@ -157,7 +157,7 @@ class EarlyStopping(Callback):
         if self.stopping_threshold is not None and is_better(value, self.stopping_threshold, self.mode):
             return (
                 EarlyStoppingReason.STOPPING_THRESHOLD,
-                f"{name}={value:.5g} {compared} stopping_threshold={self.stopping_threshold}: good enough.",
+                f"{name}={value:.5g} {compared} stopping_threshold={self.stopping_threshold}.",
             )
         if self.divergence_threshold is not None and is_better(self.divergence_threshold, value, self.mode):
             return (
@@ -181,8 +181,8 @@ class EarlyStopping(Callback):
         message = missing_metric(f"EarlyStopping(monitor={self.monitor!r})", self.monitor, run.callback_metrics, run)
         if self.strict:
             raise ConfigurationError(
-                f"{message} Log it with self.log({self.monitor!r}, ...), choose with check_on_train_epoch_end when to "
-                "look, or pass strict=False to go on without it."
+                f"{message} Log it with self.log({self.monitor!r}, ...), choose when to check with "
+                "check_on_train_epoch_end, or pass strict=False to continue without it."
             )
         if run.is_global_zero:
             warnings.warn(message, TrainwrightWarning, stacklevel=2)

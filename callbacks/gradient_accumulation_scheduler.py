@@ -1,4 +1,4 @@
-"""Change how many micro-batches make one optimizer step as training goes on."""
+"""Change the number of micro-batches per optimizer step during training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from trainwright.core.task import TaskModule
 
 
 class GradientAccumulationScheduler(Callback):
-    """Set `accumulate_grad_batches` by epoch.
+    """Callback that sets `accumulate_grad_batches` by epoch.
 
     Args:
         scheduling: first epoch (0-based) → micro-batches per optimizer step from there on: `{0: 8, 4: 4, 8: 1}`.
-            Epochs before the first entry accumulate nothing.
+            Epochs before the first entry do not accumulate.
 
     Raises:
         ConfigurationError: an empty table, a negative epoch, a factor below 1; in a run, a Trainer that has its own
-            accumulate_grad_batches, or a task that optimizes by hand.
+            accumulate_grad_batches, or a task with manual optimization.
     """
 
     reads_only = True
@@ -32,14 +32,14 @@ class GradientAccumulationScheduler(Callback):
         for epoch, factor in scheduling.items():
             if not _is_count(epoch, 0) or not _is_count(factor, 1):
                 raise ConfigurationError(
-                    f"GradientAccumulationScheduler: scheduling has {epoch!r}: {factor!r}; an epoch is a whole number "
-                    "from 0 on, a factor one from 1 on."
+                    f"GradientAccumulationScheduler: scheduling has {epoch!r}: {factor!r}; an epoch must be an integer "
+                    ">= 0, a factor an integer >= 1."
                 )
         self._is_setting = False
         self.scheduling: dict[int, int] = {0: 1, **dict(sorted(scheduling.items()))}
 
     def factor(self, epoch: int) -> int:
-        """Return how many micro-batches make one step in the 0-based `epoch`."""
+        """Return the number of micro-batches per step in the 0-based `epoch`."""
         return self.scheduling[max(first for first in self.scheduling if first <= epoch)]
 
     @property
@@ -48,11 +48,11 @@ class GradientAccumulationScheduler(Callback):
         return list(self.scheduling)
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """Return how many micro-batches make one step in an epoch: another name of `factor`."""
+        """Return the number of micro-batches per step in an epoch: Lightning's name for `factor`."""
         return self.factor(epoch)
 
     def going_to_accumulate_grad_batches(self) -> bool:
-        """Tell whether any epoch makes steps of several micro-batches."""
+        """Return whether any epoch has steps of several micro-batches."""
         return any(factor > 1 for factor in self.scheduling.values())
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
@@ -60,18 +60,18 @@ class GradientAccumulationScheduler(Callback):
             return
         if not task.automatic_optimization:
             raise ConfigurationError(
-                f"GradientAccumulationScheduler: {type(task).__name__} optimizes by hand "
-                "(automatic_optimization=False), so it decides itself when to step. Take the callback away."
+                f"GradientAccumulationScheduler: {type(task).__name__} uses manual optimization "
+                "(automatic_optimization=False) and decides itself when to step. Remove the callback."
             )
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} and GradientAccumulationScheduler "
-                "contradict each other. Leave one of them out."
+                "contradict each other. Remove one of them."
             )
         self._is_setting = True
 
     def on_train_start(self, trainer: Run, task: TaskModule) -> None:
-        if trainer.state.batch_in_epoch:  # resumed in the middle of an epoch, which does not begin again
+        if trainer.state.batch_in_epoch:  # resumed in the middle of an epoch: its start event is not called
             self.on_train_epoch_start(trainer, task)
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
@@ -80,7 +80,7 @@ class GradientAccumulationScheduler(Callback):
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if self._is_setting:
             self._is_setting = False
-            trainer.accumulate_grad_batches = 1  # as it was: `setup` made sure
+            trainer.accumulate_grad_batches = 1  # the original value: `setup` has checked it
 
 
 def _is_count(value: object, least: int) -> bool:

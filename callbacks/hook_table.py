@@ -1,9 +1,9 @@
-"""The table {event: who listens}, built once before a run, and the search for misspelt hooks.
+"""The table {event: registered hooks}, built once before a run, and the search for misspelt hooks.
 
 An event's entry is a tuple of callables `(trainer, task, …)`: the bound methods of the callbacks that override the
-event, in their order, then the task's own hook. Firing an event is one loop over that tuple; an event without
-listeners costs one look-up whatever the number of callbacks. What a listener does not take is left out for it (see
-`core.signatures`): evaluations hand `dataloader_idx` over with several loaders only.
+event, in their order, then the task's own hook. Firing an event is one loop over that tuple; an event without hooks
+costs one look-up whatever the number of callbacks. Arguments that a hook does not accept are not passed to it (see
+`core.signatures`): evaluations pass `dataloader_idx` with several loaders only.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainwright.core.task import TaskModule
 Listener = Callable[..., Any]
 Listeners = tuple[Listener, ...]
 
-# A task's hook of the same name has the arguments of the callback's, less the first two.
+# A task's hook of the same name has the arguments of the callback's, without the first two.
 _TASK_EVENTS = frozenset(EVENTS) & frozenset(vars(TaskHooks)) - {"setup", "teardown"}
-# The Trainer calls the task's own `setup` and `teardown` beside the data module's.
+# The Trainer calls the task's own `setup` and `teardown` along with the data module's.
 _TASK_ONLY_EVENTS = tuple(name for name in vars(TaskHooks) if name.endswith(("_model_eval", "_model_train")))
 
 
@@ -43,9 +43,8 @@ class HookTable:
             setattr(self, event, tuple(listeners))
 
     def only_read(self, events: Iterable[str]) -> bool:
-        """Tell whether all who listen to some events say that they write no weights (`Callback.reads_only`).
-
-        A task's own hooks do not say so, nor do functions.
+        """Return whether all hooks of some events are declared not to write weights (`Callback.reads_only`). A task's
+        own hooks and plain functions are not.
         """
         return all(_only_reads(listener) for event in events for listener in getattr(self, event))
 
@@ -57,8 +56,8 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
     """Find hooks of `obj` that are misspelt or belong to an older interface.
 
     Raises:
-        ConfigurationError: naming the method and what it should be called, where it is one edit away from a hook that
-            `obj` does not have, or a hook of older versions of Lightning. What is farther away is warned of.
+        ConfigurationError: it is one edit away from a hook that `obj` does not have, or a hook of older versions of
+            Lightning; the message names the method and its replacement. Less similar names give a warning.
     """
     own: dict[str, None] = {}
     for cls in type(obj).__mro__:
@@ -86,14 +85,14 @@ def check_hook_names(obj: object, base: type, known: Sequence[str]) -> None:
             _warned.add((type(obj), name))
             warnings.warn(
                 f"{owner}.{name} resembles the hook {meant!r}, and is not called as a hook. Rename it if it is meant "
-                "to be that hook; a leading underscore says that it is your own.",
+                "to be that hook; otherwise give it a leading underscore.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
 
 
 def _one_edit_apart(first: str, second: str) -> bool:
-    """Tell whether one letter was added, left out or mistaken, or two neighbours were exchanged."""
+    """Return whether two names differ by one added, missing or wrong letter, or by two swapped neighbours."""
     short, long = sorted((first, second), key=len)
     same = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(long) - len(short) == 1:
@@ -112,7 +111,7 @@ def _only_reads(listener: Listener) -> bool:
     owner = getattr(listener, "__self__", None)
     if not isinstance(owner, Callback):
         return False
-    # What a class says is not said by those who inherit from it: they may override anything.
+    # The declaration is not inherited: a sub-class may override anything.
     said = vars(owner).get("reads_only", vars(type(owner)).get("reads_only", False))
     return bool(said)
 

@@ -1,4 +1,4 @@
-"""One checkpoint per stretch of training that stays for good."""
+"""Checkpoints that are kept permanently, one per interval of training."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ class KeepEvery:
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []
         self._every = None if every is None else _parse(every)
-        self._at: float | None = None  # how far the run was at the last one, in the stretch's unit
+        self._at: float | None = None  # progress of the run at the last one, in the interval's unit
 
     def begin(self, run: Run) -> None:
-        """Count from where the run stands, unless a loaded state says since when."""
+        """Start at the current progress, unless a state was loaded."""
         if self._every is None:
             return
         now = self._progress(run)
-        self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same stretches again
+        self._at = now if self._at is None else min(self._at, now)  # a new run may pass the same intervals again
 
     def look(self, run: Run) -> float | None:
-        """Return how far the run is if a stretch has ended since the last checkpoint that was kept, else None."""
+        """Return the progress of the run if an interval has ended since the last kept checkpoint, else None."""
         if self._every is None:
             return None
         now, at = self._progress(run), self._at or 0.0
         return now if self._stretch(now) > self._stretch(at) else None
 
     def keep(self, name: str, at: float) -> None:
-        """Keep a checkpoint for the stretch that has ended at `at`."""
+        """Keep a checkpoint for the interval that has ended at `at`."""
         self.names.append(name)
         self._at = at
 
     def forget(self, names: set[str]) -> None:
-        """Forget checkpoints that are not there."""
+        """Forget checkpoints that no longer exist."""
         self.names = [name for name in self.names if name not in names]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the names and the count; JSON."""
+        """Return the names and the progress; JSON."""
         return {"names": self.names, "unit": None if self._every is None else self._every.unit, "at": self._at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned; a stretch in another unit is counted from the present."""
+        """Restore the state that `state_dict` returned; an interval in another unit starts now."""
         self.names = list(state["names"])
         same = self._every is not None and state["unit"] == self._every.unit
         self._at = state["at"] if same else None
@@ -64,7 +64,7 @@ class KeepEvery:
         if self._every.unit != "epochs":
             return self._every.elapsed(run.state)
         state, total = run.state, run.num_training_batches
-        # At an epoch's end the clock has not moved on yet, but all of its batches are behind.
+        # At an epoch's end the epoch counter has not increased yet, but all of its batches are done.
         return state.epoch + (state.batch_in_epoch / total if 0 < total < math.inf else float(state.epoch_done))
 
 

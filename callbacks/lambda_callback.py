@@ -1,4 +1,4 @@
-"""A callback made of functions, for what is not worth a class."""
+"""A callback made of functions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from trainwright.core.errors import ConfigurationError, nearest
 
 
 class LambdaCallback(Callback):
-    """Call a function at an event: `LambdaCallback(on_train_epoch_end=lambda trainer, task: print(trainer.state))`.
+    """Callback that calls functions at events:
+    `LambdaCallback(on_train_epoch_end=lambda trainer, task: print(trainer.state))`.
 
     Args:
-        events: event name → function with the event's arguments, `(trainer, task, …)`. Functions that are to travel
-            to other processes by plain pickle must be functions of a module.
+        events: event name → function with the event's arguments, `(trainer, task, …)`. Functions that are sent to other
+            processes by plain pickle must be module-level functions.
 
     Raises:
         ConfigurationError: no such event, or not a function.
@@ -28,5 +29,5 @@ class LambdaCallback(Callback):
                     f"Events: {', '.join(EVENTS)}."
                 )
             if not callable(function):
-                raise ConfigurationError(f"LambdaCallback({name}={function!r}): a function is wanted.")
-            setattr(self, name, function)  # an attribute of the instance: only these events have a listener
+                raise ConfigurationError(f"LambdaCallback({name}={function!r}): expected a function.")
+            setattr(self, name, function)  # an attribute of the instance: only these events have a hook

@@ -1,4 +1,4 @@
-"""Log learning rates, and momentum and weight decay if wanted."""
+"""Log learning rates, and optionally momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainwright.core.task import TaskModule
 
 
 class LearningRateMonitor(Callback):
-    """Log the learning rate that each optimizer steps with.
+    """Callback that logs the learning rate of each optimizer step.
 
     Names are `lr-AdamW`, `lr-AdamW/pg1` and so on when there are several parameter groups (or the groups' own names),
-    `lr-AdamW-1` for a second AdamW, and the scheduler's `name` when its configuration gives one. Rates are read as
-    numbers on the host at log steps only.
+    `lr-AdamW-1` for a second AdamW, and the scheduler's `name` if its configuration has one. Rates are read as numbers
+    on the host at log steps only.
 
     Args:
         logging_interval: `"step"`: at every log step; `"epoch"`: at the first step of every epoch; None: as the
@@ -29,7 +29,7 @@ class LearningRateMonitor(Callback):
 
     Attributes:
         lrs: the latest rate by name.
-        last_momentum_values, last_weight_decay_values: the latest of these by name, if they are logged.
+        last_momentum_values, last_weight_decay_values: the latest values by name, if they are logged.
 
     Raises:
         ConfigurationError: an unknown interval; in a run, the Trainer has no logger, or several groups of one
@@ -61,23 +61,23 @@ class LearningRateMonitor(Callback):
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError(
                 "LearningRateMonitor has nothing to log to: the Trainer has no logger. Pass Trainer(logger=...) or "
-                "take the callback away."
+                "remove the callback."
             )
         self._pending = {}
-        _named_optimizers(trainer)  # finds groups of equal names before the first step
+        _named_optimizers(trainer)  # detects groups of equal names before the first step
 
     def on_train_epoch_start(self, trainer: Run, task: TaskModule) -> None:
         if self.logging_interval != "step":
             self._pending.update(self._read(trainer, "epoch"))
 
     def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
-        # Read before the step: after it a scheduler has moved on to the next step's rate.
+        # Read before the step: after it a scheduler has set the next step's rate.
         if (trainer.state.step + 1) % trainer.log_every_n_steps == 0 and self.logging_interval != "epoch":
             self._pending.update(self._read(trainer, "step"))
         self._read_at = trainer.state.step
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if self._pending and trainer.state.step > self._read_at:  # a group whose loss was None is no step
+        if self._pending and trainer.state.step > self._read_at:  # a group whose loss was None does not count as a step
             trainer.log_now(self._pending)
             self._pending = {}
 

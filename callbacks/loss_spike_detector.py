@@ -1,4 +1,4 @@
-"""Notice when the training loss jumps, and warn, stop, or go back to a checkpoint from before."""
+"""Detect jumps of the training loss, and warn, stop, or roll back to an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -20,37 +20,38 @@ from trainwright.core.task import TaskModule
 Action = Literal["warn", "stop", "rollback"]
 _ACTIONS = ("warn", "stop", "rollback")
 _TO_SIGMA = 1.4826  # of a normal distribution, the standard deviation over the median absolute deviation
-_FLOOR = 0.01  # of the median: losses that hardly scatter are not measured by their noise alone
+_FLOOR = 0.01  # of the median: a lower bound for losses with very little noise
 
 
 class LossSpikeDetector(Callback):
-    """Watch the training loss of every step for values far above the last ones.
+    """Callback that detects steps whose training loss is far above the previous ones.
 
     A step's loss is a spike when
 
         loss > median + threshold × max(1.4826 × MAD, 0.01 × |median|)
 
     or when it is NaN or infinite. Median and MAD (the median absolute deviation from it) are taken over the `window`
-    finite losses before it, so that single outliers move neither. It judges once half a window of losses is known.
+    finite losses before it, so that single outliers have little effect. Detection starts when half a window of losses
+    is known.
 
-    The loss is that of the whole step, over micro-batches and ranks. It stays on the device and is read after every
-    `log_every_n_steps`-th step, all values at once: a spike is noticed at the next such step. Rank 0 decides.
+    The loss is that of the full step, over micro-batches and ranks. It stays on the device and is read after every
+    `log_every_n_steps`-th step, all values at once: a spike is detected at the next such step. Rank 0 decides.
 
     Args:
-        window: over how many losses to take median and MAD; at least 4.
+        window: number of losses for median and MAD; at least 4.
         threshold: how many (robust) standard deviations above the median are a spike.
-        patience: act after so many spikes in a row, so that a single bad batch can be passed over.
-        action: `"warn"`; `"stop"`: ask for the end of training; `"rollback"`: go back to the newest checkpoint from
-            before the first of these spikes, and leave out all data that was consumed since it (see
-            `Run.request_rollback`, and `trainer.skipped_batches` for what was left out). The checkpoint must still be
-            there: have ModelCheckpoint keep several.
+        patience: act after this many consecutive spikes, so that a single bad batch can be tolerated.
+        action: `"warn"`; `"stop"`: request the end of training; `"rollback"`: go back to the newest checkpoint from
+            before the first of these spikes, and skip all data that was consumed since it (see `Run.request_rollback`,
+            and `trainer.skipped_batches` for the skipped data). The checkpoint must still exist: have ModelCheckpoint
+            keep several.
 
     Attributes:
-        num_spikes: how often it has acted; a rollback does not take that back.
+        num_spikes: number of times it has acted; a rollback does not reset it.
         last_spike: 0-based index of the first step of the last one; None before.
 
     Raises:
-        ConfigurationError: a value out of its range, an unknown action; in a run, a task that optimizes by hand.
+        ConfigurationError: a value out of its range, an unknown action; in a run, a task with manual optimization.
     """
 
     reads_only = True
@@ -87,7 +88,7 @@ class LossSpikeDetector(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been read; the few losses that still wait on the device are not in it."""
+        """Return the losses that have been read; those that are still on the device are not included."""
         return {
             "losses": list(self._losses),
             "in_a_row": self._in_a_row,
@@ -101,19 +102,20 @@ class LossSpikeDetector(Callback):
         self._losses = deque(state_dict["losses"], maxlen=self.window)
         self._in_a_row = state_dict["in_a_row"]
         self._first_of_row = state_dict["first_of_row"]
-        if state_dict["num_spikes"] >= self.num_spikes:  # else it is this run that has gone back
+        if state_dict["num_spikes"] >= self.num_spikes:  # else this run has rolled back
             self.num_spikes, self.last_spike = state_dict["num_spikes"], state_dict["last_spike"]
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         self._unread = []
         if stage == "fit" and not task.automatic_optimization:
             raise ConfigurationError(
-                f"LossSpikeDetector sees the losses that training_step returns, and {type(task).__name__} optimizes by "
-                "hand (automatic_optimization is False). Drop it, and watch the loss in training_step."
+                f"LossSpikeDetector monitors the losses that training_step returns, and {type(task).__name__} uses "
+                "manual optimization (automatic_optimization is False). Remove it, and check the loss in "
+                "training_step."
             )
 
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
-        if result.loss is None:  # a skipped group, or a task that optimizes by hand
+        if result.loss is None:  # a skipped group, or a task with manual optimization
             return
         step = trainer.state.step
         self._unread.append((step, result.loss))
@@ -124,7 +126,7 @@ class LossSpikeDetector(Callback):
         self._look(trainer)  # before a checkpoint of the epoch's end is written
 
     def _look(self, run: Run) -> None:
-        """Read the losses that wait and act on them. Collective; waits for the device."""
+        """Read the pending losses and act on them. Collective; waits for the device."""
         unread, self._unread = self._unread, []
         if not unread:
             return
@@ -137,7 +139,7 @@ class LossSpikeDetector(Callback):
             self._act(run, *found)
 
     def _judge(self, steps: list[int], losses: list[float]) -> tuple[int, float, float] | None:
-        """Take losses up; returns the first step of the first row of spikes that is long enough, its loss and bound."""
+        """Add losses; return the first step, loss and bound of the first sequence of spikes that is long enough."""
         found = None
         for step, loss in zip(steps, losses, strict=True):
             bound = self._bound()
@@ -154,7 +156,7 @@ class LossSpikeDetector(Callback):
         return found
 
     def _bound(self) -> float:
-        """Return the largest loss that is no spike."""
+        """Return the largest loss that is not a spike."""
         if len(self._losses) < self.window // 2:
             return math.inf
         median = statistics.median(self._losses)

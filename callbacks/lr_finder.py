@@ -1,4 +1,4 @@
-"""A range test of learning rates: train a little with ever larger ones, see how the loss falls, suggest one."""
+"""A range test of learning rates: train with increasing rates, and suggest one from the losses."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _CERTAIN = 4.0  # standard errors by which a slope must be below 0; of some 80 s
 
 
 class LRFinder:
-    """What a range test found.
+    """Result of a range test.
 
     Args:
-        mode: `"exponential"` or `"linear"`: how learning rates grow.
+        mode: `"exponential"` or `"linear"`: growth of the learning rates.
         lr_min: the first learning rate.
         lr_max: the last one.
-        num_training: how many learning rates the test was to try.
+        num_training: number of learning rates to try.
 
     Attributes:
-        results: `"lr"`: the learning rates that were tried; `"loss"`: after each the running mean of the losses (of all
-            ranks), corrected for its beginning; `"step_loss"`: the loss of each step itself.
+        results: `"lr"`: the tested learning rates; `"loss"`: the running mean of the losses (of all ranks) after each,
+            with bias correction; `"step_loss"`: the loss of each step.
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
@@ -52,17 +52,17 @@ class LRFinder:
         """Return the learning rate at which the loss falls most steeply over the logarithm of the rate.
 
         The slope at a rate is that of the straight line fitted to the losses of the steps around it, an eighth of all
-        on each side, so that the noise of single batches does not decide.
+        on each side, to reduce the noise of single batches.
 
         Args:
             skip_begin: Number of points to skip at the beginning.
             skip_end: Number of points to skip at the end.
 
         Returns:
-            None, with a warning, when fewer than two points with a finite loss are left, or the loss falls nowhere.
+            None, with a warning, if fewer than two points with a finite loss remain, or the loss never falls.
 
         Warns:
-            TrainwrightWarning: the rate is at an edge of the range, or the loss falls no more there than noise does.
+            TrainwrightWarning: the rate is at an edge of the range, or the slope there is not larger than the noise.
         """
         lr, problem = self.examine(skip_begin, skip_end)
         if problem:
@@ -70,14 +70,14 @@ class LRFinder:
         return lr
 
     def examine(self, skip_begin: int = 10, skip_end: int = 1) -> tuple[float | None, str]:
-        """Return what `suggestion` returns, and the text of its warning; an empty one when all is well."""
+        """Return the suggestion, and the text of its warning; empty without a warning."""
         lrs, losses = self.results["lr"], self.results.get("step_loss") or self.results["loss"]
         points = [i for i in range(skip_begin, len(losses) - skip_end) if math.isfinite(losses[i])]
         self._optimal_idx = None
         if len(points) < 2:
             return None, (
-                f"no learning rate can be suggested: {len(points)} of {len(losses)} points are left (skip_begin="
-                f"{skip_begin}, skip_end={skip_end}). Raise num_training, or skip fewer."
+                f"no learning rate can be suggested: {len(points)} of {len(losses)} points remain (skip_begin="
+                f"{skip_begin}, skip_end={skip_end}). Increase num_training, or skip fewer points."
             )
         reach = min(max(1, len(points) // 8), (len(points) - 1) // 2)
         ends = len(points) - reach if reach else 1  # two points have one slope
@@ -85,7 +85,7 @@ class LRFinder:
         steepest = min(range(len(lines)), key=lambda i: lines[i].slope)
         if lines[steepest].slope >= 0:
             return None, (
-                f"no learning rate can be suggested: the loss falls at none of those between {lrs[points[0]]:.3g} and "
+                f"no learning rate can be suggested: the loss does not fall between {lrs[points[0]]:.3g} and "
                 f"{lrs[points[-1]]:.3g}. Check the task and its loss, or test another range (min_lr, max_lr)."
             )
         self._optimal_idx = points[reach + steepest]
@@ -94,16 +94,17 @@ class LRFinder:
         if len(lines) < 3:
             return (
                 lr,
-                f"{where} one of {len(points)} points, too few to see a curve. Raise num_training, or skip fewer.",
+                f"{where} one of {len(points)} points, too few for a curve. Increase num_training, or skip fewer "
+                "points.",
             )
         if steepest == 0:
-            return lr, f"{where} at the beginning of the tested range. Lower min_lr, and look at plot()."
+            return lr, f"{where} at the beginning of the tested range. Decrease min_lr, and check plot()."
         if steepest == len(lines) - 1:
-            return lr, f"{where} at the end of the tested range. Raise max_lr, and look at plot()."
+            return lr, f"{where} at the end of the tested range. Increase max_lr, and check plot()."
         if lines[steepest].slope > -_CERTAIN * lines[steepest].error:
             return lr, (
-                f"{where} where the loss falls most, but it falls no more there than batches differ from each other. "
-                "Raise max_lr if the loss has not fallen yet, or num_training, or the batch size, and look at plot()."
+                f"{where} where the loss falls most, but the slope there is not larger than the noise between batches. "
+                "Increase max_lr if the loss has not fallen yet, or num_training, or the batch size, and check plot()."
             )
         return lr, ""
 
@@ -144,23 +145,23 @@ def _fit(points: list[int], lrs: list[float], losses: list[float]) -> _FittedLin
     x, y = x - x.mean(), y - y.mean()
     slope = float((x * y).sum() / x.square().sum())
     if len(points) < 5:
-        return _FittedLine(slope, 0.0)  # too few to tell noise from a curve
+        return _FittedLine(slope, 0.0)  # too few to separate noise from a curve
     return _FittedLine(slope, float(((y - slope * x).square().sum() / (len(points) - 2) / x.square().sum()).sqrt()))
 
 
 class LearningRateFinder(Callback):
-    """Test a range of learning rates before training, set the one that looks best, and leave all else as it was.
+    """Callback that tests a range of learning rates before training and sets the best one.
 
-    Each rank trains as in the run; what the steps changed is put back, and nothing of them is logged or saved. A fit
-    that goes on from a checkpoint, or from the fit before, keeps its learning rates: nothing is searched for then.
+    Each rank trains as in the run; all changes of the steps are undone, and they are not logged or saved. A fit that
+    resumes from a checkpoint, or continues an earlier fit, keeps its learning rates: there is no search then.
 
     Args:
         min_lr: the smallest learning rate.
         max_lr: the largest.
-        num_training_steps: how many learning rates, one optimizer step each.
-        mode: `"exponential"` or `"linear"`: how they grow.
-        early_stop_threshold: the test ends when the smoothed loss is above so many times its best (for a loss below 0:
-            as far above it); None: it continues.
+        num_training_steps: number of learning rates, with one optimizer step each.
+        mode: `"exponential"` or `"linear"`: growth of the rates.
+        early_stop_threshold: the test ends when the smoothed loss is above this multiple of its best value (for a
+            negative loss: by the same distance above it); None: it continues.
         update_attr: set the attribute, and the running optimizer, to the suggestion.
         attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`. Default: `"lr"` or
             `"learning_rate"`.
@@ -171,8 +172,8 @@ class LearningRateFinder(Callback):
     Override `on_fit_start` to do nothing and call `lr_find` from `on_train_epoch_start` to test at chosen epochs.
 
     Raises:
-        ConfigurationError: an argument out of range; in a run: the attribute is nowhere, there is not exactly one
-            optimizer, or the task optimizes by hand.
+        ConfigurationError: an argument out of range; in a run: the attribute does not exist, there is not exactly one
+            optimizer, or the task uses manual optimization.
     """
 
     order = Order.FIRST
@@ -212,7 +213,7 @@ class LearningRateFinder(Callback):
         """Return the attribute that holds the learning rate; None when it is not to be set.
 
         Raises:
-            ConfigurationError: it is nowhere; the message lists what there is.
+            ConfigurationError: it does not exist; the message lists the existing ones.
         """
         if not self._update_attr:
             return None
@@ -225,12 +226,14 @@ class LearningRateFinder(Callback):
         self.attribute(task, trainer.datamodule)
         if not task.automatic_optimization:
             raise ConfigurationError(
-                f"LearningRateFinder: {type(task).__name__} optimizes by hand (automatic_optimization=False), so that "
-                "no loss of a step is known. Search by hand, too."
+                f"LearningRateFinder: {type(task).__name__} uses manual optimization (automatic_optimization=False), "
+                "so that the loss of a step is not known. Search for the learning rate yourself."
             )
 
     def lr_find(self, trainer: Run, task: TaskModule) -> None:
-        """Test now; sets `optimal_lr` and, with `update_attr`, the learning rate. Collective; at a step boundary."""
+        """Run the test now; set `optimal_lr` and, with `update_attr`, the learning rate. Collective; at a step
+        boundary.
+        """
         if trainer.fast_dev_run:
             warnings.warn("fast_dev_run: the learning rate is not searched for.", TrainwrightWarning, stacklevel=2)
             return
@@ -249,7 +252,7 @@ class LearningRateFinder(Callback):
             return
         lr, problem = found.examine()
         if problem and trainer.is_global_zero:
-            advice = "" if lr is not None else f" {attribute.name} stays as it is."
+            advice = "" if lr is not None else f" {attribute.name} is unchanged."
             warnings.warn(f"LearningRateFinder: {problem}{advice}", TrainwrightWarning, stacklevel=2)
         if lr is not None:
             attribute.set(lr)
@@ -258,7 +261,7 @@ class LearningRateFinder(Callback):
             trainer.print(f"LearningRateFinder: {attribute.name} = {lr:.3g}")
 
     def apply(self, trainer: Run, lr: float) -> None:
-        """Let the running optimizer and its schedules go on from `lr`; a warm-up keeps its place."""
+        """Make the running optimizer and its schedules continue from `lr`; a warm-up keeps its position."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
                 base = group.get("initial_lr")
@@ -284,7 +287,7 @@ class LearningRateFinder(Callback):
 
 
 class _Watch:
-    """Sets each step's learning rate, follows the loss, and says when to end."""
+    """Learning rate and loss of each step of a test, and its end."""
 
     def __init__(self, found: LRFinder, optimizer: torch.optim.Optimizer, threshold: float | None) -> None:
         self._found = found
@@ -306,7 +309,7 @@ class _Watch:
         losses = self._found.results["loss"]
         self._found.results["lr"].append(self._lr)
         self._found.results["step_loss"].append(loss)
-        if math.isnan(loss):  # a skipped step, or a loss that has gone
+        if math.isnan(loss):  # a skipped step, or a NaN loss
             losses.append(loss)
             return False
         self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
