@@ -28,13 +28,13 @@ class AveragedWeights:
 
     Args:
         task: the task whose weights are averaged; they must already be on their final device.
-        run: gathers and shards weights; None: weights are not sharded.
-        device: where the average is kept; None: on the device of each weight.
+        run: gathers and shards weights; None: weights are not sharded. Default: None.
+        device: where the average is kept; None: on the device of each weight. Default: None.
         use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
-            averaged.
-        avg_fn: `(average, current, num_averaged) -> new average` of one tensor.
+            averaged. Default: True.
+        avg_fn: `(average, current, num_averaged) -> new average` of one tensor. Default: None.
         multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
-            updates have equal weight.
+            updates have equal weight. Default: None.
 
     Attributes:
         num_averaged: number of updates.

@@ -24,15 +24,15 @@ class BatchSizeFinder(Callback):
     `"binsearch"` then halves the distance between the largest size that fitted and the smallest that did not.
 
     Args:
-        mode: `"power"` or `"binsearch"`.
-        steps_per_trial: steps to try with each size; in `fit` also as many validation batches.
-        init_val: the first size.
-        max_trials: the search ends after this many sizes that fitted.
+        mode: `"power"` or `"binsearch"`. Default: `"power"`.
+        steps_per_trial: steps to try with each size; in `fit` also as many validation batches. Default: 3.
+        init_val: the first size. Default: 2.
+        max_trials: the search ends after this many sizes that fitted. Default: 25.
         batch_arg_name: the attribute that holds the size: of the task, its `hparams`, the data module or its `hparams`;
-            all of them are set.
-        margin: share by which the size is reduced in the end, in `"binsearch"`.
+            all of them are set. Default: `"batch_size"`.
+        margin: share by which the size is reduced in the end, in `"binsearch"`. Default: 0.05.
         max_val: the largest size to try; None: no limit. The operating system may kill a process that allocates too
-            much host memory, instead of raising an error.
+            much host memory, instead of raising an error. Default: 8192.
 
     Attributes:
         optimal_batch_size: the size found; `init_val` before.

@@ -43,8 +43,7 @@ from trainwright.core.tree import Batch
 
 
 class Order(IntEnum):
-    """Priority of a callback among the others at the same event; callbacks of equal order keep the order of the list.
-    """
+    """Priority of a callback among the others at the same event; equal ones keep the order of the list."""
 
     FIRST = 0
     NORMAL = 50

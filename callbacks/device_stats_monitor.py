@@ -26,6 +26,7 @@ class DeviceStatsMonitor(Callback):
 
     Args:
         cpu_stats: None: the host's statistics only when training runs on the CPU; True: always; False: never.
+            Default: None.
 
     Raises:
         ConfigurationError: in a run, the Trainer has no logger.

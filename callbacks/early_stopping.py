@@ -42,17 +42,18 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: the metric to monitor.
-        min_delta: an improvement is a change by more than this.
-        patience: stop after this many consecutive checks without improvement.
-        verbose: print a message when the metric improves or training ends.
-        mode: `"min"` or `"max"`: which values are better.
-        strict: a metric that was not logged is an error (True) or a warning (False).
-        check_finite: stop when the metric is NaN or infinite.
-        stopping_threshold: stop as soon as the metric is better than this.
-        divergence_threshold: stop as soon as the metric is worse than this.
+        min_delta: an improvement is a change by more than this. Default: 0.0.
+        patience: stop after this many consecutive checks without improvement. Default: 3.
+        verbose: print a message when the metric improves or training ends. Default: False.
+        mode: `"min"` or `"max"`: which values are better. Default: `"min"`.
+        strict: a metric that was not logged is an error (True) or a warning (False). Default: True.
+        check_finite: stop when the metric is NaN or infinite. Default: True.
+        stopping_threshold: stop as soon as the metric is better than this. Default: None.
+        divergence_threshold: stop as soon as the metric is worse than this. Default: None.
         check_on_train_epoch_end: True: check at the end of the training epoch, False: after validations; None: see
-            above.
+            above. Default: None.
         log_rank_zero_only: accepted for compatibility: all ranks make the same decision, and only the main one prints.
+            Default: False.
 
     Attributes:
         wait_count: checks since the last improvement.

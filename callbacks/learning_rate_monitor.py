@@ -23,9 +23,10 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: `"step"`: at every log step; `"epoch"`: at the first step of every epoch; None: as the
-            optimizer's scheduler steps, and both for an optimizer without one.
+            optimizer's scheduler steps, and both for an optimizer without one. Default: None.
         log_momentum: also log `…-momentum` (the first beta of an Adam; 0 for an optimizer without momentum).
-        log_weight_decay: also log `…-weight_decay`.
+            Default: False.
+        log_weight_decay: also log `…-weight_decay`. Default: False.
 
     Attributes:
         lrs: the latest rate by name.

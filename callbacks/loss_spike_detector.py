@@ -38,13 +38,13 @@ class LossSpikeDetector(Callback):
     `log_every_n_steps`-th step, all values at once: a spike is detected at the next such step. Rank 0 decides.
 
     Args:
-        window: number of losses for median and MAD; at least 4.
-        threshold: how many (robust) standard deviations above the median are a spike.
-        patience: act after this many consecutive spikes, so that a single bad batch can be tolerated.
+        window: number of losses for median and MAD; at least 4. Default: 100.
+        threshold: how many (robust) standard deviations above the median are a spike. Default: 8.0.
+        patience: act after this many consecutive spikes, so that a single bad batch can be tolerated. Default: 1.
         action: `"warn"`; `"stop"`: request the end of training; `"rollback"`: go back to the newest checkpoint from
             before the first of these spikes, and skip all data that was consumed since it (see `Run.request_rollback`,
             and `trainer.skipped_batches` for the skipped data). The checkpoint must still exist: have ModelCheckpoint
-            keep several.
+            keep several. Default: `"warn"`.
 
     Attributes:
         num_spikes: number of times it has acted; a rollback does not reset it.

@@ -55,8 +55,8 @@ class LRFinder:
         on each side, to reduce the noise of single batches.
 
         Args:
-            skip_begin: Number of points to skip at the beginning.
-            skip_end: Number of points to skip at the end.
+            skip_begin: Number of points to skip at the beginning. Default: 10.
+            skip_end: Number of points to skip at the end. Default: 1.
 
         Returns:
             None, with a warning, if fewer than two points with a finite loss remain, or the loss never falls.
@@ -112,8 +112,8 @@ class LRFinder:
         """Draw losses over learning rates and return the matplotlib figure.
 
         Args:
-            suggest: mark the suggested learning rate.
-            show: also show it on the screen.
+            suggest: mark the suggested learning rate. Default: False.
+            show: also show it on the screen. Default: False.
             ax: Axes to draw on. Default: those of a new figure.
 
         Raises:
@@ -156,13 +156,13 @@ class LearningRateFinder(Callback):
     resumes from a checkpoint, or continues an earlier fit, keeps its learning rates: there is no search then.
 
     Args:
-        min_lr: the smallest learning rate.
-        max_lr: the largest.
-        num_training_steps: number of learning rates, with one optimizer step each.
-        mode: `"exponential"` or `"linear"`: growth of the rates.
+        min_lr: the smallest learning rate. Default: 1e-8.
+        max_lr: the largest. Default: 1.
+        num_training_steps: number of learning rates, with one optimizer step each. Default: 100.
+        mode: `"exponential"` or `"linear"`: growth of the rates. Default: `"exponential"`.
         early_stop_threshold: the test ends when the smoothed loss is above this multiple of its best value (for a
-            negative loss: by the same distance above it); None: it continues.
-        update_attr: set the attribute, and the running optimizer, to the suggestion.
+            negative loss: by the same distance above it); None: it continues. Default: 4.0.
+        update_attr: set the attribute, and the running optimizer, to the suggestion. Default: True.
         attr_name: the attribute: of the task, its `hparams`, the data module or its `hparams`. Default: `"lr"` or
             `"learning_rate"`.
 

@@ -1,4 +1,4 @@
-"""Keep the checkpoints that matter: the best k by a metric, the last one, one every so often."""
+"""Keep the best k checkpoints by a metric, the last one, and one per interval."""
 
 from __future__ import annotations
 
@@ -26,42 +26,47 @@ from trainwright.core.task import TaskModule
 
 
 class ModelCheckpoint(Callback):
-    """Decide when to save, under which name, and what to delete; the Trainer writes.
+    """Callback that decides when to save, under which name, and what to delete; the Trainer writes.
 
-    By default it saves after every validation (after every training epoch when there is none) and keeps the latest.
+    By default it saves after every validation (after every training epoch without validation) and keeps the latest.
     Scores are compared as `trainer.callback_metrics` holds them at the step's safe point: after validation and, at an
     epoch's end, after `on_train_epoch_end`; so a metric of training and one of validation can both be monitored. Rank
-    0's numbers decide and are broadcast then, and only then. A NaN counts as the worst score. Only checkpoints in this
-    callback's own index are ever deleted, and the index holds names relative to the folder, so that a run's folder may
-    be moved.
+    0's values are used, and broadcast only then. A NaN counts as the worst score. Only checkpoints in this callback's
+    own index are ever deleted, and the index holds names relative to the folder, so that a run's folder may be moved.
 
     Args:
-        dirpath: folder of the checkpoints; the run's own (`trainer.checkpoint_dir`) unless told. A URL that fsspec
-            knows (`s3://bucket/run`) has each one uploaded as soon as it stands in a folder of this machine, below
-            `trainer.default_root_dir/checkpoints`; what is deleted here is deleted there.
+        dirpath: folder of the checkpoints; None: the run's own (`trainer.checkpoint_dir`). With a URL that fsspec
+            supports (`s3://bucket/run`) each checkpoint is uploaded after it is written to a local folder, below
+            `trainer.default_root_dir/checkpoints`; checkpoints that are deleted locally are also deleted remotely.
+            Default: None.
         filename: template of the name, `"{epoch}-{val_loss:.2f}"` → `epoch=3-val_loss=0.12`; a checkpoint is a folder,
-            so there is no extension. `"{epoch}-{step}"` unless told.
-        monitor: the metric to rank by; None keeps the latest.
-        verbose: say what is saved.
-        save_last: True also writes a checkpoint named `last` each time; `"link"` puts a relative symbolic link of that
-            name to the newest one, which costs no second write.
-        save_top_k: how many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 mean something.
+            so there is no extension. None: `"{epoch}-{step}"`. Default: None.
+        monitor: the metric to rank by; None keeps the latest. Default: None.
+        verbose: print what is saved. Default: False.
+        save_last: True also writes a checkpoint named `last` each time; `"link"` creates a relative symbolic link of
+            that name to the newest one, without a second write. Default: None.
+        save_top_k: how many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 are valid. Default: 1.
         save_on_exception: save from the main process when an exception ends the run (see `Run.emergency_save`).
-        save_weights_only: leave the optimizer, progress and generators out.
-        mode: `"min"` or `"max"`: which scores are better.
-        auto_insert_metric_name: write `name=` before each value in the name.
-        every_n_train_steps: save when `state.step` is a multiple of it, instead of per epoch.
-        train_time_interval: save whenever so much time has passed since the last such save, instead of per epoch.
-        every_n_epochs: save at the validations (or ends) of every n-th epoch; 0 switches them off.
+            Default: False.
+        save_weights_only: omit optimizers, progress and generators. Default: False.
+        mode: `"min"` or `"max"`: which scores are better. Default: `"min"`.
+        auto_insert_metric_name: write `name=` before each value in the name. Default: True.
+        every_n_train_steps: save when `state.step` is a multiple of it, instead of per epoch. Default: None.
+        train_time_interval: save when this much time has passed since the last such save, instead of per epoch.
+            Default: None.
+        every_n_epochs: save at the validations (or ends) of every n-th epoch; 0: never. Default: None.
         save_on_train_epoch_end: True: at the end of the training epoch, False: at validations; None: see above.
-        keep_every: besides those, never delete one checkpoint per such stretch of training, the first that is due after
-            it: a length (`"1000 steps"`, `"1 epoch"`, `"1 h"`), or a number of steps. With `monitor` that one is
-            written even if its score is not among the best. When checkpoints are due is for the intervals to say.
-        enable_version_counter: append `-v1`, `-v2`, … when a name is taken; otherwise the old one is replaced.
+            Default: None.
+        keep_every: in addition, permanently keep one checkpoint per such interval of training, the first that is due
+            after it: a length (`"1000 steps"`, `"1 epoch"`, `"1 h"`), or a number of steps. With `monitor` that one is
+            written even if its score is not among the best. The other arguments determine when checkpoints are due.
+            Default: None.
+        enable_version_counter: append `-v1`, `-v2`, … if a name is taken; otherwise the old checkpoint is replaced.
+            Default: True.
 
     Raises:
-        ConfigurationError: arguments that contradict; and, in a run, a monitored metric that was not logged although
-            validation (or an epoch, without one) is over.
+        ConfigurationError: contradicting arguments; in a run, a monitored metric that was not logged by the end of
+            validation (or of an epoch, without validation).
     """
 
     reads_only = True
@@ -112,19 +117,19 @@ class ModelCheckpoint(Callback):
         self._folder: Path | None = self._given_dirpath
         self._top = TopK(save_top_k, self.mode)
         self._kept = KeepEvery(keep_every)
-        self._latest: str | None = None  # without a monitor: the newest, kept in place of a best one
+        self._latest: str | None = None  # without a monitor: the newest, kept instead of a best one
         self._last: str | None = None
         self._beside: str | None = None  # with save_last="link": the link's target when it is not among the best
-        self._replaced: list[str] = []  # what goes once the newest save is published
-        self._left_over: list[str] = []  # after a resume: what was to go then, and may still be there
-        self._last_saved_step = 0  # nothing is worth saving before the first step
+        self._replaced: list[str] = []  # checkpoints to delete once the newest save is published
+        self._left_over: list[str] = []  # after a resume: checkpoints to delete that may still exist
+        self._last_saved_step = 0  # nothing is saved before the first step
         self._saved_at_s = 0.0
         self._clock = AgreedClock(self._seconds_to_next_save)
         self._validated = False
         self._epoch_ended = False
         self._waiting_for_validation = False
         self._remote_names: frozenset[str] = frozenset()
-        self._recorded: str | None = None  # of the index that `load_state_dict` took; None once it is checked
+        self._recorded: str | None = None  # folder of a loaded index; None once it is checked
         self._check_arguments()
 
     def _check_arguments(self) -> None:
@@ -150,12 +155,12 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(f"ModelCheckpoint(save_last={self.save_last!r}): write True, False or 'link'.")
         if self.save_last == "link" and self.remote is not None:
             raise ConfigurationError(
-                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): there are no links there. Use "
-                "save_last=True, or leave it out: ckpt_path='last' finds the newest by itself."
+                f"ModelCheckpoint(dirpath={self.remote!r}, save_last='link'): links are not supported there. Use "
+                "save_last=True, or omit it: ckpt_path='last' finds the newest checkpoint without it."
             )
         check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
 
-    # What it knows
+    # Properties
 
     @property
     def state_key(self) -> str:
@@ -167,7 +172,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> Path | str | None:
-        """The folder of the checkpoints, or its URL; None before a run when none was given."""
+        """The folder of the checkpoints, or its URL; None before a run if none was given."""
         return self.remote or self._folder
 
     @property
@@ -213,9 +218,9 @@ class ModelCheckpoint(Callback):
 
         Args:
             metrics: values for the template's fields; a missing one is written as `nan`.
-            filename: another template than this callback's.
-            ver: a version to append, `-v1`.
-            prefix: text to put before it, with a hyphen.
+            filename: another template than this callback's. Default: None.
+            ver: a version to append, `-v1`. Default: None.
+            prefix: text to put before it, with a hyphen. Default: None.
         """
         template = filename or self.filename or DEFAULT_TEMPLATE
         name = format_name(template, metrics, insert_names=self.auto_insert_metric_name)
@@ -266,7 +271,7 @@ class ModelCheckpoint(Callback):
         self._saved_at_s = time.monotonic()
         self._kept.begin(trainer)
         if self.remote is not None and not self._is_idle(trainer):
-            # Now rather than at the first save: a service that refuses us should not do so after hours of training.
+            # Now rather than at the first save, so that a refused connection is an error before hours of training.
             self._remote_names = frozenset(trainer.remote_names(self.remote))
         self._clock.start(trainer)
 
@@ -292,7 +297,7 @@ class ModelCheckpoint(Callback):
             self._ask(trainer)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
-        # `last` must be the last, and a run that was shorter than its first interval must not leave nothing behind.
+        # `last` must be the last, and a run shorter than its first interval must save a checkpoint too.
         wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
         nothing_kept = self.monitor is None and self.save_top_k != 0 and self._latest is None and wanted
         if (self.save_last or nothing_kept) and not trainer.interrupted:
@@ -300,7 +305,7 @@ class ModelCheckpoint(Callback):
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         step = trainer.state.step
-        saved = isinstance(exception, Preempted) or self._last_saved_step == step  # all that there was time for
+        saved = isinstance(exception, Preempted) or self._last_saved_step == step  # no time for more
         if saved or not self.save_on_exception or self._is_idle(trainer):
             return
         if trainer.is_global_zero:
@@ -320,8 +325,8 @@ class ModelCheckpoint(Callback):
     def _ask(self, run: Run) -> None:
         state = run.state
         if not self._is_idle(run) and self._last_saved_step != state.step:
-            # The epoch is taken now: at an epoch's end the clock may move on before the safe point. After the last one
-            # (`on_train_end`) it has: the name then still says the epoch that was trained.
+            # The epoch is read now: at an epoch's end the counter may increase before the safe point. After the last
+            # epoch (`on_train_end`) it has increased: the name still contains the epoch that was trained.
             epoch = state.epoch - 1 if state.epoch > 0 and state.batch_in_epoch == 0 else state.epoch
             run.at_safe_point(partial(self._decide, run, epoch, state.step))
 
@@ -332,14 +337,14 @@ class ModelCheckpoint(Callback):
     # What to save
 
     def _decide(self, run: Run, epoch: int, step: int) -> None:
-        """Ask for the checkpoints of this moment. Collective with several processes."""
+        """Request the checkpoints that are due now. Collective with several processes."""
         if self._last_saved_step == step:
             return
         moment = from_main_rank(run, self._moment(run, epoch, step) if run.is_global_zero else NO_MOMENT)
         if self._recorded is not None:
             self._check_index(run, moment)
         elif moment.present:
-            self._forget(self._held_names() - moment.present)  # what could not be written, or was deleted by hand
+            self._forget(self._held_names() - moment.present)  # not written, or deleted by the user
         self._waiting_for_validation = False
         self._check_name_fields(run, moment)
         request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
@@ -356,8 +361,8 @@ class ModelCheckpoint(Callback):
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
         present = names_in(self._folder)
         recorded = self._recorded
-        # A folder that is gone was moved, and its index with it. One that still stands beside another dirpath was
-        # left for good: names that happen to be equal there belong to somebody else and must never be deleted.
+        # A missing folder was moved, with its index. If it still exists while dirpath is another one, it is no longer
+        # used: equal names there belong to others and must never be deleted.
         index_holds = recorded in (None, str(self.dirpath)) or not (is_url(recorded) or Path(str(recorded)).exists())
         present |= self._remote_names
         return Moment(epoch, step, dict(run.callback_metrics), present, index_holds, self._kept.look(run))
@@ -396,7 +401,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _add_last(self, run: Run, moment: Moment, request: SaveRequest | None) -> None:
-        """Ask for `request`, if any, and for what is to be called `last`."""
+        """Request `request`, if any, and the checkpoint or link named `last`."""
         previous, self._last = self._last, self._free_name(run, moment, self.CHECKPOINT_NAME_LAST, reuse=self._last)
         if self.save_last != "link":
             if request is not None:
@@ -405,7 +410,7 @@ class ModelCheckpoint(Callback):
             return
         beside, self._beside = self._beside, None
         if request is None:
-            # Not among the best: it is written all the same, and kept only for as long as it is the last.
+            # Not among the best: it is still written, and kept as long as it is the last.
             self._beside = self._free_name(run, moment, self.filename, reuse=beside)
             request = self._new_request(self._beside, moment, None)
         if beside is not None and beside != request.name and beside not in self._kept.names:
@@ -419,7 +424,7 @@ class ModelCheckpoint(Callback):
         if self._last_saved_step != moment.step:
             self._replaced = []
         self._last_saved_step = moment.step
-        # A run that was killed between a save and the deletions that follow it has left them to this one.
+        # A run that was killed between a save and the following deletions leaves them to this one.
         request.remove.extend(name for name in self._left_over if name not in request.remove)
         self._left_over = []
         self._replaced += request.remove
@@ -429,10 +434,10 @@ class ModelCheckpoint(Callback):
             run.print(f"Epoch {moment.epoch}, step {moment.step}{score}: saving {request.name!r}.")
 
     def _free_name(self, run: Run, moment: Moment, template: str | None, *, reuse: str | None) -> str:
-        """Return a name that nothing in the folder has, `reuse` excepted, which the new checkpoint may replace."""
+        """Return a name that is free in the folder; `reuse` may be replaced by the new checkpoint."""
         name = self.format_checkpoint_name(moment.values, template)
-        kept = set(self._kept.names)  # those stay, whatever is called like them
-        # What others asked for at this very moment may not be in the folder yet.
+        kept = set(self._kept.names)  # those stay, even with equal names
+        # Checkpoints that others requested now may not be in the folder yet.
         taken = {*moment.present, *self._names_in_use(run)} if self.enable_version_counter else kept
         taken -= {reuse or ""} - kept
         version = self.STARTING_VERSION
@@ -442,7 +447,7 @@ class ModelCheckpoint(Callback):
         return name
 
     def _names_in_use(self, run: Run) -> set[str]:
-        """Return what this and other callbacks keep in the folder."""
+        """Return the names that this and other callbacks keep in the folder."""
         mates = (c for c in run.callbacks if isinstance(c, ModelCheckpoint) and c._folder == self._folder)
         return set[str]().union(*(mate._held_names() for mate in mates))
 
@@ -451,18 +456,20 @@ class ModelCheckpoint(Callback):
         return {*self._top.scores, *self._kept.names, *single}
 
     def _check_index(self, run: Run, moment: Moment) -> None:
-        """After a resume: leave out of the index what is not in the folder (another dirpath, or deleted by hand)."""
+        """Remove names from the index of a resumed run that are not in the folder (another dirpath, or deleted by the
+        user).
+        """
         recorded, self._recorded = self._recorded, None
         present = moment.present if moment.index_holds else frozenset[str]()
         missing = self._held_names() - present
-        # In the very same folder `last` is missing when the run was killed before it came to make it.
+        # In the same folder `last` is missing if the run was killed before it was created.
         told = missing - {self._last} if recorded == str(self.dirpath) else missing
         self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
         self._forget(missing)
         if told and run.is_global_zero:
             warnings.warn(
                 f"ModelCheckpoint: {', '.join(sorted(told))} (saved in {recorded}) not found in {self.dirpath}; "
-                "the best are ranked without.",
+                "the best are ranked without them.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -475,7 +482,7 @@ class ModelCheckpoint(Callback):
         )
 
     def _complain_or_wait(self, run: Run, moment: Moment) -> None:
-        """Treat a monitored metric that is not there: an error once it should be."""
+        """Handle a monitored metric that was not logged: an error if it is overdue."""
         message = missing_metric(f"ModelCheckpoint(monitor={self.monitor!r})", str(self.monitor), moment.metrics, run)
         if self._validated or (self._epoch_ended and not run.has_validation):
             raise ConfigurationError(
@@ -488,7 +495,7 @@ class ModelCheckpoint(Callback):
 
     def _check_name_fields(self, run: Run, moment: Moment) -> None:
         if not self._epoch_ended or (run.has_validation and not self._validated):
-            return  # the metric may still come; until then its value is unknown, and is written as nan
+            return  # the metric may be logged later; until then it is written as nan
         for name in template_fields(self.filename or ""):
             if name not in moment.values:
                 owner = f"ModelCheckpoint(filename={self.filename!r})"

@@ -1,4 +1,4 @@
-"""Show what a model is made of: layers, parameters, sizes, FLOPs."""
+"""Summaries of a model: layers, parameters, sizes, FLOPs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _OWN = "(own parameters)"
 
 @dataclass(slots=True)
 class LayerSummary:
-    """One row of a summary.
+    """Row of a summary.
 
     Attributes:
         name: path of the module in the task.
         kind: its class.
-        num_params, num_trainable: elements of its parameters, those of its children included, shared ones once.
-        training: whether it is in training mode.
+        num_params, num_trainable: elements of its parameters, including its children, shared ones once.
+        training: True in training mode.
         flops: floating-point operations of one forward; None without an example input.
         in_size, out_size: shapes at its first call in a forward with the example input; None when not called.
     """
@@ -50,13 +50,13 @@ class LayerSummary:
 
 @dataclass(slots=True)
 class TaskSummary:
-    """What `summarize` found; its text is a table and totals.
+    """Result of `summarize`; as text, a table and totals.
 
     Attributes:
         layers: the rows, in the order of `named_modules`.
         num_params, num_trainable: elements of all parameters, shared ones once (of all shards, when sharded).
         param_bytes, buffer_bytes: their sizes.
-        num_modules_training, num_modules_eval: modules in each mode, the task itself left out.
+        num_modules_training, num_modules_eval: modules in each mode, without the task itself.
         flops: floating-point operations of one forward; None without an example input.
         has_lazy: some parameters have no shape yet and count as 0.
     """
@@ -72,7 +72,7 @@ class TaskSummary:
     has_lazy: bool = False
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the table's cells, headings first; columns that need an example input only when there was one."""
+        """Return the table's cells, headings first; columns that need an example input only if there was one."""
         width = len(_HEADINGS) if self.flops is not None else 6
         rows = [_HEADINGS[:width]]
         for index, layer in enumerate(self.layers):
@@ -109,15 +109,15 @@ class TaskSummary:
 
 
 def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
-    """Return what `task` is made of.
+    """Return a summary of the modules of `task`.
 
     With an `example_input_array` (a tensor, a tuple of arguments, or a dict of keyword arguments) one forward is run
     for sizes and FLOPs: without gradients, in evaluation mode, on the task's device; modes and random generators are
-    as before afterwards. Under a sharded strategy that forward is collective: call it on every rank.
+    restored afterwards. Under a sharded strategy that forward is collective: call it on every rank.
 
     Args:
         task: any module.
-        max_depth: levels of children to list; -1 all, 0 none (totals only).
+        max_depth: levels of children to list; -1 all, 0 none (totals only). Default: 1.
 
     Raises:
         ConfigurationError: `max_depth` below -1.
@@ -153,10 +153,10 @@ def summarize(task: nn.Module, max_depth: int = 1) -> TaskSummary:
 
 
 class ModelSummary(Callback):
-    """Print a summary of the task when `fit` begins: a table in a terminal, plain text elsewhere.
+    """Callback that prints a summary of the task when `fit` begins: a table in a terminal, plain text elsewhere.
 
     Args:
-        max_depth: levels of children to list; -1 all, 0 none (totals only).
+        max_depth: levels of children to list; -1 all, 0 none (totals only). Default: 1.
 
     Raises:
         ConfigurationError: `max_depth` below -1.
@@ -167,7 +167,7 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
-        # With an example input every rank takes part: under a sharded strategy its forward is collective.
+        # With an example input every rank takes part: under a sharded strategy the forward is collective.
         if trainer.is_global_zero or task.example_input_array is not None:
             summary = summarize(task, self.max_depth)
             if trainer.is_global_zero:
@@ -175,7 +175,7 @@ class ModelSummary(Callback):
 
 
 def readable(number: int) -> str:
-    """Write a count with a thousands' unit: 1234567 → `"1.2 M"`."""
+    """Format a count with a unit: 1234567 → `"1.2 M"`."""
     value = float(number)
     for unit in ("", " K", " M", " B", " T"):
         if value < 999.95 or unit == " T":

@@ -1,4 +1,4 @@
-"""What callbacks that watch one logged metric have in common: which value is better, what to say when it is missing."""
+"""Helpers of callbacks that monitor a metric: comparison of values, and the error for a missing metric."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ def check_mode(mode: str, owner: str) -> Mode:
 
 
 def is_better(score: float, than: float, mode: Mode) -> bool:
-    """Tell whether `score` is strictly better; NaN is never better."""
+    """Return whether `score` is strictly better; NaN is never better."""
     return score < than if mode == "min" else score > than
 
 
 def worst(mode: Mode) -> float:
-    """Return the score that everything is better than."""
+    """Return the worst possible score."""
     return math.inf if mode == "min" else -math.inf
 
 
 def missing_metric(owner: str, name: str, logged: Iterable[str], run: Run | None = None) -> str:
-    """Say that `owner` looked for the metric `name` and which ones were logged, the nearest first; and if `run` fits
-    without validation, that."""
+    """Return the error text for a metric `name` that `owner` needs: the logged ones, most similar first, and a hint if
+    `run` fits without validation.
+    """
     known = sorted(logged)
     hint = nearest(name, known)
     if run is not None and run.stage == "fit" and not run.has_validation:
@@ -54,7 +55,7 @@ def from_main_rank(run: Run, value: T) -> T:
 
 
 def to_json(number: float | None) -> float | str | None:
-    """Return a form that strict JSON can hold: infinities and NaN become text."""
+    """Return a value for strict JSON: infinities and NaN become text."""
     return number if number is None or math.isfinite(number) else str(number)
 
 

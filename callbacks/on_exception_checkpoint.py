@@ -1,4 +1,4 @@
-"""Save what is there when an exception ends the run."""
+"""Save a checkpoint when an exception ends the run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from trainwright.core.task import TaskModule
 
 
 class OnExceptionCheckpoint(Callback):
-    """Write a checkpoint from the main process when an exception (Ctrl-C too) ends `fit`.
+    """Callback that writes a checkpoint from the main process when an exception (including Ctrl-C) ends `fit`.
 
-    It communicates with no other rank, so it cannot hang; it saves only what one process holds, as of the last step
-    that was completed, unless an optimizer was stepping (see `Run.emergency_save`). An earlier checkpoint of the same
-    name is replaced; none is deleted.
+    It does not communicate with other ranks, so it cannot hang; it saves only what one process holds, as of the last
+    completed step, unless an optimizer was stepping (see `Run.emergency_save`). An earlier checkpoint of the same name
+    is replaced; none is deleted.
 
     Args:
         dirpath: folder of the checkpoint.
-        filename: its name, without extension: a checkpoint is a folder.
+        filename: its name, without extension: a checkpoint is a folder. Default: `"on_exception"`.
 
     Raises:
-        ConfigurationError: a name that is no folder's name, or a `dirpath` that is a URL.
+        ConfigurationError: a name that is not a valid folder name, or a `dirpath` that is a URL.
     """
 
     order = Order.LAST
@@ -45,11 +45,11 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """Where the checkpoint is written."""
+        """The path of the checkpoint."""
         return str(self.dirpath / self.filename)
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
-        if isinstance(exception, Preempted):  # the Trainer has saved all that there was time for
+        if isinstance(exception, Preempted):  # the Trainer has already saved
             return
         if trainer.stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             trainer.emergency_save(

@@ -1,4 +1,4 @@
-"""Write predictions where they belong, as they come or once all of them are there."""
+"""Write predictions batch by batch, or at the end."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _INTERVALS = ("batch", "epoch", "batch_and_epoch")
 
 
 class BasePredictionWriter(Callback):
-    """Base of callbacks that write what `predict` computes: sub-class it and say how.
+    """Base class of callbacks that write the outputs of `predict`.
 
     Every rank writes its own predictions. Use it with `trainer.predict(..., return_predictions=False)`; with the
-    interval `"batch"` nothing is kept, however long the data is.
+    interval `"batch"` no predictions are kept in memory.
 
     Args:
-        write_interval: `"batch"`: `write_on_batch_end` is called; `"epoch"`: `write_on_epoch_end`, for which this
-            rank's predictions are kept until then; `"batch_and_epoch"`: both.
+        write_interval: `"batch"`: `write_on_batch_end` is called; `"epoch"`: `write_on_epoch_end`, with all predictions
+            of this rank; `"batch_and_epoch"`: both. Default: `"batch"`.
 
     Raises:
-        ConfigurationError: an unknown interval; in a run, the method that it needs is not overridden.
+        ConfigurationError: an unknown interval; in a run, the required method is not overridden.
     """
 
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
@@ -56,7 +56,7 @@ class BasePredictionWriter(Callback):
             trainer: the run.
             task: the task.
             prediction: what `predict_step` returned, on its device.
-            batch_indices: the batch's places in the data set; None where only the user's own sampler knows them.
+            batch_indices: the batch's indices in the data set; None if only the user's own sampler knows them.
             batch: the batch, on the device.
             batch_idx: its index among this rank's batches.
             dataloader_idx: its loader's index.
@@ -74,7 +74,7 @@ class BasePredictionWriter(Callback):
             trainer: the run.
             task: the task.
             predictions: what `predict_step` returned for each batch; for several loaders a list of such lists.
-            batch_indices: for each loader a list with the places of each batch (see `write_on_batch_end`).
+            batch_indices: for each loader a list with the indices of each batch (see `write_on_batch_end`).
         """
         raise ConfigurationError(
             f"{type(self).__name__}(write_interval={self.interval!r}) needs write_on_epoch_end. Define it."

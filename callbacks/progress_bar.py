@@ -1,4 +1,4 @@
-"""Show how far a run is: the base of the progress bars, which writes plain lines by itself."""
+"""Progress display: the base class of progress bars, which writes plain lines itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDRAW_S = 0.1
 LINE_S = 30.0
 
 
-# What sub-classes of Lightning's bars override.
+# Methods that sub-classes of Lightning's bars override.
 _ELSEWHERE = (
     *(f"init_{kind}_tqdm" for kind in ("sanity", "train", "validation", "test", "predict")),
     *(f"{kind}_description" for kind in ("sanity_check", "train", "validation", "test", "predict")),
@@ -30,18 +30,18 @@ _ELSEWHERE = (
 
 
 class ProgressBar(Callback):
-    """Follow the run and tell about it on the main process.
+    """Callback that shows the progress of a run on the main process.
 
     This class writes lines, for files and logs: one at every epoch's end, and one every 30 s in a long epoch. A
     sub-class that can draw overrides `can_draw`, `open`, `draw`, `close` and `write`; where it cannot draw (the output
-    is no terminal), it writes the lines too. Progress is counted in micro-batches of one rank.
+    is not a terminal), it also writes lines. Progress is counted in micro-batches of one rank.
 
-    A step costs one look at the clock; drawing happens at most ten times a second. The metrics shown are those logged
-    with `prog_bar=True`, as of the last flush: showing them never waits for the device.
+    A step reads the clock once; drawing happens at most ten times a second. The metrics shown are those logged with
+    `prog_bar=True`, as of the last flush: showing them never waits for the device.
 
     Args:
-        refresh_rate: draw after at least so many batches; 0 switches the bar off.
-        leave: keep every epoch's bar on the screen.
+        refresh_rate: draw after at least this many batches; 0: off. Default: 1.
+        leave: keep every epoch's bar on the screen. Default: False.
 
     Raises:
         ConfigurationError: a negative refresh rate.
@@ -49,7 +49,7 @@ class ProgressBar(Callback):
 
     reads_only = True
     order = Order.LAST
-    is_progress_bar = True  # by which a Trainer finds the one that `print` must not break
+    is_progress_bar = True  # marks the callback whose output `print` must not break
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
         if refresh_rate < 0:
@@ -69,44 +69,44 @@ class ProgressBar(Callback):
         for name in _ELSEWHERE:
             if hasattr(type(self), name):
                 raise ConfigurationError(
-                    f"{type(self).__name__}.{name} is never called: here a bar is made by open(kind, description, "
-                    "total, done), with kind 'train' or 'eval', moved by draw and ended by close. Override these."
+                    f"{type(self).__name__}.{name} is never called: here a bar is created by open(kind, description, "
+                    "total, done), with kind 'train' or 'eval', updated by draw and ended by close. Override these."
                 )
 
     # For sub-classes
 
     def can_draw(self) -> bool:
-        """Tell whether the output can be drawn upon; otherwise lines are written."""
+        """Return whether the output supports drawing; otherwise lines are written."""
         return False
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
-        """Start a bar at `done` of `total` batches (None: unknown); the one of evaluation stands below the other."""
+        """Start a bar at `done` of `total` batches (None: unknown); the evaluation bar is below the training bar."""
 
     def draw(self, kind: Kind, done: int, metrics: Mapping[str, str]) -> None:
-        """Move a bar to `done` batches and show `metrics`."""
+        """Update a bar to `done` batches and show `metrics`."""
 
     def close(self, kind: Kind, *, leave: bool, paused_s: float = 0.0) -> None:
-        """End a bar and keep it on the screen or not; `paused_s`: seconds that the other bar stood still meanwhile."""
+        """End a bar and keep it on the screen or not; `paused_s`: seconds for which the other bar was paused."""
 
     def write(self, text: str) -> None:
-        """Write a line where it does not break a bar."""
+        """Write a line without breaking a bar."""
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
     def get_metrics(self, trainer: Run, task: TaskModule) -> dict[str, Any]:
-        """Return what is shown beside the bar, by name; override to add or to leave out."""
+        """Return the metrics next to the bar, by name; override to add or remove some."""
         return dict(trainer.progress_bar_metrics)
 
-    # For everybody
+    # Public
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it shows anything."""
+        """True if it shows anything."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_disabled(self) -> bool:
-        """Whether it shows nothing."""
+        """True if it shows nothing."""
         return not self.is_enabled
 
     def enable(self) -> None:
@@ -122,7 +122,7 @@ class ProgressBar(Callback):
     ) -> None:
         """Print without breaking the bar, with the arguments of Python's print.
 
-        The line always ends, since a bar follows it; what goes to a file of your own is printed as it is.
+        The line always ends, because a bar follows it; output to your own file is not changed.
         """
         if file is not None:
             print(*values, sep=sep, end=end, file=file, flush=flush)
@@ -210,7 +210,7 @@ class ProgressBar(Callback):
         self._close_all()
         self._active = self._draws = False
 
-    # How it is done
+    # Implementation
 
     def _begin(self, kind: Kind, description: str, total: int | None, done: int) -> _Progress:
         progress = _Progress(kind, description, total, done)
@@ -280,7 +280,7 @@ class ProgressBar(Callback):
 
 
 class _Progress:
-    """How far one epoch or evaluation is, and since when."""
+    """Progress of one epoch or evaluation, with its start time."""
 
     def __init__(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         self.kind = kind

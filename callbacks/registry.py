@@ -1,4 +1,4 @@
-"""The short names of callbacks that a configuration or the command line may use."""
+"""Short names of callbacks for configurations and the command line."""
 
 from __future__ import annotations
 

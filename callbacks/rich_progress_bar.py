@@ -14,11 +14,11 @@ _PURPOSE = "RichProgressBar"
 
 
 class RichProgressBar(ProgressBar):
-    """Draw with rich; write plain lines where the output is neither a terminal nor a notebook.
+    """Progress bar drawn by rich; plain lines where the output is neither a terminal nor a notebook.
 
     Args:
-        refresh_rate: draw after at least so many batches (and at most ten times a second); 0 switches it off.
-        leave: keep every epoch's bar on the screen.
+        refresh_rate: draw after at least this many batches (and at most ten times a second); 0: off. Default: 1.
+        leave: keep every epoch's bar on the screen. Default: False.
     """
 
     reads_only = True
@@ -29,7 +29,7 @@ class RichProgressBar(ProgressBar):
         self._rows: dict[Kind, Any] = {}
 
     def can_draw(self) -> bool:
-        """Tell whether standard output is a terminal or a notebook."""
+        """Return whether standard output is a terminal or a notebook."""
         return sys.stdout.isatty() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:

@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of the weights over the last epochs, at a learning rate of its own."""
+"""Stochastic weight averaging: the mean of the weights over the last epochs, at a separate learning rate."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from trainwright.core.task import TaskModule
 
 
 class StochasticWeightAveraging(Callback):
-    """Average the weights from an epoch on, anneal the learning rate meanwhile, and end with the average.
+    """Callback that averages the weights from an epoch on, anneals the learning rate meanwhile, and ends with the
+    average.
 
-    From `swa_epoch_start` on the weights are taken into the mean as each epoch starts, the task's own schedule rests,
-    and from epoch to epoch the learning rate moves on towards `swa_lrs`. Training and validation use the current
-    weights throughout, and so do checkpoints; the mean stands in this callback's state, so that a resume is exact.
-    When the fit has run to its end the mean is put into the task's parameters, and batch normalization's statistics,
-    if there are any, are counted anew in one pass over the training data, without gradients, and averaged over ranks.
-    (Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.)
+    From `swa_epoch_start` on the weights are added to the mean at the start of each epoch, the task's own schedule is
+    paused, and the learning rate is annealed to `swa_lrs` epoch by epoch. Training and validation use the current
+    weights throughout, and so do checkpoints; the mean is in this callback's state, so that a resume is exact. When the
+    fit has run to its end the mean is put into the task's parameters, and batch normalization's statistics, if there
+    are any, are recomputed in one pass over the training data, without gradients, and averaged over ranks. (Izmailov et
+    al., Averaging Weights Leads to Wider Optima and Better Generalization, UAI 2018.)
 
     Args:
         swa_lrs: the learning rate to anneal to, or one for each parameter group.
         swa_epoch_start: the first epoch of the average, counted from 1; a float is a share of `max_epochs`.
-        annealing_epochs: over how many epochs the learning rate changes.
-        annealing_strategy: `"cos"` or `"linear"`.
+            Default: 0.8.
+        annealing_epochs: number of epochs over which the learning rate changes. Default: 10.
+        annealing_strategy: `"cos"` or `"linear"`. Default: `"cos"`.
         avg_fn: `(average, current, num_averaged) -> new average`; equal weights by default.
-        device: where the mean is kept; None: beside the weights.
+        device: where the mean is kept; None: on the device of the weights. Default: `"cpu"`.
 
     Raises:
-        ConfigurationError: a value out of its range; in a Trainer, a strategy whose parameters are not those of one
-            training; in a run, several optimizers or schedules, or a share without `max_epochs`.
+        ConfigurationError: a value out of its range; in a Trainer, a strategy whose ranks have different parameters; in
+            a run, several optimizers or schedules, or a share without `max_epochs`.
     """
 
     needs = ("weight_averages",)
@@ -58,8 +60,8 @@ class StochasticWeightAveraging(Callback):
         whole = isinstance(swa_epoch_start, int)
         if swa_epoch_start < 1 if whole else not 0 <= swa_epoch_start <= 1:
             raise ConfigurationError(
-                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write a whole number from 1 on, or a "
-                "share of max_epochs as a float from 0.0 to 1.0."
+                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): write an integer >= 1, or a share of "
+                "max_epochs as a float from 0.0 to 1.0."
             )
         if annealing_epochs < 0 or annealing_strategy not in ("cos", "linear"):
             raise ConfigurationError(
@@ -88,7 +90,7 @@ class StochasticWeightAveraging(Callback):
             self._weights, self._schedule, self._loaded, self._latest_update_epoch = None, None, None, -1
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither the task nor functions of torch go along into another process or a copy: the numbers do.
+        # Neither the task nor functions of torch are copied into another process: only the numbers are.
         return {**vars(self), "_weights": None, "_loaded": self.state_dict(), "_schedule": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,8 +117,8 @@ class StochasticWeightAveraging(Callback):
             )
         if not task.automatic_optimization and _norms(task):
             raise ConfigurationError(
-                f"StochasticWeightAveraging cannot measure batch normalization anew in {type(task).__name__}, whose "
-                "training_step also steps its optimizers (automatic_optimization=False). Use WeightAveraging."
+                f"StochasticWeightAveraging cannot recompute batch normalization statistics in {type(task).__name__}, "
+                "whose training_step also steps its optimizers (automatic_optimization=False). Use WeightAveraging."
             )
         self._first_epoch = self._begin_at(trainer)
         loaded, self._loaded = self._loaded, None
@@ -125,7 +127,7 @@ class StochasticWeightAveraging(Callback):
         self._latest_update_epoch = loaded["latest_update_epoch"]
         if loaded["scheduler_state"] is not None:
             self._start(trainer, task, loaded["scheduler_state"])
-            assert self._weights is not None  # made by `_start`
+            assert self._weights is not None  # created by `_start`
             current = loaded["current_model_state"] or None
             self._weights.restore(loaded["num_averaged"], average=loaded["average_model_state"], current=current)
 
@@ -135,7 +137,7 @@ class StochasticWeightAveraging(Callback):
             if run.max_epochs is None:
                 raise ConfigurationError(
                     f"StochasticWeightAveraging(swa_epoch_start={start}) is a share of max_epochs, which the Trainer "
-                    "was not given. Give it, or write a whole number."
+                    "does not have. Pass max_epochs, or write an integer."
                 )
             start = int(run.max_epochs * start)
         return max(start - 1, 0)
@@ -148,29 +150,29 @@ class StochasticWeightAveraging(Callback):
             self._start(trainer, task, None)
         else:
             with warnings.catch_warnings():
-                # An epoch whose steps were all skipped makes torch believe that the order of calls is wrong.
+                # After an epoch whose steps were all skipped, torch warns of a wrong order of calls.
                 warnings.simplefilter("ignore", UserWarning)
                 self._schedule.step()
-        assert self._weights is not None  # made when our schedule was
+        assert self._weights is not None  # created with the schedule
         self._weights.update()
         self._latest_update_epoch = epoch
 
     def _start(self, run: Run, task: TaskModule, saved: dict[str, Any] | None) -> None:
-        """Put the task's schedule to rest and begin, or take up, ours and the average."""
+        """Pause the task's schedule, and start or resume this callback's schedule and the average."""
         optimizer = run.optimizers[0]
         rates = [group["lr"] for group in optimizer.param_groups]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # a schedule that is made after steps were done is no mistake
+            warnings.simplefilter("ignore", UserWarning)  # creating a schedule after steps is intended
             self._schedule = SWALR(
                 optimizer,
-                swa_lr=self._swa_lrs,  # type: ignore[arg-type]  # a list is documented, its annotation is behind
+                swa_lr=self._swa_lrs,  # type: ignore[arg-type]  # a list is documented, but not in torch's annotation
                 anneal_epochs=self._annealing_epochs,
                 anneal_strategy=self._annealing_strategy,
             )
         if saved is not None:
             self._schedule.load_state_dict(copy.deepcopy(saved))
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate  # making a schedule sets it
+                group["lr"] = rate  # creating a schedule sets it
         for config in run.lr_scheduler_configs:
             config.paused = True
         self._weights = AveragedWeights(task, run, device=self._device, use_buffers=False, avg_fn=self._avg_fn)
@@ -179,8 +181,8 @@ class StochasticWeightAveraging(Callback):
         if self._weights is None:
             if trainer.is_global_zero:
                 warnings.warn(
-                    f"StochasticWeightAveraging has averaged nothing: the fit ended before epoch {self._first_epoch} "
-                    "(0-based). The task has the weights of its last step.",
+                    "StochasticWeightAveraging did not average anything: the fit ended before epoch "
+                    f"{self._first_epoch} (0-based). The task has the weights of its last step.",
                     TrainwrightWarning,
                     stacklevel=2,
                 )
@@ -195,7 +197,7 @@ class StochasticWeightAveraging(Callback):
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if self._weights is not None and self._weights.in_pieces:
-            self._weights = None  # of a run that failed: nobody can collect them any more
+            self._weights = None  # of a run that failed: they can no longer be gathered
 
 
 def _norms(task: TaskModule) -> list[_BatchNorm]:
@@ -204,7 +206,7 @@ def _norms(task: TaskModule) -> list[_BatchNorm]:
 
 @torch.no_grad()
 def _count_statistics_anew(run: Run, task: TaskModule) -> None:
-    """Measure the statistics of batch normalization over the training data. Collective at its end."""
+    """Recompute the statistics of batch normalization over the training data. Collective at its end."""
     norms = _norms(task)
     momenta = [norm.momentum for norm in norms]
     for norm in norms:

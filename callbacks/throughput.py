@@ -1,4 +1,4 @@
-"""Log how fast training goes: steps, samples and tokens per second, and how much of the hardware's peak is used."""
+"""Log the speed of training: steps, samples and tokens per second, and the share of the hardware's peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Counters:
-    """The counters at one log step; seconds are those of training, evaluations left out."""
+    """Counters at one log step; seconds are those of training, without evaluations."""
 
     seconds: float
     step: int
@@ -30,20 +30,22 @@ class _Counters:
 
 
 class Throughput(Callback):
-    """Log rates at log steps, over about the last `window_size` steps.
+    """Callback that logs rates at log steps, over about the last `window_size` steps.
 
     `throughput/steps_per_s`, `throughput/samples_per_s`, `throughput/tokens_per_s` (when the task overrides
     `num_tokens`), and with FLOPs `throughput/flops_per_s` and `throughput/mfu`. All are sums over every rank. Time in
-    validation does not count. It reads the host's clock only and never waits for the device, so a rate over few steps
-    may show how fast steps were queued; over a window it is the true one.
+    validation is excluded. It reads the host's clock only and never waits for the device, so that a rate over few steps
+    may be the rate at which steps are queued; over a window it is the true rate.
 
     Args:
-        window_size: over how many steps to average, at least the two latest log steps.
+        window_size: number of steps to average over, at least the two latest log steps. Default: 100.
         flops_per_step: floating-point operations of one optimizer step over all ranks, forward and backward.
-        flops_per_sample: the same for one sample, instead.
+            Default: None.
+        flops_per_sample: the same for one sample, instead. Default: None.
         peak_flops: peak of one device in FLOP/s, for the model FLOPs utilization (MFU; PaLM, appendix B).
-        measure_flops: count the FLOPs of the first step with torch's FlopCounterMode on each rank's own part, times
-            the number of ranks; operations inside `torch.compile`d code are not seen.
+            Default: None.
+        measure_flops: count the FLOPs of the first step with torch's FlopCounterMode on each rank's own part, times the
+            number of ranks; operations inside `torch.compile`d code are not seen. Default: False.
 
     Raises:
         ConfigurationError: several sources of FLOPs, or a window below 1.
@@ -65,11 +67,10 @@ class Throughput(Callback):
         sources = {"flops_per_step": flops_per_step, "flops_per_sample": flops_per_sample}
         given = [name for name, value in sources.items() if value is not None] + ["measure_flops"] * measure_flops
         if len(given) > 1:
-            raise ConfigurationError(f"Throughput: {' and '.join(given)} say the same twice. Leave one.")
+            raise ConfigurationError(f"Throughput: {' and '.join(given)} set the same value. Remove all but one.")
         if peak_flops is not None and not given:
             raise ConfigurationError(
-                "Throughput(peak_flops=...) gives an MFU only together with flops_per_step, flops_per_sample or "
-                "measure_flops=True."
+                "Throughput(peak_flops=...) requires flops_per_step, flops_per_sample or measure_flops=True."
             )
         self.window_size = window_size
         self.flops_per_step = flops_per_step
@@ -100,9 +101,9 @@ class Throughput(Callback):
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         if self._counter is not None:
             self._end_count(trainer)
-            self._marks = deque([self._mark(trainer)])  # a counted step is slow: rates begin after it
+            self._marks = deque([self._mark(trainer)])  # a counted step is slow: rates start after it
         step = trainer.state.step
-        if step % trainer.log_every_n_steps == 0 and step > self._marks[-1].step:  # a skipped group is no step
+        if step % trainer.log_every_n_steps == 0 and step > self._marks[-1].step:  # a skipped group is not a step
             self._log(trainer)
 
     def on_validation_start(self, trainer: Run, task: TaskModule) -> None:

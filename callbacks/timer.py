@@ -1,4 +1,4 @@
-"""Measure how long a run takes, and end it when its time is up."""
+"""Measure the duration of a run, and end it when its time is up."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _STAGES = ("train", "validate", "test", "predict", "sanity_check")
 
 
 class Timer(Callback):
-    """Keep the time of each stage and stop training after `duration`.
+    """Callback that measures the time of each stage and stops training after `duration`.
 
-    Training time counts on across a resume; time between sessions does not count. Rank 0's clock decides: at
-    `interval="epoch"` it is heard at every epoch's end, at `"step"` at few steps that all ranks know beforehand (see
-    `AgreedClock`), so that most steps cost one comparison.
+    Training time is added up across resumes, without the time between sessions. Rank 0's clock is used: with
+    `interval="epoch"` it is broadcast at every epoch's end, with `"step"` at few steps that all ranks know beforehand
+    (see `AgreedClock`), so that most steps cost one comparison.
 
     Args:
         duration: `"00:12:00:00"` (days:hours:minutes:seconds), `"12 h"`, a timedelta, its arguments as a dict
-            (`{"hours": 12}`), or None to measure only.
-        interval: when to look: `"step"` or `"epoch"`.
-        verbose: say that time is up.
+            (`{"hours": 12}`), or None to measure only. Default: None.
+        interval: when to check: `"step"` or `"epoch"`. Default: `"step"`.
+        verbose: print a message when time is up. Default: True.
 
     Raises:
-        ConfigurationError: a duration that is no time, an unknown interval or stage.
+        ConfigurationError: a duration that is not a time, an unknown interval or stage.
     """
 
     reads_only = True
@@ -56,11 +56,11 @@ class Timer(Callback):
         self._is_over = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when `stage` last began, in seconds of `time.monotonic`; None when it has not."""
+        """Return the last start of `stage`, in seconds of `time.monotonic`; None before it."""
         return self._started_s.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when `stage` last ended, in seconds of `time.monotonic`; None when it has not."""
+        """Return the last end of `stage`, in seconds of `time.monotonic`; None before it."""
         return self._ended_s.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
@@ -73,7 +73,7 @@ class Timer(Callback):
         return offset + (end if end is not None else time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds left of the duration (negative once it is over); None without a duration."""
+        """Return the remaining seconds of the duration (negative once it is over); None without a duration."""
         return None if self.duration_s is None else self.duration_s - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Timer(Callback):
 
     def _start(self, stage: str) -> None:
         if stage == "train":
-            self._offset_s = self.time_elapsed()  # a second fit goes on from the first
+            self._offset_s = self.time_elapsed()  # a second fit continues the time of the first
         self._started_s[stage] = time.monotonic()
         self._ended_s.pop(stage, None)
 
@@ -144,7 +144,7 @@ class Timer(Callback):
         self._ended_s[stage] = time.monotonic()
 
     def _look(self, run: Run) -> None:
-        """Let rank 0's clock decide. Collective with several processes."""
+        """Stop if time is up by rank 0's clock. Collective with several processes."""
         if from_main_rank(run, self._remaining_or_forever() <= 0):
             self._stop(run)
 
@@ -178,5 +178,5 @@ def _seconds(duration: str | datetime.timedelta | Mapping[str, float] | Duration
             raise ConfigurationError(f"Timer(duration={duration!r}): {error}.") from error
     length = Duration(duration)
     if length.unit != "seconds":
-        raise ConfigurationError(f"Timer(duration={str(length)!r}): a time is wanted, for example '12 h' or '30 min'.")
+        raise ConfigurationError(f"Timer(duration={str(length)!r}): expected a time, for example '12 h' or '30 min'.")
     return length.value

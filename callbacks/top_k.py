@@ -1,4 +1,4 @@
-"""The best k of what was scored so far: which checkpoints stay and which one goes."""
+"""The k best scores: which checkpoints are kept and which one is deleted."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class TopK:
         return worst(self.mode) if math.isnan(score) else score
 
     def accepts(self, score: float) -> bool:
-        """Tell whether `score` is among the best k; a tie with the worst of them is not."""
+        """Return whether `score` is among the best k; a tie with the worst of them is not."""
         if self.k == -1 or len(self.scores) < self.k:
             return True
         kth = self.kth_best
         return kth is not None and is_better(self.comparable(score), self.scores[kth], self.mode)
 
     def displaced(self) -> str | None:
-        """Return the name that has to go when one more is added; None while there is room."""
+        """Return the name that adding one more would remove; None if there are fewer than k."""
         return self.kth_best if self.k != -1 and len(self.scores) >= self.k else None
 
     def add(self, name: str, score: float) -> str | None:
-        """Add an accepted score and return the name that it displaces, if any."""
+        """Add an accepted score and return the name that it replaces, if any."""
         gone = self.displaced()
         if gone is not None:
             del self.scores[gone]

@@ -13,12 +13,12 @@ from trainwright.core.process import in_notebook
 
 
 class TQDMProgressBar(ProgressBar):
-    """Draw with tqdm; write plain lines where the output is neither a terminal nor a notebook.
+    """Progress bar drawn by tqdm; plain lines where the output is neither a terminal nor a notebook.
 
     Args:
-        refresh_rate: draw after at least so many batches (and at most ten times a second); 0 switches it off.
-        process_position: how many lines to leave free above, when several processes draw into one terminal.
-        leave: keep every epoch's bar on the screen.
+        refresh_rate: draw after at least this many batches (and at most ten times a second); 0: off. Default: 1.
+        process_position: number of lines to keep free above, if several processes draw into one terminal. Default: 0.
+        leave: keep every epoch's bar on the screen. Default: False.
     """
 
     reads_only = True
@@ -29,7 +29,7 @@ class TQDMProgressBar(ProgressBar):
         self._bars: dict[Kind, Any] = {}
 
     def can_draw(self) -> bool:
-        """Tell whether standard output is a terminal or a notebook."""
+        """Return whether standard output is a terminal or a notebook."""
         return sys.stdout.isatty() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
@@ -64,7 +64,7 @@ class TQDMProgressBar(ProgressBar):
         if bar is not None:
             bar.leave = leave
             bar.close()
-        for other in self._bars.values():  # its rate and time left do not count the pause
+        for other in self._bars.values():  # its rate and remaining time exclude the pause
             other.start_t += paused_s
             other.last_print_t += paused_s
 
@@ -79,9 +79,8 @@ class TQDMProgressBar(ProgressBar):
 
 
 def _bar_class() -> Any:
-    """Return tqdm's class for a notebook with widgets, else the one for terminals, without its watching thread.
-
-    The thread would only draw bars that are updated rarely; and a process with threads must not fork loader workers.
+    """Return tqdm's class for a notebook with widgets, else the one for terminals, without its monitor thread. The
+    thread would only draw bars that are updated rarely; and a process with threads must not fork loader workers.
     """
     module = "tqdm.notebook" if in_notebook() and importlib.util.find_spec("ipywidgets") else "tqdm"
     base = require_package(module, purpose="TQDMProgressBar").tqdm

@@ -1,4 +1,4 @@
-"""An attribute that a search may set: where it lies, and what is said when it lies nowhere."""
+"""An attribute that a search may set: its location, and the error if it does not exist."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trainwright.core.errors import ConfigurationError, nearest
 
 
 class TunedAttribute:
-    """One of several names on the task, in its `hparams`, or on the data module or in its `hparams`.
+    """Attribute of the task, of the data module, or of their `hparams`, under one of several names.
 
     Raises:
-        ConfigurationError: it is nowhere; the message lists attributes of that kind.
+        ConfigurationError: it does not exist; the message lists attributes of that type.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class TunedAttribute:
         raise ConfigurationError(_nowhere(names, owners, purpose, kind))
 
     def get(self) -> Any:
-        """Return its value: the task's attribute, else what else there is."""
+        """Return its value: the task's attribute, else the next one that exists."""
         if self._attributes:
             return getattr(self._attributes[0], self.name)
         return self._hparams[0][self.name]
@@ -47,7 +47,7 @@ class TunedAttribute:
 
 def _has(owner: object, name: str) -> bool:
     of_class = getattr(type(owner), name, None)
-    # A property without a setter shows what lies elsewhere, in hparams as a rule.
+    # A property without a setter returns a value from elsewhere, usually from hparams.
     settable = of_class.fset is not None if isinstance(of_class, property) else isinstance(of_class, (int, float))
     return name in vars(owner) or settable
 
@@ -69,5 +69,5 @@ def _nowhere(names: list[str], owners: list[Any], purpose: str, kind: type) -> s
     )
     return (
         f"{purpose}: {holder} {wanted}, as an attribute or in hparams.{nearest(names[0], found)} {candidates} Name the "
-        f"one that is meant, or make the loader (or optimizer) from self.{names[0]}."
+        f"right one, or create the loader (or optimizer) from self.{names[0]}."
     )

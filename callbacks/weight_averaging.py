@@ -1,4 +1,4 @@
-"""Averages of the weights over a training: evaluate and keep those, train on with the others."""
+"""Averages of the weights during training, for evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,34 +19,33 @@ _FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
 class WeightAveraging(Callback):
-    """Average the weights after each step; validate with the average, and end with it in the task.
+    """Callback that averages the weights after each step, validates with the average, and ends with it in the task.
 
-    The average begins with the weights of the first update; before that everything is as without this callback.
-    Afterwards validation runs on the average, swapped in and back bit for bit. The model part of a checkpoint holds
-    the average, so that whoever loads it infers with that; the weights to train on with stand beside it in the state
-    of this callback (not in checkpoints with weights only), so that a resume is exact. When a fit has run to its end
-    the average is in the task. Every rank averages its own, equal weights, or its pieces of them: nothing is
-    communicated. Pieces are collected for a checkpoint: then the weights to train on with come to rank 0's host once
-    more.
+    The average starts with the weights of the first update; before that this callback has no effect. Afterwards
+    validation runs on the average, swapped in and back bit for bit. The model part of a checkpoint holds the average,
+    so that loading it gives the average; the training weights are in the state of this callback (not in checkpoints
+    with weights only), so that a resume is exact. When a fit has run to its end the average is in the task. Every rank
+    averages its own weights or shards, without communication. Shards are gathered for a checkpoint: then the full
+    training weights are copied to rank 0's host as well.
 
-    Override `should_update` to choose when. The average has the dtype of the weights: in bfloat16, small changes of an
-    average over many steps are rounded away.
+    Override `should_update` to choose the updates. The average has the dtype of the weights: in bfloat16, small changes
+    of an average over many steps are rounded away.
 
     Args:
-        device: where the average is kept; beside the weights when None. Another device than theirs saves its memory
-            and costs a copy, and a wait for it, at each update.
-        use_buffers: average floating-point buffers too, such as the statistics of batch normalization; otherwise
-            they are the current ones.
-        kwargs: `avg_fn` or `multi_avg_fn` as for `torch.optim.swa_utils.AveragedModel`; the number of updates so far
-            comes as an int. By default all updates weigh the same.
+        device: where the average is kept; None: on the device of the weights. Another device saves memory there and
+            costs a blocking copy at each update. Default: None.
+        use_buffers: average floating-point buffers too, such as the statistics of batch normalization; otherwise the
+            current ones are used. Default: True.
+        kwargs: `avg_fn` or `multi_avg_fn` as for `torch.optim.swa_utils.AveragedModel`; the number of updates so far is
+            passed as an int. By default all updates have equal weight.
 
     Raises:
-        ConfigurationError: other keyword arguments, or both functions; in a Trainer, a strategy whose parameters are
-            not those of one training.
+        ConfigurationError: other keyword arguments, or both functions; in a Trainer, a strategy whose ranks have
+            different parameters.
     """
 
     needs = ("weight_averages",)
-    order = Order.FIRST  # the others see the average during the whole of a validation, and never half of an update
+    order = Order.FIRST  # the others see the average during a complete validation, and never a partial update
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         for name in kwargs:
@@ -67,12 +66,12 @@ class WeightAveraging(Callback):
         self._loaded: dict[str, Any] | None = None
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Tell whether to update the average now; after every step unless overridden.
+        """Return whether to update the average now; by default after every step.
 
         Args:
-            step_idx: 0-based index of the optimizer step that is done; None at the end of an epoch.
-            epoch_idx: 0-based index of the epoch that is done; None after a step. An epoch that a bound such as
-                `max_steps` leaves in its middle is not done.
+            step_idx: 0-based index of the completed optimizer step; None at the end of an epoch. Default: None.
+            epoch_idx: 0-based index of the completed epoch; None after a step. An epoch that a bound such as
+                `max_steps` ends in its middle is not completed. Default: None.
         """
         return step_idx is not None
 
@@ -80,7 +79,7 @@ class WeightAveraging(Callback):
         """Return `avg_fn` or `multi_avg_fn`, or neither, by name; called when a fit starts."""
         return self._kwargs
 
-    # Where the weights are
+    # The weights
 
     def setup(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if stage == "fit":
@@ -88,14 +87,15 @@ class WeightAveraging(Callback):
             self._validating = False
 
     def __getstate__(self) -> dict[str, Any]:
-        # Neither the task nor functions of torch go along into another process or a copy: the numbers do.
+        # Neither the task nor functions of torch are copied into another process: only the numbers are.
         return {**vars(self), "_weights": None, "_loaded": self.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
 
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
-        # Not in `setup`: now the weights are where they stay, equal on all ranks, and those of a checkpoint are loaded.
+        # Not in `setup`: only now are the weights on their final device, equal on all ranks, and loaded from the
+        # checkpoint.
         options = {"device": self._device, "use_buffers": self._use_buffers, **self.average_functions()}
         weights = AveragedWeights(task, trainer, **options)
         loaded, self._loaded = self._loaded, None
@@ -104,7 +104,7 @@ class WeightAveraging(Callback):
             self._latest_update_epoch = loaded["latest_update_epoch"]
             if loaded["num_averaged"]:
                 weights.restore(loaded["num_averaged"], current=loaded["current_model_state"])
-        else:  # a new run, or one that goes on from a checkpoint without an average, which the Trainer warns of
+        else:  # a new run, or one resumed from a checkpoint without an average, of which the Trainer warns
             self._latest_update_step = min(self._latest_update_step, trainer.state.step)
             self._latest_update_epoch = min(self._latest_update_epoch, trainer.state.epoch - 1)
         self._weights = weights
@@ -124,7 +124,7 @@ class WeightAveraging(Callback):
             self._latest_update_epoch = epoch
 
     def _update(self) -> None:
-        assert self._weights is not None  # made when the fit started
+        assert self._weights is not None  # created when the fit started
         self._weights.update()
 
     # The average in the task
@@ -148,11 +148,11 @@ class WeightAveraging(Callback):
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
         if self._weights is None:
             return
-        # Exchanged rather than copied over: a checkpoint that is saved from now on can still be resumed exactly.
+        # Swapped rather than copied: a checkpoint that is saved from now on can still be resumed exactly.
         self._weights.swap()
         if self._weights.num_averaged == 0 and trainer.is_global_zero:
             warnings.warn(
-                f"{type(self).__name__} has averaged nothing: should_update said no after each of the "
+                f"{type(self).__name__} did not average anything: should_update returned False after each of the "
                 f"{trainer.state.step} steps. The task has the weights of its last step.",
                 TrainwrightWarning,
                 stacklevel=2,
@@ -164,7 +164,7 @@ class WeightAveraging(Callback):
 
     def teardown(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
         if self._weights is not None and self._weights.in_pieces:
-            self._weights = None  # of a run that failed: nobody can collect them any more
+            self._weights = None  # of a run that failed: they can no longer be gathered
 
     # Checkpoints
 
@@ -173,7 +173,7 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = self._weights.put_average_into(checkpoint["state_dict"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the weights to train on with; those of the average are in the model part."""
+        """Return the counts and the training weights; the average is in the model part."""
         if self._loaded is not None:
             return self._loaded
         weights = self._weights
@@ -186,16 +186,16 @@ class WeightAveraging(Callback):
 
 
 class EMAWeightAveraging(WeightAveraging):
-    """Keep an exponential moving average of the weights: `average = decay × average + (1 - decay) × weights`.
+    """Exponential moving average of the weights: `average = decay × average + (1 - decay) × weights`.
 
     Args:
-        device: see `WeightAveraging`.
-        use_buffers: see `WeightAveraging`.
-        decay: from 0 (the current weights) to 1 (the first ones).
-        update_every_n_steps: update after the steps whose 0-based index is a multiple of it; 0: after none.
-        update_starting_at_step: not after steps with a lower 0-based index.
-        update_starting_at_epoch: also at the end of every epoch from this 0-based one on.
-        kwargs: none; for the sake of one signature.
+        device: see `WeightAveraging`. Default: None.
+        use_buffers: see `WeightAveraging`. Default: True.
+        decay: from 0 (the current weights) to 1 (the first ones). Default: 0.999.
+        update_every_n_steps: update after the steps whose 0-based index is a multiple of it; 0: after none. Default: 1.
+        update_starting_at_step: not after steps with a lower 0-based index. Default: None.
+        update_starting_at_epoch: also at the end of every epoch from this 0-based one on. Default: None.
+        kwargs: none; accepted for a common signature.
 
     Raises:
         ConfigurationError: a value out of its range, or other arguments.
@@ -229,7 +229,7 @@ class EMAWeightAveraging(WeightAveraging):
         self.update_starting_at_epoch = update_starting_at_epoch
 
     def average_functions(self) -> dict[str, Any]:
-        # Made here, since a closure does not pickle.
+        # Created here, because a closure cannot be pickled.
         return {"multi_avg_fn": get_ema_multi_avg_fn(decay=self.decay)}  # type: ignore[no-untyped-call]  # torch's own
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:

@@ -45,7 +45,7 @@ def test_a_trainer_with_its_own_accumulation_is_refused_and_left_alone(tmp_path:
 def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
     run = FakeRun([GradientAccumulationScheduler({0: 4})], tmp_path)
     run.task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         run.fit(epochs=1, batches=1)
 
 

@@ -35,7 +35,7 @@ def test_an_unknown_event_is_refused_with_the_nearest() -> None:
 
 
 def test_a_value_that_is_no_function_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="a function is wanted"):
+    with pytest.raises(ConfigurationError, match="expected a function"):
         LambdaCallback(on_fit_end=3)  # type: ignore[arg-type]
 
 

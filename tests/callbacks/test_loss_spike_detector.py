@@ -149,7 +149,7 @@ def test_impossible_arguments_are_refused(arguments: dict[str, Any]) -> None:
 def test_a_task_that_optimizes_by_hand_is_refused(tmp_path: Path) -> None:
     task = RegressionTask()
     task.automatic_optimization = False
-    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         quiet_trainer(callbacks=LossSpikeDetector()).fit(task, regression_loader(4))
 
 

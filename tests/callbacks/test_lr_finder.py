@@ -68,14 +68,14 @@ def test_the_suggestion_is_where_the_loss_falls_most_steeply() -> None:
     found.results = {"lr": [1.0, 2, 3, 4, 5, 6, 7, 8], "loss": [9.0, 8.9, 8.5, 4, 1, 0.9, math.nan, 20]}
     assert found.suggestion(skip_begin=1, skip_end=1) == 4.0
     assert found.suggestion(skip_begin=1, skip_end=0) == 4.0
-    with pytest.warns(TrainwrightWarning, match="the loss falls at none of those between 6 and 8"):
+    with pytest.warns(TrainwrightWarning, match="the loss does not fall between 6 and 8"):
         assert found.suggestion(skip_begin=5, skip_end=0) is None
 
 
 def test_too_few_points_give_no_suggestion_but_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match="0 of 5 points are left"):
+    with pytest.warns(TrainwrightWarning, match="0 of 5 points remain"):
         found = _find(num_training=5)
-    with pytest.warns(TrainwrightWarning, match="Raise num_training"):
+    with pytest.warns(TrainwrightWarning, match="Increase num_training"):
         assert found.suggestion() is None
 
 
@@ -160,7 +160,7 @@ def test_a_task_that_optimizes_by_hand_is_refused() -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         _find(Task())
 
 

@@ -215,7 +215,7 @@ def test_a_share_needs_a_number_of_epochs() -> None:
         ((0.0,), "above 0"),
         (([],), "above 0"),
         ((["fast"],), "above 0"),
-        ((0.1, 0), "from 1 on"),
+        ((0.1, 0), ">= 1"),
         ((0.1, 1.5), "from 0.0 to 1.0"),
         ((0.1, 0.8, -1), "0 or more epochs"),
         ((0.1, 0.8, 10, "sine"), "'cos' or 'linear'"),

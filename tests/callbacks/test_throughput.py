@@ -107,8 +107,8 @@ def test_counting_ends_when_the_first_step_fails(tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         ({"window_size": 0}, "window_size=0"),
-        ({"flops_per_step": 1.0, "measure_flops": True}, "twice"),
-        ({"peak_flops": 1.0}, "only together"),
+        ({"flops_per_step": 1.0, "measure_flops": True}, "the same value"),
+        ({"peak_flops": 1.0}, "requires flops_per_step"),
     ],
 )
 def test_arguments_that_contradict_are_refused(arguments: dict[str, Any], complaint: str) -> None:

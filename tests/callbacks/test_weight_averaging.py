@@ -177,7 +177,7 @@ def test_before_the_first_update_everything_is_as_without_it(tmp_path: Path) -> 
 
 def test_an_average_that_never_began_leaves_the_weights_and_says_so() -> None:
     task, notes = RegressionTask(), Notes()
-    with pytest.warns(TrainwrightWarning, match="has averaged nothing"):
+    with pytest.warns(TrainwrightWarning, match="did not average anything"):
         fit(task, [EMAWeightAveraging(update_starting_at_step=1000), notes], max_epochs=1)
     assert_equal_weights(weights_of(task), notes.trained[-1])
 
@@ -231,7 +231,7 @@ def test_a_resumed_run_ends_with_the_same_average_bit_for_bit(
     saver, later = (ModelCheckpoint(tmp_path, every_n_train_steps=2, save_last=True) for _ in range(2))
     first = {"max_epochs": 4, **stop}
     nothing_yet = stop.get("max_steps") == 2 and isinstance(make(), (EMAWeightAveraging, PerEpoch))
-    with pytest.warns(TrainwrightWarning, match="averaged nothing") if nothing_yet else contextlib.nullcontext():
+    with pytest.warns(TrainwrightWarning, match="not average anything") if nothing_yet else contextlib.nullcontext():
         fit(Normed(0.9, 0.2), [make(), saver], seed=1, **first)
     fit(resumed, [make(), later], max_epochs=4, seed=7, ckpt_path=saver.last_model_path)
     assert_equal_weights(weights_of(resumed), weights_of(whole))
