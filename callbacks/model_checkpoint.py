@@ -112,9 +112,8 @@ class ModelCheckpoint(Callback):
         self.keep_every = keep_every
         self.current_score: float | None = None
         self.remote: str | None = dirpath.rstrip("/") if is_url(dirpath) else None
-        local = dirpath is not None and self.remote is None
-        self._given_dirpath = Path(dirpath).expanduser().absolute() if dirpath is not None and local else None
-        self._folder: Path | None = self._given_dirpath
+        given = None if dirpath is None or self.remote is not None else Path(dirpath).expanduser().absolute()
+        self._folder = self._given_dirpath = given
         self._top = TopK(save_top_k, self.mode)
         self._kept = KeepEvery(keep_every)
         self._latest: str | None = None  # without a monitor: the newest, kept instead of a best one
@@ -159,8 +158,6 @@ class ModelCheckpoint(Callback):
                 "save_last=True, or omit it: ckpt_path='last' finds the newest checkpoint without it."
             )
         check_template(self.filename if self.filename is not None else DEFAULT_TEMPLATE, "ModelCheckpoint")
-
-    # Properties
 
     @property
     def state_key(self) -> str:

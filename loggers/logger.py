@@ -1,4 +1,4 @@
-"""The contract of loggers: two methods, and optional ones with defaults."""
+"""The contract between a run and a place where its numbers are kept: two methods, and optional ones with defaults."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Status = Literal["success", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts about a run that are passed to its loggers.
+    """What a logger is told about the run that it is started for.
 
     Attributes:
-        root_dir: folder for loggers without a folder of their own.
+        root_dir: where it writes, unless it was built with a folder of its own.
         run_name: a name for the run, or None.
     """
 
@@ -34,9 +34,7 @@ class RunInfo:
 
 
 class Silence:
-    """Object that accepts every call and attribute and does nothing: `Logger.experiment` on ranks other than the main
-    one.
-    """
+    """Takes every call and attribute and does nothing: what `Logger.experiment` is on ranks other than the main one."""
 
     def __getattr__(self, name: str) -> Silence:
         if name.startswith("__"):
@@ -60,26 +58,27 @@ class Silence:
 
 
 class Logger(ABC):
-    """Base class of loggers.
+    """A place where a run's numbers are kept.
 
     The Trainer calls `start` once for each stage, then the others in any order, then `finish`; after `finish` the
-    logger may be started again and continues its log. All of it happens on the main rank only, and never inside a step.
-    A method that raises is reported once, and the logger is disabled for the rest of the run: see `LoggerGroup`. Used
-    before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
+    logger may be started again and goes on where it was. All of it happens on the main rank only, and never inside a
+    step. A method that raises is reported once, and the logger is left out for the rest of the run: see `LoggerGroup`.
+    Used before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
 
-    A sub-class defines the two abstract methods, and `start` (calling `super().start(run)`), `flush` and `finish` if it
-    has something to open, to buffer or to close; the others have defaults. A logger written for Lightning, with `save`
-    and `finalize` instead, can be used unchanged. It must be picklable before it is started, because it is sent to the
+    A sub-class writes the two abstract methods, `start` (calling `super().start(run)`), `flush` and `finish` where it
+    has something to open, to keep back or to close; the rest has defaults. One that was written for Lightning, with
+    `save` and `finalize` instead, is taken as it is. It must pickle before it is started, since it travels to the
     processes that the Trainer starts.
 
     Attributes:
         muted: this is not the main rank: nothing is started or written.
-        wants_graph: the run should pass the task's graph (`log_graph`) when it begins.
+        wants_graph: the run should hand over the task's graph (`log_graph`) when it begins.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Wrap every `log_*` method of a sub-class to start the logger if needed, and to do nothing on other ranks. A
-        `start` that does not call this class's one counts as started too.
+        """Let every `log_*` method of a sub-class start it if need be, and do nothing off the main rank.
+
+        A `start` that does not call this class's one has started it nevertheless.
         """
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
@@ -91,11 +90,11 @@ class Logger(ABC):
                 setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
     JOINER: ClassVar[str] = "-"
-    """Separator of `prefix` and a metric's name."""
+    """Stands between `prefix` and a metric's name."""
     LOGGER_JOIN_CHAR: ClassVar[str] = "-"
     """The same, by Lightning's name."""
 
-    # Defaults for a sub-class whose `__init__` does not call this one.
+    # As they are in a sub-class whose `__init__` does not call this one's.
     prefix: str = ""
     muted: bool = False
     wants_graph: bool = False
@@ -121,7 +120,7 @@ class Logger(ABC):
         self._run = run
 
     def flush(self) -> None:
-        """Write logged values so that readers see them. Blocks on the disk. Default: `save`, if overridden."""
+        """Bring what has been logged to where a reader finds it. Blocks on the disk. Default: `save`, if overridden."""
         if type(self).save is not Logger.save:
             self.save()
 
@@ -133,7 +132,7 @@ class Logger(ABC):
             self.finalize(status)
 
     def save(self) -> None:
-        """Write logged values so that readers see them: Lightning's name for `flush`."""
+        """Bring what has been logged to where a reader finds it: Lightning's name for `flush`."""
         if type(self).flush is not Logger.flush:
             self.flush()
 
@@ -142,7 +141,7 @@ class Logger(ABC):
         if self._run is not None:
             self.finish(status)
 
-    # The two methods that a sub-class must define
+    # The two that a sub-class must write
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
@@ -167,35 +166,35 @@ class Logger(ABC):
         _cannot_log(self, "text")
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the graph of `task.forward(example_input)`; `task.example_input_array` if no input is given."""
-        self._cannot("graphs")
+        """Record the graph of `task.forward(example_input)`; `task.example_input_array` when no input is given."""
+        _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Record a published checkpoint folder, for backends that store files. Default: nothing.
+        """Take notice of a checkpoint folder that has been published, for backends that keep files. Default: nothing.
 
         Args:
             path: the checkpoint's folder.
-            aliases: names for it, such as `"best"` and `"last"`. Default: `()`.
+            aliases: names for it, such as `"best"` and `"last"`.
         """
         return None
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Record a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
+        """Take notice of a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """Separator between the parts of a metric's name: `"/"`."""
+        """What stands between the parts of a metric's name: `"/"`."""
         return "/"
 
     @property
     def save_dir(self) -> Path | str | None:
-        """The parent folder of all output; None if there is none, or it is not known yet."""
+        """The parent of all that is written; None when there is none, or it is not known yet."""
         return None
 
     @property
     def root_dir(self) -> Path | str | None:
-        """The folder of all runs of this name; None if there is none, or it is not known yet."""
+        """The folder of all runs of this name; None when there is none, or it is not known yet."""
         return None
 
     @property
@@ -205,23 +204,23 @@ class Logger(ABC):
 
     @property
     def version(self) -> str | int | None:
-        """The version that distinguishes this run from others of the same name; None until it is known."""
+        """What tells this run from others of the same name; None until it is known."""
         return None
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder of this run's log; None if there is none, or it is not known before `start`."""
+        """The folder that this run's log lies in; None when there is none, or it is not known before `start`."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The backend's own object, started if needed; on other ranks than the main one, a no-op object."""
+        """The backend's own object, started if need be; on ranks other than the main one, one that does nothing."""
         if self.muted:
             return Silence()
         return self._backend() if self._begin() else Silence()
 
     def _begin(self) -> bool:
-        """Start below the current folder if no Trainer has; return whether this process logs."""
+        """Start where no Trainer has, below the present folder; returns whether this process logs."""
         if self.muted:
             return False
         if self._run is None and not self._starting:
@@ -236,16 +235,16 @@ class Logger(ABC):
         return True
 
     def _backend(self) -> Any:
-        """Return the `experiment` of a started logger."""
+        """Return what `experiment` is while the logger is started."""
         return self
 
     @property
     def is_started(self) -> bool:
-        """True between `start` and `finish`."""
+        """Whether it stands between `start` and `finish`."""
         return self._run is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs to continue the same curves; JSON-compatible, without paths."""
+        """Return what a resumed run needs to continue the same curves; JSON-able, without paths."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -269,8 +268,9 @@ class Logger(ABC):
             warned.add(message)
             warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
-    def _cannot(self, what: str) -> None:
-        self.warn_once(f"{type(self).__name__} cannot log {what}; they are skipped.")
+
+def _cannot_log(logger: Logger, what: str) -> None:
+    logger.warn_once(f"{type(logger).__name__} cannot log {what}; they are left out.")
 
 
 def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""All loggers of a run as one; the failure of a tracker does not stop the run."""
+"""All loggers of a run as one, which no tracker's failure can stop."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _ESSENTIAL = ("start", "log_metrics", "flush", "finish")
 
 
 class LoggerGroup:
-    """Group of loggers: calls each logger in turn, on the main rank only.
+    """What the Trainer talks to: calls each logger in turn, on the main rank only.
 
     A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error: a full
-    disk or a lost connection never ends a training. A logger that cannot start, log metrics or flush is disabled until
-    the group is started again; if something else fails, such as a graph or an image, only that is missing.
-    Configuration errors, such as a package that is not installed, are raised by `start`. There is no communication
-    between ranks.
+    disk or a lost connection never ends a training. One that cannot start, take metrics or flush is left out until the
+    group is started again; of one that fails at something else, such as a graph or an image, only that is missing.
+    Errors of configuration, such as a package that is not installed, do pass through at `start`.
+
+    Nothing here communicates.
 
     Args:
-        loggers: in the order in which they are called. Default: `()`.
-        is_main: True on the main rank. On the others nothing is started or written, and each logger's `experiment` does
-            nothing. Default: True.
+        loggers: in the order in which they are called.
+        is_main: whether this is the main rank. On the others nothing is started or written, and each logger's
+            `experiment` does nothing.
     """
 
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
@@ -50,7 +51,7 @@ class LoggerGroup:
 
     @property
     def active(self) -> list[Logger]:
-        """The loggers that are called: all but the failed ones on the main rank, none on the others."""
+        """Those that are called: all but the failed ones on the main rank, none on the others."""
         return [logger for logger in self.loggers if not self._is_dropped(logger)] if self.is_main else []
 
     @property
@@ -59,10 +60,10 @@ class LoggerGroup:
         return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
 
     def start(self, run: RunInfo) -> None:
-        """Start every logger. Loggers with numbered folders in the same parent share the number.
+        """Start every logger. Those that choose a numbered folder in the same place choose the same one.
 
         Raises:
-            MissingPackageError, ConfigurationError: a logger is not configured correctly.
+            MissingPackageError, ConfigurationError: a logger cannot work as it is set up.
         """
         self._dropped = []
         claimed: dict[Path | None, int | str] = {}
@@ -85,7 +86,7 @@ class LoggerGroup:
         self._each("log_hyperparams", params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record host-side numbers at a step with every logger; nothing if there are none."""
+        """Record host-side numbers at a step with every logger; nothing when there are none."""
         if metrics:
             self._each("log_metrics", metrics, step)
 
@@ -102,13 +103,13 @@ class LoggerGroup:
         self._each("log_text", key, text, step)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the task's graph with the loggers that request it (`wants_graph`)."""
+        """Record the task's graph with those loggers that were asked to (`wants_graph`)."""
         for logger in self.active:
             if logger.wants_graph:
                 self._call(logger, "log_graph", task, example_input)
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: object = None) -> None:
-        """Pass a published checkpoint to every logger; `saver` is the run's ModelCheckpoint, if any."""
+        """Tell every logger of a checkpoint that has been published; `saver` is the run's ModelCheckpoint, if any."""
         for logger in self.active:
             self._call(logger, "log_checkpoint", path, aliases=aliases)
             if saver is not None:
@@ -119,7 +120,7 @@ class LoggerGroup:
         self._each("flush")
 
     def finish(self, status: Status) -> None:
-        """Finish every logger; safe in an exception's path, and if called twice."""
+        """Finish every logger; safe in an exception's path, and to be called twice."""
         self._each("finish", status)
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -127,9 +128,10 @@ class LoggerGroup:
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Give each logger the next state that was saved by one of its class; call it before `start` if possible. Call
-        it when a training is resumed, not for an evaluation: it makes loggers remove what was logged later. Loggers
-        added or removed since the states were saved are allowed.
+        """Give each logger the next state that was saved by one of its class; call it before `start` if possible.
+
+        Call it when a training is resumed, not for an evaluation: it makes loggers take back what was logged later.
+        Loggers added or removed since the states were saved are no error.
         """
         left = list(states)
         for logger in self.loggers:
@@ -149,13 +151,13 @@ class LoggerGroup:
     def _call(self, logger: Logger, method: str, *args: object, strict: bool = False, **options: object) -> None:
         try:
             getattr(logger, method)(*args, **options)
-        except Exception as error:  # whatever a tracker raises, the training continues
+        except Exception as error:  # whatever a tracker raises, the training goes on
             if strict and isinstance(error, (ConfigurationError, MissingPackageError)):
                 raise
             left_out = "Only that is missing."
             if method in _ESSENTIAL:
                 self._dropped.append(logger)
-                left_out = "It is disabled for the rest of this run; training and the other loggers continue."
+                left_out = "It is left out for the rest of this run; training and the other loggers go on."
             warnings.warn(
                 f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {left_out}",
                 TrainwrightWarning,

@@ -1,9 +1,9 @@
-"""The buffer that `log` fills: values stay on their device until the loop flushes them.
+"""Where `log` puts its values: on the device they came from, until the loop asks for them.
 
-`log` copies a value and appends it; it never waits for a device and never communicates. The loop calls `flush_step`
-every few steps for the latest values, and `flush_epoch` at an epoch's end for the aggregates. Only there are values
-read, with one copy for each device, and only there do ranks communicate, in one exchange that every rank takes part in,
-whatever it has logged. Memory does not grow with the number of steps.
+`log` copies a value and appends it; it never waits for a device and never talks to another rank. The loop asks twice:
+`flush_step` every so many steps for the latest values, `flush_epoch` at an epoch's end for the aggregates. Only there
+are values read, with one copy for each device, and only there do ranks talk, in one exchange that every rank takes
+part in, whatever it has logged. Memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
 
 
 class _StageMetrics:
-    """Slots of one stage: by key, and by name for fast access."""
+    """The slots of one stage: by key, and by name for the quick way in."""
 
     def __init__(self) -> None:
         self.slots: dict[str, MetricSlot] = {}
@@ -59,15 +59,15 @@ class _StageMetrics:
 
 
 class MetricBuffer:
-    """Buffer of the values that tasks and callbacks log, without waiting and without communication.
+    """Collects what tasks and callbacks log, without waiting and without communicating.
 
     The loop sets three plain attributes:
 
     Attributes:
-        in_step: True during a training or evaluation step (or a hook of one batch).
-        batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
-            the batch, otherwise the buffer keeps it alive.
-        dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
+        in_step: whether a training or evaluation step (or a hook of one batch) is running.
+        batch: the present micro-batch, from which a mean's weight is found; None outside. Set it to None again after
+            the batch, or the buffer keeps it alive.
+        dataloader_idx: which of several evaluation loaders the batch came from; None outside.
     """
 
     def __init__(self) -> None:
@@ -78,22 +78,23 @@ class MetricBuffer:
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, MetricSlot] = {}
         self._device = torch.device("cpu")
-        self._closed = ""  # the hook in which nothing can be logged
+        self._closed = ""  # where nothing can be logged
         self._new = NewValues()
         self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the aggregates of the current training epoch so far, by key; waits for the device. Metric objects are
-        not included: see `epoch_state.objects_state`.
+        """Return what the present epoch of training has aggregated so far, by key; waits for the device.
+
+        Metric objects are not in it: see `epoch_state.objects_state`.
         """
         slots = self._stages["train"].slots.values()
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Restore the aggregates of a training epoch; called after `begin`.
+        """Go on with an epoch of training that `state_dict` was asked in; called after `begin`.
 
         Args:
-            states: the result of `state_dict`.
+            states: what it returned.
             device: of this rank.
         """
         metrics, self._device = self._stages["train"], device
@@ -108,17 +109,18 @@ class MetricBuffer:
 
     @property
     def stage(self) -> EpochStage | None:
-        """The stage of `log` and of the flushes; None before the first `begin`."""
+        """The stage that `log` and the flushes are about; None before the first `begin`."""
         return self._stage
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
-        """Start an epoch of `stage` and make it the current one. Values of an earlier, unfinished epoch of this stage
-        are discarded; pending step values and everything of the other stages are kept. After a validation inside a
-        training epoch go back with `switch`.
+        """Start an epoch of `stage` and make it the present one.
+
+        Values that an earlier, unfinished epoch of this stage left are dropped; step values that wait for their flush
+        and everything of the other stages stay. After a validation inside a training epoch go back with `switch`.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
-            num_dataloaders: with more than one, `/dataloader_idx_N` is appended to keys. Default: 1.
+            num_dataloaders: with more than one, keys end in `/dataloader_idx_N`.
         """
         self.switch(stage)
         metrics = self._stages[stage]
@@ -130,7 +132,7 @@ class MetricBuffer:
             self._unclaimed.clear()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the current one and change nothing else, for example when training continues after a validation.
+        """Make `stage` the present one and change nothing else, as when training goes on after a validation.
 
         Raises:
             ConfigurationError: no such stage.
@@ -141,12 +143,12 @@ class MetricBuffer:
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Refuse to log until the next `begin` or `switch`: values logged in the hook `where` would not be read."""
+        """Refuse to log until the next `begin` or `switch`: in `where`, a hook, nobody would read the value."""
         self._closed, self._by_name = where, {}
 
     @contextlib.contextmanager
     def closed_in(self, where: str) -> Iterator[None]:
-        """Refuse to log during a `with` block; see `close`."""
+        """Refuse to log for the length of a `with` block; see `close`."""
         before = self._closed, self._by_name
         self.close(where)
         try:
@@ -170,32 +172,31 @@ class MetricBuffer:
         rank_zero_only: bool = False,
         metric_attribute: str | None = None,
     ) -> None:
-        """Log one value. No communication, no wait for a device.
+        """Take one value. No communication, no wait for a device.
 
         Args:
             name: the metric's name.
             value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
                 MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
                 others that are a dict, are named `name/key`.
-            prog_bar: also pass it to the progress bar. logger: pass it to the loggers. Default: False.
+            prog_bar: also give it to the progress bar.
+            logger: give it to the loggers.
             on_step: keep the latest value for `flush_step`. Default: in a training step.
             on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
                 With both, names end in `_step` and `_epoch`.
             reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
-                function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to one
-                number; only the last needs memory that grows with the epoch. Default: `"mean"`.
+                function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to
+                one number; the last alone needs memory that grows with the epoch.
             sync_dist: None: reduce epoch values over ranks, leave step values as each rank's own; True: reduce both;
-                False: neither. Metric objects reduce by themselves, unless False. Default: None.
-            add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key; False: the name
-                belongs to this loader, and no other may log it, except for one metric object that aggregates over all.
-                Default: True.
-            batch_size: the value's weight in a mean; None: the length of the current batch. Default: None.
-            rank_zero_only: the value that rank 0 logs is the value on every rank. Default: False.
-            metric_attribute: accepted for compatibility; metric objects do not need the name of an attribute.
-                Default: None.
+                False: neither. Metric objects reduce by themselves, unless False.
+            add_dataloader_idx: with several evaluation loaders, end the key in `/dataloader_idx_N`; False: the name is
+                this loader's own, and no other may log it, except for one metric object that aggregates over all.
+            batch_size: the value's weight in a mean; the length of the present batch unless told.
+            rank_zero_only: the value that rank 0 logs is the value on every rank.
+            metric_attribute: accepted for compatibility; metric objects need no name of an attribute.
 
         Raises:
-            TaskError: the value is not a single number, or no epoch has begun.
+            TaskError: the value is no single number, or no epoch has begun.
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
         options = (
@@ -243,15 +244,14 @@ class MetricBuffer:
         )
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
-        """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
+        """Find or make the slot for `name`, and check `options` against each other and against earlier calls."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
         if self._closed:
             raise TaskError(
-                f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
-                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers "
-                "immediately."
+                f"log({name!r}) in {self._closed}: nobody would read it there. Call it in a *_step or in a hook of an "
+                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers at once."
             )
         if self._stage is None:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
@@ -304,13 +304,13 @@ class MetricBuffer:
         return slot
 
     def _claim(self, slot: MetricSlot, value: object, index: int | None) -> None:
-        """Record that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
+        """Note that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
         if slot.loader is None or index is None or index == slot.loader:
             return
         if not is_metric_object(value):
             raise ConfigurationError(
                 f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
-                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
+                "whose values would mix. Give each loader's metric its own name, or leave add_dataloader_idx out."
             )
         slot.loader = None
 
@@ -320,13 +320,13 @@ class MetricBuffer:
         epoch = not training_step if on_epoch is None else bool(on_epoch)
         if not step and not epoch:
             raise ConfigurationError(
-                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would have no effect. Set on_step=True or "
+                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would go nowhere. Set on_step=True or "
                 "on_epoch=True."
             )
         if step and not in_step and (self._stage == "train" or self.batch is None):
             raise ConfigurationError(
-                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
-                "on_step, or call it in a *_step or a hook of a batch."
+                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Leave "
+                "on_step out, or call it in a *_step or a hook of a batch."
             )
         return step, epoch
 
@@ -335,7 +335,7 @@ class MetricBuffer:
             if other.metric is metric and other.name == name and other.suffix != suffix:
                 raise ConfigurationError(
                     f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
-                    f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
+                    f"mix ({other.suffix} and {suffix}). Make one object for each loader, or pass "
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
 
@@ -343,16 +343,16 @@ class MetricBuffer:
         return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values that are pending for `flush_step`; they stay pending, and are no longer
-        new.
+        """Return this rank's own step values that wait for `flush_step`; they go on waiting, and are no longer new.
 
         Waits for the device. Not collective.
         """
         return self._new.all_steps(list(self._by_slots()))
 
     def peek_new(self) -> Flushed:
-        """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
-        They stay pending. Waits for the device if there are any. Not collective.
+        """Return this rank's own values that nobody has looked at: of steps, and outside of steps of the epoch so far.
+
+        They go on waiting. Waits for the device if there are any. Not collective.
         """
         train = self._stages["train"].slots.values() if self._stage != "train" else ()
         flushed = self._new.of_steps((*train, *self._by_slots()))
@@ -368,8 +368,8 @@ class MetricBuffer:
         Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
 
         Args:
-            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
-                nothing was logged. None: one process. Default: None.
+            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, also when
+                nothing was logged. None: one process.
         """
         waiting: list[tuple[MetricSlot, tuple[Entry, float | Tensor]]] = []
         for slot in self._by_slots():
@@ -396,15 +396,15 @@ class MetricBuffer:
         return flushed
 
     def flush_epoch(self, exchange: Exchange | None = None) -> Flushed:
-        """Return the aggregates of the current stage's epoch and reset them.
+        """Return the aggregates of the present stage's epoch and start them over.
 
         Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
-        to see first. Collective when `exchange` is given: every rank calls it at the same point. Metric objects reduce
-        over ranks by themselves, in an order that the exchange has determined; one that only some ranks have logged is
-        computed there without the others, with a warning.
+        to see first. Collective when `exchange` is given: every rank calls it at the same place. Metric objects
+        reduce over ranks by themselves, in an order that the exchange has settled; one that only some ranks have
+        logged is computed there without the others, with a warning.
 
         Args:
-            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
+            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
         entries = epoch_entries(slots)
@@ -433,7 +433,7 @@ class MetricBuffer:
         for payload in gathered:
             for key in payload["objects"]:
                 counts[key] = counts.get(key, 0) + 1
-        # Every rank computes in the same order, because torchmetrics communicates in `compute`.
+        # Every rank computes in the same order, since torchmetrics communicates in `compute`.
         order = [key for key in counts if key in objects]
         order += [key for key, slot in objects.items() if slot.on_epoch and key not in counts]
         waiting: list[tuple[Entry, float | Tensor]] = []

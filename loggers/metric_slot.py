@@ -1,5 +1,6 @@
-"""A logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
-Nothing here waits for a device. Values stay on their device; the host reads them in `HostReads.read`, once per flush.
+"""One logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
+
+Nothing here waits for a device. Values stay where they are; the host learns them in `HostReads.read`, once a flush.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from trainwright.core.errors import ConfigurationError, TaskError
 
 FOLD_EVERY = 64
-"""Number of pending values that are folded into the running aggregate at a time, with one stack on their device."""
+"""So many pending values are folded into the running aggregate at a time, with one stack on their device."""
 
 Reduction = str | Callable[[Tensor], Tensor]
 _KINDS = ("mean", "sum", "min", "max")
@@ -35,7 +36,7 @@ _AS_KIND: dict[Any, str] = {
 
 
 class MetricSettings(NamedTuple):
-    """Options of one key, with the defaults filled in."""
+    """The options of one key, with the defaults filled in."""
 
     on_step: bool
     on_epoch: bool
@@ -58,13 +59,13 @@ def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
 
 
 def same_function(first: Reduction, second: Reduction) -> bool:
-    """Return whether two reductions are made from the same code, like a lambda written in the call to `log`."""
+    """Tell whether two reductions are made from the same code, like a lambda written in the call to `log`."""
     code = getattr(first, "__code__", None)
     return code is not None and code is getattr(second, "__code__", None)
 
 
 def is_metric_object(value: object) -> bool:
-    """Return whether `value` is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
+    """Tell whether `value` is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
     return isinstance(value, torch.nn.Module) and hasattr(value, "compute") and hasattr(value, "reset")
 
 
@@ -76,16 +77,16 @@ def to_number(name: str, value: Any) -> float | Tensor:
         if value.numel() != 1:
             raise TaskError(
                 f"log({name!r}) got a tensor of shape {tuple(value.shape)}; a metric is one number. Reduce it first, "
-                "for example with .mean(), or log its parts under separate names."
+                "for example with .mean(), or log its parts under names of their own."
             )
         if value.is_complex():
-            raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag separately.")
+            raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
         placements = getattr(value, "placements", None)
         if placements is not None:
             if not all(placement.is_replicate() for placement in placements):
                 raise TaskError(
-                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, which is sharded over ranks; "
-                    "log never communicates. Call .full_tensor() on every rank and log the result."
+                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, whose value is spread over "
+                    "ranks; log never communicates. Call .full_tensor() on every rank and log the result."
                 )
             value = value.to_local()  # type: ignore[attr-defined]  # a DTensor
         # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
@@ -101,7 +102,7 @@ def to_number(name: str, value: Any) -> float | Tensor:
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Return the accumulation dtype: float64, or float32 if the device has no float64."""
+    """Return the dtype in which values are added up: float64, or float32 where the device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -113,18 +114,18 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """Values logged under one key.
+    """What has been logged under one key.
 
     Attributes:
         name, suffix: the key is `name + suffix`; the suffix names the dataloader.
         settings: resolved options.
-        is_free: a new epoch has begun and the next `log` may use other options.
+        is_free: a new epoch has begun and the next `log` may choose other options.
         options: the raw options of the latest `log` call, which the next call is compared with.
         last: the latest value of a step since the last flush; None: none. With metric objects also a dict.
         last_weight: its weight in a mean over ranks.
         values, weights: pending values of the epoch, at most FOLD_EVERY.
-        metric: the torchmetrics object, if one was logged.
-        loader: the index of the evaluation loader of the values, if there are several; else None.
+        metric: the torchmetrics object, when that is what was logged.
+        loader: the index of the one of several evaluation loaders whose values these are; None: not of one.
     """
 
     __slots__ = (
@@ -158,7 +159,7 @@ class MetricSlot:
         return reduction if isinstance(reduction, str) else "custom"
 
     def configure(self, settings: MetricSettings) -> None:
-        """Set the options for this epoch."""
+        """Take options for this epoch."""
         self.settings = settings
         self.is_free = False
         self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
@@ -169,7 +170,7 @@ class MetricSlot:
             self.last = None
 
     def clear_epoch(self) -> None:
-        """Clear the epoch's values; a pending step value stays."""
+        """Forget the epoch's values; a step's value that waits for its flush stays."""
         self.values.clear()
         self.weights.clear()
         self.weight: float = 0.0
@@ -186,12 +187,12 @@ class MetricSlot:
             )
         self.metric = metric
         if self.on_step:
-            # torchmetrics keeps the batch's value under this name only. Without a forward: the accumulated value.
+            # torchmetrics keeps the batch's value under this name only. Without a forward: what has been accumulated.
             batch_value = getattr(metric, "_forward_cache", None)
             self.last = batch_value if batch_value is not None else metric
 
     def begin_epoch(self) -> None:
-        """Start an epoch: no values, options free; an unfinished metric object is reset."""
+        """Start an epoch: no values, options free; a metric object that was left unfinished starts over."""
         self.clear_epoch()
         self.is_free = True
         self.options = None
@@ -201,7 +202,7 @@ class MetricSlot:
 
     @property
     def has_epoch_values(self) -> bool:
-        """True if anything was logged for the epoch's aggregate."""
+        """Whether anything was logged for the epoch's aggregate."""
         return bool(self.values or self.totals or self.chunks or self.host_extreme is not None)
 
     def fold(self) -> None:
@@ -240,7 +241,7 @@ class MetricSlot:
         if weights.count(weights[0]) == len(weights):
             folded = stacked.sum() * weights[0]
         else:
-            # Weights are kernel arguments: a tensor made of them would be a copy that waits for the device.
+            # Weights go in as kernel arguments: a tensor made of them would be a copy that waits for the device.
             folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
         self.totals[device] = folded if before is None else before + folded
 
@@ -266,18 +267,18 @@ def _alike(first: float | Tensor, second: float | Tensor) -> bool:
 
 
 class HostReads:
-    """Tensors whose values a flush needs on the host: one stack and one copy for each device."""
+    """The tensors whose values one flush needs on the host: one stack and one copy for each device."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> int:
-        """Request a tensor (any shape) and return the index of its values in the result of `read`."""
+        """Ask for a tensor (any shape) and return the index of its values in what `read` returns."""
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
     def read(self) -> list[list[float]]:
-        """Return the values of every requested tensor, flattened, in order. Waits for the devices, once each."""
+        """Return the values of every tensor asked for, flattened, in order. Waits for the devices, once each."""
         found: list[list[float]] = [[] for _ in self._tensors]
         by_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(self._tensors):

@@ -147,6 +147,7 @@ def train(folder: Path, iterations: int, *, dropout: float = 0.0, ckpt_path: str
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(1200)  # a minute on a machine with nothing beside
 @pytest.mark.parametrize("settings", [{}, {"devices": 2, "strategy": "ddp"}, {"devices": 2, "strategy": "fsdp"}])
 def test_three_hundred_iterations_reach_the_loss(settings: dict[str, Any], tmp_path: Path) -> None:
     trainer, _ = train(tmp_path, 300, callbacks=[LearningRateMonitor("step")], **settings)
