@@ -147,7 +147,7 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(
     saver, again = (ModelCheckpoint(tmp_path, every_n_train_steps=2) for _ in range(2))
     callbacks = [StochasticWeightAveraging(0.05, 3), saver]
     if stop.get("max_steps") == 6:
-        with pytest.warns(TrainwrightWarning, match="averaged nothing"):
+        with pytest.warns(TrainwrightWarning, match="did not average anything"):
             fit(make(), callbacks, **{"max_epochs": 6, **stop})
     else:
         fit(make(), callbacks, **{"max_epochs": 6, **stop})
