@@ -1,30 +1,86 @@
-"""Copies between the host and a device, made beside the computation and in the order in which they are asked for."""
+"""Copies between the host and a device, made beside the computation and in the order in which they are asked for.
+
+What is in pageable memory or in a file passes through pinned buffers that are used again and again: one copy on the
+host, read straight from the file where there is one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+
+_BUFFER_BYTES = 32 * 2**20
+_WITHOUT_STREAM = ("cpu", "meta", "mps")
+
+
+class Readable(Protocol):
+    """A tensor's bytes in a file."""
+
+    def read_into(self, buffer: torch.Tensor, start: int) -> None:
+        """Fill a buffer (uint8 on the CPU, contiguous) with the tensor's bytes from `start` on."""
+
+
+class PinnedBuffers:
+    """Host buffers that copies to a device pass through, each reused once its last copy is over.
+
+    Args:
+        pinned: False for ordinary memory, from which copies wait.
+    """
+
+    def __init__(self, num_bytes: int = _BUFFER_BYTES, *, pinned: bool = True) -> None:
+        self.num_bytes = num_bytes
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._free: list[tuple[torch.Tensor, torch.Event | None]] = []
+
+    def acquire(self) -> torch.Tensor:
+        """Return a buffer that nothing reads any more; may wait for the device."""
+        with self._lock:
+            found = self._free.pop(0) if len(self._free) > 1 else None
+        if found is None:
+            # Where the user's default device is another, only the host has pinned memory; and a buffer that was made in
+            # inference mode could not be written again outside of it.
+            with torch.inference_mode(False):
+                return torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+        buffer, event = found
+        if event is not None:
+            event.synchronize()
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, event: torch.Event | None) -> None:
+        """Take a buffer back, to be used again after `event`."""
+        with self._lock:
+            self._free.append((buffer, event))
+
+
+_BUFFERS = PinnedBuffers()
 
 
 class CopyStream:
     """Copies of one direction, one after the other. On the CPU, which has nothing beside, they are made at once.
 
-    Memory on the device belongs to the stream that computes: what is copied to is allocated there before `queue` and
-    freed there after `join`, what is copied from is kept until `release`. So the allocator may give it to others at
-    once, and the device never holds more than the program says.
+    What is copied with `queue` belongs to the stream that computes: memory is allocated there before `queue` and freed
+    there after `join`, and what is copied from is kept until `release`. So the allocator may give it to others at once,
+    and the device never holds more than the program says. What is made with `bring` belongs to this stream, so that its
+    copies wait for no computation, in whatever thread they are asked for.
 
     Args:
         device: that one end of each copy is on.
 
     Attributes:
+        is_beside: whether copies are made beside the computation.
         num_queued: copies so far.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device=device) if device.type != "cpu" else None
+        self.is_beside = device.type not in _WITHOUT_STREAM
+        self._stream = torch.Stream(device=device) if self.is_beside else None
         self._kept: list[torch.Tensor] = []
         self._last: Any = None
         self.num_queued = 0
@@ -33,12 +89,12 @@ class CopyStream:
         """Return an event for all that the computation has been given so far."""
         return None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
 
-    def queue(self, copy: Callable[[], None], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
+    def queue(self, copy: Callable[[], Any], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
         """Have a copy made, and return the event of its end; waits for nothing.
 
         Args:
             copy: starts it on the present stream.
-            after: a `mark` that it must not begin before; all that the computation has been given, unless told.
+            after: a `mark` that it must not begin before. Default: all that the computation has been given.
             source: memory of the device that must stay until it is made.
         """
         self.num_queued += 1
@@ -53,6 +109,53 @@ class CopyStream:
             self._kept.append(source)
         return self._last
 
+    def bring(self, make: Callable[[], dict[str, torch.Tensor]]) -> Fetched:
+        """Have tensors made and filled beside the computation, without waiting for it.
+
+        Args:
+            make: returns them by their names, made with `copied`.
+        """
+        if self._stream is None:
+            return Fetched(make())
+        with self._stream:
+            return Fetched(make(), self, self._stream.record_event())
+
+    def copied(self, tensor: torch.Tensor, dtype: torch.dtype, file: Readable | None = None) -> torch.Tensor:
+        """Return a tensor on the device, copied on the present stream; where it is already there, as it is.
+
+        Args:
+            tensor: on the host or on the device.
+            dtype: what it becomes.
+            file: that it is a part of.
+        """
+        if self._stream is None:
+            return tensor.to(self._device, dtype)
+        if tensor.device == self._device or tensor.is_pinned() or tensor.numel() == 0:
+            return tensor.to(self._device, non_blocking=True).to(dtype)
+        target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        self.fill(target, tensor.contiguous(), file)
+        return target.to(dtype)
+
+    def fill(self, target: torch.Tensor, source: torch.Tensor, file: Readable | None = None) -> None:
+        """Copy a contiguous tensor of the host to one of the device, on the present stream; may wait for a buffer.
+
+        Raises:
+            CheckpointError: a file has become shorter.
+        """
+        if self._stream is None or source.is_pinned():
+            target.copy_(source, non_blocking=True)
+            return
+        source, target = source.reshape(-1).view(torch.uint8), target.reshape(-1).view(torch.uint8)
+        for start in range(0, source.numel(), _BUFFERS.num_bytes):
+            count = min(_BUFFERS.num_bytes, source.numel() - start)
+            buffer = _BUFFERS.acquire()
+            if file is None:
+                buffer[:count].copy_(source[start : start + count])
+            else:
+                file.read_into(buffer[:count], start)
+            target[start : start + count].copy_(buffer[:count], non_blocking=True)
+            _BUFFERS.give_back(buffer, self._stream.record_event())
+
     def fetch(self, source: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Have a tensor of the device copied into memory of the host that is made for it; waits for nothing.
 
@@ -61,18 +164,22 @@ class CopyStream:
         """
         if self._stream is None:
             self.num_queued += 1
-            return source, None
+            return source.to("cpu"), None
         made = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=True)
+        return made, self.queue(functools.partial(made.copy_, source, non_blocking=True), source=source)
 
-        def copy() -> None:
-            made.copy_(source, non_blocking=True)
+    def join(self, event: Any, made: Iterable[torch.Tensor] = ()) -> None:
+        """Let the computation go on from here when a copy is made; the host goes on at once.
 
-        return made, self.queue(copy, source=source)
-
-    def join(self, event: Any) -> None:
-        """Let the computation go on from here when a copy is made; the host goes on at once."""
+        Args:
+            event: of the copy's end; None: it is made.
+            made: memory of this stream that the computation uses from now on.
+        """
         if event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(event)
+            computation = torch.accelerator.current_stream(self._device)
+            computation.wait_event(event)
+            for tensor in made:
+                tensor.record_stream(computation)  # which this stream must not reuse too early
 
     def wait(self, event: Any) -> None:
         """Return when a copy is made: the host may read and write its end of it."""
@@ -90,3 +197,39 @@ class CopyStream:
         self.wait(self._last)
         self._last = None
         self._kept.clear()
+
+
+@dataclass(slots=True)
+class Fetched:
+    """Weights on their way to where they are used, or there.
+
+    Attributes:
+        tensors: by their names in the module, where they are made for one use.
+        copies: the stream that they come on; None: they are there.
+        ready: the event of their copies' end.
+        free: gives memory back that does not go with `tensors`.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    copies: CopyStream | None = None
+    ready: Any = None
+    free: Callable[[], None] | None = None
+
+    def use(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, safe for what the calling thread queues on its stream from now on; does not block."""
+        if self.copies is not None:
+            self.copies.join(self.ready, self.tensors.values())
+            self.copies = None
+        return self.tensors
+
+    def discard(self) -> None:
+        """Give back the memory of what is not going to be used."""
+        if self.free is not None:
+            self.use()
+            self.free()
+
+
+@functools.cache
+def copies_to(device: torch.device) -> CopyStream:
+    """Return the stream that all dispatched models have their weights brought on to a device."""
+    return CopyStream(device)

@@ -133,7 +133,7 @@ class OffloadStep(AutomaticStep):
             for optimizer in self.optimizers:
                 self._send_home(optimizer)
         if stream is not None and self._copies_early:
-            stream.copy_rest_early()
+            stream.copy_early(stream.all_units)
             self._is_early = True
         return norm
 
@@ -164,7 +164,7 @@ class OffloadStep(AutomaticStep):
             if stream is not None and portion.unit is not None:
                 portion.unit.weights_changed()
                 if last and self._copies_early:
-                    stream.copy_early(portion.unit)
+                    stream.copy_early([portion.unit])
 
         portions = portions_of(optimizer, None if stream is None else stream.in_order_of_gradients())
         step_in_portions(optimizer, portions, before=before, after=after)

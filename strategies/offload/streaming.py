@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.offload.copy_stream import CopyStream
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 from trainwright.strategies.offload.homes import Home, flat_numel, place_in
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 _UNITS_TO_ADD = 2  # whose gradients may wait on the host to be added to those of earlier micro-batches
 
@@ -36,10 +38,14 @@ class Unit:
         gradients: where their gradients are.
         stays: keep the copy on the device between uses, and bring it up to date after each step.
         ways: the copies of weights to the device, and those of gradients from it.
+        prefetcher: brings it to the device, and may do so ahead of its use.
 
     Attributes:
+        number: that the prefetcher knows it by.
         arrived: grows with each gradient: units are stepped in its order, in which their gradients are at home.
     """
+
+    stays_on_host = False
 
     def __init__(
         self,
@@ -50,13 +56,13 @@ class Unit:
         *,
         stays: bool,
         ways: tuple[CopyStream, CopyStream],
+        prefetcher: Prefetcher,
     ) -> None:
         self.device, self.stays, self._gradient_home = device, stays, gradients
-        self._weights_in, self._gradients_out = ways
+        self._prefetcher, (self._weights_in, self._gradients_out) = prefetcher, ways
         self.parameters = list(parameters)
         self.is_here = self.in_backward = False
         self.fresh = False  # the copy on the device has the present values
-        self.event: Any = None  # when what was queued beside the computation is there
         self.arrived = 0
         self._gradients_event: Any = None  # when the gradients that were queued last are at home
         self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients, to those of earlier micro-batches
@@ -76,6 +82,7 @@ class Unit:
             self._lay_out([i for i, p in enumerate(self.parameters) if p.dtype == dtype], dtype, weights)
         trained: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take_gradient, i)) for i, p in trained]
+        self.number = prefetcher.add(self)
 
     @property
     def num_bytes(self) -> int:
@@ -96,10 +103,10 @@ class Unit:
 
     # Coming and going
 
-    def copy(self) -> None:
-        """Queue the copy to the device, unless it has the present values."""
-        if self.fresh:
-            return
+    def fetch(self) -> Fetched:
+        """Queue the copy to the device, unless it is in use there or has the present values."""
+        if self.is_here or self.fresh:
+            return Fetched({})
         after = self._last_use
         for _, there in self.flats:
             memory = there.untyped_storage()
@@ -107,12 +114,13 @@ class Unit:
                 memory.resize_(there.numel() * there.itemsize)
                 after = None  # others may be computing with this memory yet
         self._versions = self._present_versions()
-        self.event = self._weights_in.queue(self._copy_all, after=after)
+        event = self._weights_in.queue(self._copy_all, after=after)
         self.fresh = True
+        return Fetched({}, self._weights_in, event, free=self._free)
 
     def _copy_all(self) -> None:
         for home, there in self.flats:
-            there.data.copy_(home, non_blocking=True)  # data: to autograd, the values are those it has seen
+            self._weights_in.fill(there.data, home)  # data: to autograd, the values are those it has seen
 
     def _present_versions(self) -> list[int]:
         return [0 if parameter.is_inference() else parameter._version for parameter in self.parameters]
@@ -123,10 +131,8 @@ class Unit:
             return
         former, self._assigned = self._assigned, self._find_assigned()
         if former or self._assigned or self._versions != self._present_versions():  # written in place since
-            self.fresh = False
-        self.copy()
-        self._weights_in.join(self.event)
-        self.event = None
+            self.weights_changed()
+        self._prefetcher.take(self.number).use()
         for i, value in self._assigned.items():
             self._views[i].data.copy_(value)
         for i, parameter in enumerate(self.parameters):
@@ -157,26 +163,27 @@ class Unit:
                 parameter.data = self._assigned.get(i, self._homes[i])
                 parameter.grad, self._stashed[i] = self._stashed[i], None
             self.is_here = False
+            self._prefetcher.give_back()
             if self.stays:
                 self._last_use = self._weights_in.mark()
         if self.in_backward:
             self.in_backward = False
             self.forget_inputs()
-        if not self.stays:
-            self.drop()
-
-    def drop(self) -> None:
-        """Free the copy on the device, or what was queued to become one."""
-        self._weights_in.join(self.event)
-        for _, there in self.flats:
-            there.untyped_storage().resize_(0)
-        self.fresh, self.event = False, None
+        if not (self.stays and self.fresh):
+            self.weights_changed()
 
     def weights_changed(self) -> None:
         """Take the copy on the device, or what was queued to become one, for out of date."""
+        self._prefetcher.forget(self.number)
         self.fresh = False
-        if not self.stays and not self.is_here:
-            self.drop()
+        if not self.is_here:
+            self._free()
+
+    def _free(self) -> None:
+        self.fresh = False
+        for _, there in self.flats:
+            if not self.stays:
+                there.untyped_storage().resize_(0)
 
     def wait_for_gradients(self) -> None:
         """Return when gradients that were on their way are at home, and added to those that were there before."""
@@ -255,7 +262,7 @@ class Unit:
         if mine is None:
             mine = self._gradient_home.empty_like(gradient)
             self._gradients[index] = mine
-        copy: Callable[[], None] = partial(_copy, mine, gradient)
+        copy: Callable[[], Any] = partial(mine.copy_, gradient, non_blocking=True)
         self._gradients_event = self._gradients_out.queue(copy, source=gradient)
         return mine
 
@@ -266,13 +273,10 @@ class Unit:
     def close(self) -> None:
         """Go home for good; the parameters stay where they are at home."""
         self.go()
-        self.drop()
+        self.stays = False
+        self.weights_changed()
         for hook in self._hooks:
             hook.remove()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
 
 
 def _differentiable(values: Any) -> list[Any]:
@@ -305,8 +309,9 @@ class WeightStream:
         ahead: int,
     ) -> None:
         self._weights_in, self._gradients_out = ways = CopyStream(device), CopyStream(device)
+        self._prefetcher = prefetcher = Prefetcher(num_units=ahead)
         make: Callable[[Iterable[nn.Parameter]], Unit] = partial(
-            Unit, device=device, weights=weights, gradients=gradients, stays=stays, ways=ways
+            Unit, device=device, weights=weights, gradients=gradients, stays=stays, ways=ways, prefetcher=prefetcher
         )
         taken: set[nn.Parameter] = set()
         self.units: list[Unit] = []
@@ -322,22 +327,18 @@ class WeightStream:
                 module.register_forward_hook(partial(self._after, unit), always_call=True),
             ]
         self.root = make([parameter for parameter in others if parameter not in taken])
-        self._order: list[Unit] = []  # as they ran in the last forward
-        self._seen: list[Unit] = []
         self._behind: deque[Unit] = deque()  # whose backward began last
-        self.num_ahead = 0  # copies that were queued ahead of their use
 
     @property
     def all_units(self) -> list[Unit]:
-        """Those that come and go, and the one with everything else."""
-        return [*self.units, self.root]
+        """The one with what all parts share, and those that come and go."""
+        return [self.root, *self.units]
 
     def begin(self) -> None:
         """Before a forward: have what all parts share on the device."""
         self.root.come()
-        self._order, self._seen = self._seen or self._order, []
         self._behind.clear()
-        self._copy_ahead(self._order[: self.ahead])
+        self._prefetcher.begin()
 
     def end(self) -> None:
         """After a backward, or a forward without one: weights are at home, and gradients there or on their way."""
@@ -367,18 +368,10 @@ class WeightStream:
         """Return all units, those first whose gradients came first."""
         return sorted(self.all_units, key=lambda unit: unit.arrived)
 
-    def copy_early(self, unit: Unit) -> None:
-        """Queue a copy before the next forward begins, of a unit that the device has room for until then."""
-        if unit in self._early_units():
-            unit.copy()
-
-    def copy_rest_early(self) -> None:
-        """Queue the copies of all units that the device has room for until the next forward begins."""
-        for unit in self._early_units():
-            unit.copy()
-
-    def _early_units(self) -> list[Unit]:
-        return self.all_units if self.stays else [self.root, *(self._seen or self._order)[: self.ahead]]
+    def copy_early(self, units: Iterable[Unit]) -> None:
+        """Queue copies before the next forward begins, of those units that the device has room for until then."""
+        early = {self.root.number, *islice(self._prefetcher.first(), self.ahead)}
+        self._prefetcher.bring([unit.number for unit in units if self.stays or unit.number in early])
 
     def close(self) -> None:
         """Take the hooks off; the parameters are at home."""
@@ -393,8 +386,7 @@ class WeightStream:
             return
         if torch.is_grad_enabled():
             unit.expect_inputs((args, kwargs))
-        self._seen.append(unit)
-        self._copy_ahead(self._following(self._order, unit))
+        self._prefetcher.follow(unit.number)
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if unit.in_backward:
@@ -413,18 +405,4 @@ class WeightStream:
             if len(self._behind) > _UNITS_TO_ADD:
                 self._behind.popleft().add_gradients()
         unit.begin_backward()
-        self._copy_ahead(self._following(self._seen[::-1], unit))
-
-    def _following(self, order: Sequence[Unit], unit: Unit) -> Sequence[Unit]:
-        if not self.ahead or unit not in order:
-            return ()
-        position = order.index(unit) + 1
-        return order[position : position + self.ahead]
-
-    def _copy_ahead(self, units: Iterable[Unit]) -> None:
-        """Queue copies beside the computation."""
-        for unit in units:
-            if unit.is_here or unit.fresh:
-                continue
-            self.num_ahead += 1
-            unit.copy()
+        self._prefetcher.follow(unit.number, backward=True)

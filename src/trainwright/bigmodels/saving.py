@@ -153,7 +153,7 @@ def _read_span(span: FileSpan, dtype: torch.dtype, buffer: torch.Tensor) -> Iter
     """Yield a part of a file through a buffer, past the mapping, whose pages would count as this process's memory."""
     for begin in range(0, span.num_bytes, buffer.numel()):
         piece = buffer[: min(buffer.numel(), span.num_bytes - begin)]
-        span.file.read_into(piece, span.start + begin)
+        span.read_into(piece, begin)
         yield piece.view(dtype)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from trainwright.strategies.offload.copy_stream import CopyStream
 
-class LateStream:
+
+class LateStream(CopyStream):
     """Stands in for `CopyStream` where the device is the host; an event is the number of its copy.
 
     Attributes:
@@ -20,16 +22,15 @@ class LateStream:
     all: list[LateStream] = []  # noqa: RUF012  # of the run, in the order in which they were made
 
     def __init__(self, device: torch.device) -> None:
-        self.num_queued = 0
-        self.waiting: deque[tuple[int, Callable[[], None]]] = deque()
+        super().__init__(torch.device("cpu"))
+        self.waiting: deque[tuple[int, Callable[[], Any]]] = deque()
         self.most_kept = 0
-        self._kept: list[torch.Tensor] = []
         LateStream.all.append(self)
 
     def mark(self) -> Any:
         return 0
 
-    def queue(self, copy: Callable[[], None], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
+    def queue(self, copy: Callable[[], Any], *, after: Any = None, source: torch.Tensor | None = None) -> Any:
         self.num_queued += 1
         self.waiting.append((self.num_queued, copy))
         if source is not None:
@@ -41,7 +42,7 @@ class LateStream:
         made = torch.full_like(source, float("nan"))
         return made, self.queue(lambda: copy_to(made, source), source=source)
 
-    def join(self, event: Any) -> None:
+    def join(self, event: Any, made: Iterable[torch.Tensor] = ()) -> None:
         self.wait(event)
 
     def wait(self, event: Any) -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.strategies.offload.late_stream import copy_to
-from trainwright.bigmodels.dispatch.device_copies import PinnedBuffers
-from trainwright.strategies.offload.copy_stream import CopyStream
+from trainwright.strategies.offload.copy_stream import CopyStream, PinnedBuffers
 from trainwright.strategies.offload.homes import Home
 
 

@@ -111,7 +111,7 @@ def trace(late: None, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, i
     monkeypatch.setattr(streaming.Unit, "__init__", init)
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
     watch("wait_for_gradients", "wait")
-    watch("copy", "copy")
+    watch("fetch", "copy")
     return found
 
 

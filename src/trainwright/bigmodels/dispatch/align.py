@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright.bigmodels.dispatch.device_copies import Fetched, fetch_to
 from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
-from trainwright.bigmodels.dispatch.prefetch import Prefetcher
 from trainwright.bigmodels.weights.away import guard, unguard, without_guard
-from trainwright.bigmodels.weights.mapped_file import FileSpan
+from trainwright.bigmodels.weights.mapped_file import FileSpan, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
 from trainwright.bigmodels.weights.slots import Slot, like, owner_of, put
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.offload.copy_stream import Fetched, copies_to
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 WeightsMap = Mapping[str, torch.Tensor]
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
@@ -277,9 +277,13 @@ class AlignDevicesHook(ModelHook):
     def _fetch(self, device: torch.device) -> Fetched:
         assert self.weights_map is not None
         slots = [slot for slot in self._slots if slot.kept is None] if device == _CPU else self._slots
-        tensors = {slot.name: self.weights_map[slot.name] for slot in slots}
-        dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
-        return fetch_to(device, tensors, dtypes, self._spans)
+        weights = [(slot.name, self.weights_map[slot.name], slot.placeholder.dtype) for slot in slots]
+        copies = copies_to(device)
+        if not copies.is_beside:
+            load_spans(self._spans.values())
+        return copies.bring(
+            lambda: {name: copies.copied(weight, dtype, self._spans.get(name)) for name, weight, dtype in weights}
+        )
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring weights and inputs to the execution device."""
@@ -360,6 +364,7 @@ class AlignDevicesHook(ModelHook):
             return self._fetch(device)
         fetched = self.prefetcher.take(self._number)
         self._took = True
+        self.prefetcher.follow(self._number)
         return fetched
 
     def _value(self, slot: Slot, tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:

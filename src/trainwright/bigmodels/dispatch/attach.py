@@ -9,9 +9,9 @@ from torch import nn
 
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook, TiedParams, WeightsMap, note_shared
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module
-from trainwright.bigmodels.dispatch.prefetch import Prefetcher
 from trainwright.bigmodels.weights.moving import Device
 from trainwright.bigmodels.weights.weights_map import PrefixedDataset
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 
 class _Hooking(NamedTuple):

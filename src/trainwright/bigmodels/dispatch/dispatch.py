@@ -17,7 +17,6 @@ from trainwright.bigmodels.dispatch.attach import (
 )
 from trainwright.bigmodels.dispatch.left_on_disk import left_on_disk
 from trainwright.bigmodels.dispatch.model_hooks import CpuOffload, UserCpuOffloadHook, add_hook_to_module, refuse_moves
-from trainwright.bigmodels.dispatch.prefetch import Prefetcher
 from trainwright.bigmodels.dispatch.strays import look_at_first_forward
 from trainwright.bigmodels.dispatch.taking_back import TakenBack, take_back
 from trainwright.bigmodels.dispatch.undoing import restored_on_failure
@@ -31,6 +30,7 @@ from trainwright.bigmodels.weights.weights_map import (
     read_offload_index,
 )
 from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 PathLike = str | os.PathLike[str]
 

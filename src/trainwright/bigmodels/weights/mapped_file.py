@@ -10,7 +10,7 @@ import copy
 import mmap
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from trainwright.strategies.offload.advice import changed_pages, populate
 _MAP_NORESERVE = 0x4000
 _PIECE_BYTES = 8 * 2**20  # read between two looks at whether somebody waits for another part
 _PROBE_BYTES = 2**20  # between two bytes that are asked for, to see whether all of a part is in memory
+_GAP_BYTES = 64 * 2**10  # reading so much in vain is cheaper than asking twice
 
 
 class FileSpan(NamedTuple):
@@ -32,6 +33,10 @@ class FileSpan(NamedTuple):
     file: MappedFile
     start: int
     num_bytes: int
+
+    def read_into(self, buffer: torch.Tensor, start: int) -> None:
+        """Fill `buffer` with the tensor's bytes from `start` on; see `MappedFile.read_into`."""
+        self.file.read_into(buffer, self.start + start)
 
 
 class MappedFile:
@@ -162,6 +167,20 @@ class MappedFile:
             return all(os.preadv(self._descriptor, byte, at, flag) for at in (*range(start, last, _PROBE_BYTES), last))
         except OSError:  # it would have to be read, or the file system cannot say
             return False
+
+
+def load_spans(spans: Iterable[FileSpan]) -> None:
+    """Read parts of files into memory, those that adjoin at once; see `MappedFile.load`."""
+    run: FileSpan | None = None
+    for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
+        if run is not None and span.file is run.file and span.start <= run.start + run.num_bytes + _GAP_BYTES:
+            run = FileSpan(run.file, run.start, max(run.num_bytes, span.start + span.num_bytes - run.start))
+            continue
+        if run is not None:
+            run.file.load(run.start, run.num_bytes)
+        run = span
+    if run is not None:
+        run.file.load(run.start, run.num_bytes)
 
 
 def _map(descriptor: int, num_bytes: int, path: Path) -> torch.Tensor:

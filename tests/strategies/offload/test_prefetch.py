@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainwright.bigmodels.dispatch import prefetch
-from trainwright.bigmodels.dispatch.device_copies import Fetched
-from trainwright.bigmodels.dispatch.prefetch import Prefetcher
 from trainwright.core.errors import CheckpointError
+from trainwright.strategies.offload import prefetch
+from trainwright.strategies.offload.copy_stream import Fetched
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 
 class Part:
@@ -44,10 +44,16 @@ def _short_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "_IDLE_S", 0.05)
 
 
+def _begin_use(prefetcher: Prefetcher, number: int) -> int:
+    value = int(prefetcher.take(number).use()["weight"])
+    prefetcher.follow(number)
+    return value
+
+
 def _take(prefetcher: Prefetcher, numbers: Sequence[int]) -> list[int]:
     values = []
     for number in numbers:
-        values.append(int(prefetcher.take(number).use()["weight"]))
+        values.append(_begin_use(prefetcher, number))
         prefetcher.give_back()
     return values
 
@@ -74,9 +80,9 @@ def test_the_order_of_the_first_pass_is_fetched_ahead_in_the_second() -> None:
     parts, numbers = _parts(prefetcher, 3)
     _take(prefetcher, numbers)
     assert [part.fetched_by for part in parts] == [["MainThread"]] * 3
-    prefetcher.take(numbers[0])
+    _begin_use(prefetcher, numbers[0])
     _until(bool(parts[1].fetched_by[1:]) for _ in itertools.count())
-    assert int(prefetcher.take(numbers[1]).use()["weight"]) == 1
+    assert _begin_use(prefetcher, numbers[1]) == 1
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
     prefetcher.give_back()
     prefetcher.give_back()
@@ -88,10 +94,10 @@ def test_a_unit_that_is_being_fetched_is_waited_for_and_not_fetched_twice() -> N
     parts, numbers = _parts(prefetcher, 2)
     _take(prefetcher, numbers)
     parts[1].gate.clear()
-    prefetcher.take(numbers[0])
+    _begin_use(prefetcher, numbers[0])
     _until(any(job.started for job in prefetcher._jobs.values()) for _ in itertools.count())
     threading.Timer(0.05, parts[1].gate.set).start()
-    prefetcher.take(numbers[1])
+    _begin_use(prefetcher, numbers[1])
     assert parts[1].fetched_by == ["MainThread", "prefetch"]
     prefetcher.give_back()
     prefetcher.give_back()
@@ -102,10 +108,10 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     prefetcher = Prefetcher(25)
     parts, numbers = _parts(prefetcher, 6)
     _take(prefetcher, numbers)
-    prefetcher.take(numbers[0])
+    _begin_use(prefetcher, numbers[0])
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
-    assert prefetcher._held_bytes <= 25
+    assert prefetcher._held <= 25
     prefetcher.give_back()
     _idle(prefetcher)
 
@@ -129,11 +135,11 @@ def test_an_error_of_the_reader_is_met_by_whoever_needs_the_weights() -> None:
     parts, numbers = _parts(prefetcher, 2)
     _take(prefetcher, numbers)
     parts[1].error = CheckpointError("the file is gone")
-    prefetcher.take(numbers[0])
+    _begin_use(prefetcher, numbers[0])
     with pytest.raises(CheckpointError, match="the file is gone"):
         prefetcher.take(numbers[1])
     parts[1].error = None
-    assert int(prefetcher.take(numbers[1]).use()["weight"]) == 1
+    assert _begin_use(prefetcher, numbers[1]) == 1
     prefetcher.give_back()
     prefetcher.give_back()
     _idle(prefetcher)
@@ -150,7 +156,7 @@ def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
     def fetch() -> Fetched:
         for error in failures:
             raise error
-        return Fetched({"weight": torch.tensor(int(prefetcher._held_bytes))})
+        return Fetched({"weight": torch.tensor(int(prefetcher._held))})
 
     scarce.fetch = fetch  # type: ignore[method-assign]
     assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
@@ -163,7 +169,7 @@ def test_what_nobody_came_for_is_dropped_and_the_reader_ends() -> None:
     _take(prefetcher, [*numbers, *numbers[:1]])
     _idle(prefetcher)
     assert not prefetcher._jobs
-    assert prefetcher._held_bytes == 0
+    assert prefetcher._held == 0
     assert _take(prefetcher, numbers) == [0, 1, 2]
     _idle(prefetcher)
 
@@ -184,7 +190,7 @@ def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], 
     _, numbers = _parts(prefetcher, 6)
     for order in passes:
         assert _take(prefetcher, [numbers[index] for index in order]) == order
-        assert prefetcher._held_bytes <= budget
+        assert prefetcher._held <= budget
     _idle(prefetcher)
 
 
@@ -233,7 +239,7 @@ def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was
             part.fetched_by.clear()
         for _ in range(times):
             for number in numbers:
-                prefetcher.take(number)
+                _begin_use(prefetcher, number)
                 time.sleep(0.01)  # computes
                 prefetcher.give_back()
         return {thread for part in parts for thread in part.fetched_by}
@@ -249,7 +255,8 @@ def test_what_the_system_has_in_memory_is_fetched_ahead_only_after_something_was
 ENDS = """
 import time
 import torch
-from trainwright.bigmodels.dispatch.prefetch import Prefetcher
+from trainwright.strategies.offload.copy_stream import Fetched
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 class Slow:
     num_bytes = 4
@@ -259,20 +266,21 @@ class Slow:
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
             torch.ones(1)
-        return None
+        return Fetched({})
 
 class Quick:
     num_bytes = 4
     stays_on_host = False
 
     def fetch(self):
-        return None
+        return Fetched({})
 
 prefetcher = Prefetcher()
 units = [Quick(), Slow()]
 quick, slow = (prefetcher.add(unit) for unit in units)
 for number in (quick, slow, quick):  # what follows is known to be the slow one: the reader is at it
     prefetcher.take(number)
+    prefetcher.follow(number)
     prefetcher.give_back()
 """
 
