@@ -25,6 +25,9 @@ class Readable(Protocol):
         """Fill a buffer (uint8 on the CPU, contiguous) with the tensor's bytes from `start` on."""
 
 
+Weight = tuple[str, torch.Tensor, torch.dtype, Readable | None]  # name, value, the dtype that it gets, its file
+
+
 class PinnedBuffers:
     """Host buffers that copies to a device pass through, each reused once its last copy is over.
 
@@ -66,14 +69,14 @@ class CopyStream:
 
     What is copied with `queue` belongs to the stream that computes: memory is allocated there before `queue` and freed
     there after `join`, and what is copied from is kept until `release`. So the allocator may give it to others at once,
-    and the device never holds more than the program says. What is made with `bring` belongs to this stream, so that its
-    copies wait for no computation, in whatever thread they are asked for.
+    and the device never holds more than the program says. What `bring` makes is this stream's, and waits for no
+    computation.
 
     Args:
         device: that one end of each copy is on.
 
     Attributes:
-        is_beside: whether copies are made beside the computation.
+        is_beside: whether it is another stream than that of the computation.
         num_queued: copies so far.
     """
 
@@ -109,35 +112,26 @@ class CopyStream:
             self._kept.append(source)
         return self._last
 
-    def bring(self, make: Callable[[], dict[str, torch.Tensor]]) -> Fetched:
-        """Have tensors made and filled beside the computation, without waiting for it.
-
-        Args:
-            make: returns them by their names, made with `copied`.
-        """
+    def bring(self, weights: Iterable[Weight]) -> Fetched:
+        """Have tensors of the host, or of the device, copied into memory that is made for them; see `fill`."""
         if self._stream is None:
-            return Fetched(make())
+            return Fetched({name: tensor.to(self._device, dtype) for name, tensor, dtype, _ in weights})
         with self._stream:
-            return Fetched(make(), self, self._stream.record_event())
+            made = {name: self._copied(tensor, file).to(dtype) for name, tensor, dtype, file in weights}
+            return Fetched(made, self, self._stream.record_event())
 
-    def copied(self, tensor: torch.Tensor, dtype: torch.dtype, file: Readable | None = None) -> torch.Tensor:
-        """Return a tensor on the device, copied on the present stream; where it is already there, as it is.
-
-        Args:
-            tensor: on the host or on the device.
-            dtype: what it becomes.
-            file: that it is a part of.
-        """
-        if self._stream is None:
-            return tensor.to(self._device, dtype)
+    def _copied(self, tensor: torch.Tensor, file: Readable | None) -> torch.Tensor:
         if tensor.device == self._device or tensor.is_pinned() or tensor.numel() == 0:
-            return tensor.to(self._device, non_blocking=True).to(dtype)
+            return tensor.to(self._device, non_blocking=True)
         target = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         self.fill(target, tensor.contiguous(), file)
-        return target.to(dtype)
+        return target
 
     def fill(self, target: torch.Tensor, source: torch.Tensor, file: Readable | None = None) -> None:
         """Copy a contiguous tensor of the host to one of the device, on the present stream; may wait for a buffer.
+
+        Args:
+            file: what `source` is a part of, read past its mapping.
 
         Raises:
             CheckpointError: a file has become shorter.
@@ -227,9 +221,3 @@ class Fetched:
         if self.free is not None:
             self.use()
             self.free()
-
-
-@functools.cache
-def copies_to(device: torch.device) -> CopyStream:
-    """Return the stream that all dispatched models have their weights brought on to a device."""
-    return CopyStream(device)

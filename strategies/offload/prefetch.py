@@ -18,9 +18,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import torch
+
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.memory import is_out_of_memory
-from trainwright.strategies.offload.copy_stream import Fetched
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 
 _IDLE_S = 1.0  # with no unit in use and no work for so long, the reader ends and what nobody came for is dropped
 MIN_BUDGET_BYTES = 64 * 2**20
@@ -98,6 +100,7 @@ class Prefetcher:
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self._units: weakref.WeakValueDictionary[int, Fetchable] = weakref.WeakValueDictionary()
+        self._streams: dict[torch.device, CopyStream] = {}
         self._next: dict[tuple[int, int], int] = {}
         self._before: dict[int, int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # by thread: the last two units that it followed
@@ -125,6 +128,13 @@ class Prefetcher:
             self._units[number] = unit
             self._largest = max(self._largest, unit.num_bytes)
             return number
+
+    def copies_to(self, device: torch.device) -> CopyStream:
+        """Return the stream that units come to a device on."""
+        with self._condition:
+            if device not in self._streams:
+                self._streams[device] = CopyStream(device)
+            return self._streams[device]
 
     # Units that are used
 
@@ -228,9 +238,11 @@ class Prefetcher:
     def _expected(self, last: tuple[int, int], *, backward: bool = False) -> Iterator[int]:
         seen = {_NOBODY, last[1]}
         while True:
-            single = self._before.get(last[1]) if backward else self._next.get((_NOBODY, last[1]))
-            found = single if backward else self._next.get(last, single)
-            if found is None or found in seen:
+            if backward:
+                found = self._before.get(last[1], _NOBODY)
+            else:  # what followed the last two, or else what followed the last one
+                found = self._next.get(last, self._next.get((_NOBODY, last[1]), _NOBODY))
+            if found in seen:
                 return
             yield found
             seen.add(found)

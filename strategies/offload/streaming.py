@@ -37,8 +37,8 @@ class Unit:
         weights: where they are at home.
         gradients: where their gradients are.
         stays: keep the copy on the device between uses, and bring it up to date after each step.
-        ways: the copies of weights to the device, and those of gradients from it.
         prefetcher: brings it to the device, and may do so ahead of its use.
+        gradients_out: the copies of gradients from the device.
 
     Attributes:
         number: that the prefetcher knows it by.
@@ -55,11 +55,12 @@ class Unit:
         gradients: Home,
         *,
         stays: bool,
-        ways: tuple[CopyStream, CopyStream],
         prefetcher: Prefetcher,
+        gradients_out: CopyStream,
     ) -> None:
         self.device, self.stays, self._gradient_home = device, stays, gradients
-        self._prefetcher, (self._weights_in, self._gradients_out) = prefetcher, ways
+        self._prefetcher, self._weights_in = prefetcher, prefetcher.copies_to(device)
+        self._gradients_out = gradients_out
         self.parameters = list(parameters)
         self.is_here = self.in_backward = False
         self.fresh = False  # the copy on the device has the present values
@@ -308,15 +309,21 @@ class WeightStream:
         stays: bool,
         ahead: int,
     ) -> None:
-        self._weights_in, self._gradients_out = ways = CopyStream(device), CopyStream(device)
-        self._prefetcher = prefetcher = Prefetcher(num_units=ahead)
+        self._prefetcher = Prefetcher(num_units=ahead)
+        self._weights_in, self._gradients_out = self._prefetcher.copies_to(device), CopyStream(device)
         make: Callable[[Iterable[nn.Parameter]], Unit] = partial(
-            Unit, device=device, weights=weights, gradients=gradients, stays=stays, ways=ways, prefetcher=prefetcher
+            Unit,
+            device=device,
+            weights=weights,
+            gradients=gradients,
+            stays=stays,
+            prefetcher=self._prefetcher,
+            gradients_out=self._gradients_out,
         )
         taken: set[nn.Parameter] = set()
         self.units: list[Unit] = []
         self._handles: list[Any] = []
-        self.device, self.ahead, self.stays = device, ahead, stays
+        self.ahead, self.stays = ahead, stays
         for module in modules:  # inner ones come first and keep what is theirs
             own = [parameter for parameter in module.parameters() if parameter not in taken]
             taken.update(own)

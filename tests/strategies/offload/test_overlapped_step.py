@@ -19,14 +19,15 @@ from tests.strategies.offload.test_training import DEPTH, PLACES, WIDTH, Tiny
 from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
-from trainwright.strategies.offload import streaming
+from trainwright.strategies.offload import prefetch, streaming
 from trainwright.strategies.offload.portions import can_be_split
 
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have all copies made as late as can be. Without it, they are made as early as can be."""
-    monkeypatch.setattr(streaming, "CopyStream", LateStream)
+    for module in (streaming, prefetch):
+        monkeypatch.setattr(module, "CopyStream", LateStream)
     yield
     LateStream.all.clear()
 

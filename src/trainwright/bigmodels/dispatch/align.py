@@ -18,7 +18,7 @@ from trainwright.bigmodels.weights.moving import Device, find_device, move_input
 from trainwright.bigmodels.weights.slots import Slot, like, owner_of, put
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.strategies.offload.copy_stream import Fetched, copies_to
+from trainwright.strategies.offload.copy_stream import Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 WeightsMap = Mapping[str, torch.Tensor]
@@ -26,6 +26,7 @@ TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_NOTHING_AHEAD = Prefetcher(0)  # of the hooks that nobody gave one
 
 
 class AlignDevicesHook(ModelHook):
@@ -277,13 +278,12 @@ class AlignDevicesHook(ModelHook):
     def _fetch(self, device: torch.device) -> Fetched:
         assert self.weights_map is not None
         slots = [slot for slot in self._slots if slot.kept is None] if device == _CPU else self._slots
-        weights = [(slot.name, self.weights_map[slot.name], slot.placeholder.dtype) for slot in slots]
-        copies = copies_to(device)
+        dtypes = {slot.name: slot.placeholder.dtype for slot in slots}
+        weights = [(name, self.weights_map[name], dtype, self._spans.get(name)) for name, dtype in dtypes.items()]
+        copies = (self.prefetcher or _NOTHING_AHEAD).copies_to(device)
         if not copies.is_beside:
             load_spans(self._spans.values())
-        return copies.bring(
-            lambda: {name: copies.copied(weight, dtype, self._spans.get(name)) for name, weight, dtype in weights}
-        )
+        return copies.bring(weights)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring weights and inputs to the execution device."""

@@ -171,15 +171,14 @@ class MappedFile:
 
 def load_spans(spans: Iterable[FileSpan]) -> None:
     """Read parts of files into memory, those that adjoin at once; see `MappedFile.load`."""
-    run: FileSpan | None = None
+    runs: list[FileSpan] = []
     for span in sorted(spans, key=lambda span: (str(span.file.path), span.start)):
+        run = runs[-1] if runs else None
         if run is not None and span.file is run.file and span.start <= run.start + run.num_bytes + _GAP_BYTES:
-            run = FileSpan(run.file, run.start, max(run.num_bytes, span.start + span.num_bytes - run.start))
-            continue
-        if run is not None:
-            run.file.load(run.start, run.num_bytes)
-        run = span
-    if run is not None:
+            runs[-1] = FileSpan(run.file, run.start, max(run.num_bytes, span.start + span.num_bytes - run.start))
+        else:
+            runs.append(span)
+    for run in runs:
         run.file.load(run.start, run.num_bytes)
 
 
