@@ -54,8 +54,8 @@ class Fetchable(Protocol):
 class _Fetch:
     """A unit that was asked for ahead of its use."""
 
-    def __init__(self, unit: Fetchable, cost: int) -> None:
-        self.unit, self.cost = unit, cost
+    def __init__(self, unit: Fetchable) -> None:
+        self.unit, self.num_bytes = unit, unit.num_bytes
         self.started = False
         self.done = threading.Event()
         self.seconds = 0.0  # that it took
@@ -94,8 +94,7 @@ class Prefetcher:
                 f"prefetch_bytes={budget_bytes!r}, expected whole bytes, such as {MIN_BUDGET_BYTES}; 0 reads nothing "
                 "ahead, and None leaves it to the largest layer."
             )
-        self._reads_beside = num_units is None
-        self._fixed_budget = budget_bytes if num_units is None else num_units
+        self._fixed_budget, self._num_units = budget_bytes, num_units
         self._largest = 0
         self._condition = threading.Condition()
         self._numbers = itertools.count()
@@ -105,7 +104,7 @@ class Prefetcher:
         self._before: dict[int, int] = {}
         self._last: dict[int, tuple[int, int]] = {}  # by thread: the last two units that it followed
         self._jobs: OrderedDict[int, _Fetch] = OrderedDict()  # asked for ahead, oldest first
-        self._held = 0  # what they cost of the budget
+        self._held_bytes = 0
         self._num_used = 0
         self._num_quick = 0  # fetches in a row that had nothing to wait for
         self._reader: threading.Thread | None = None
@@ -115,8 +114,8 @@ class Prefetcher:
         return self  # a copied model has units of its own here, and shares the budget
 
     @property
-    def budget(self) -> int:
-        """How much may wait to be used: bytes, or units."""
+    def budget_bytes(self) -> int:
+        """How much may wait to be used."""
         if self._fixed_budget is not None:
             return self._fixed_budget
         return max(MIN_BUDGET_BYTES, 2 * self._largest)
@@ -158,7 +157,7 @@ class Prefetcher:
         except BaseException:
             self.give_back()
             raise
-        is_quick = job.seconds <= _QUICK_S + job.unit.num_bytes / _QUICK_BYTES_PER_S
+        is_quick = job.seconds <= _QUICK_S + job.num_bytes / _QUICK_BYTES_PER_S
         self._num_quick = self._num_quick + 1 if is_quick else 0
         assert job.value is not None  # else fetching it raised
         return job.value
@@ -169,7 +168,7 @@ class Prefetcher:
             self._num_used -= 1
 
     def _fetch(self, unit: Fetchable) -> _Fetch:
-        job = _Fetch(unit, 0)
+        job = _Fetch(unit)
         try:
             job.run()
         except Exception as error:
@@ -188,7 +187,7 @@ class Prefetcher:
     def _pop(self, number: int) -> _Fetch | None:
         job = self._jobs.pop(number, None)
         if job is not None:
-            self._held -= job.cost
+            self._held_bytes -= job.num_bytes
         return job
 
     def _drop(self, number: int) -> None:
@@ -200,13 +199,12 @@ class Prefetcher:
 
     def begin(self) -> None:
         """Have those brought that a pass over the model begins with, which does not follow the pass before it."""
-        with self._condition:
-            self._last.clear()
-            self._plan(self.first())
+        self._last.clear()
+        self.bring(self.first())
 
-    def first(self) -> Iterator[int]:
-        """Yield the units that a pass probably begins with, and those that follow."""
-        return self._expected((_NOBODY, _NOBODY))
+    def first(self) -> list[int]:
+        """Return the `num_units` units that a pass probably begins with."""
+        return list(itertools.islice(self._expected((_NOBODY, _NOBODY)), self._num_units))
 
     def follow(self, number: int, *, backward: bool = False) -> None:
         """Take note that it is a unit's turn, and have those brought that will probably be next.
@@ -215,14 +213,16 @@ class Prefetcher:
             number: the unit's.
             backward: the order is that in which units came last, reversed, and not another one to be learned.
         """
-        if self.budget == 0:
+        if self._fixed_budget == 0:
             return
         with self._condition:
             last = (_NOBODY, number) if backward else self._learn(number)
+            expected = self._expected(last, backward=backward)
+            if self._num_units is not None:
+                self.bring(itertools.islice(expected, self._num_units))
             # Another thread that has nothing to wait for costs more than it saves.
-            is_slow = self._num_quick < _QUICK_IN_A_ROW or not self._units[number].stays_on_host
-            if not self._reads_beside or (is_slow and self._held * 2 <= self.budget):
-                self._plan(self._expected(last, backward=backward))
+            elif self._num_quick < _QUICK_IN_A_ROW or not self._units[number].stays_on_host:
+                self._plan(expected)
 
     def _learn(self, number: int) -> tuple[int, int]:
         thread = threading.get_ident()
@@ -248,22 +248,21 @@ class Prefetcher:
             seen.add(found)
             last = (last[1], found)
 
-    def _cost(self, unit: Fetchable) -> int:
-        return unit.num_bytes if self._reads_beside else 1
-
-    def _plan(self, expected: Iterator[int]) -> None:
-        """Have brought what is expected, as far as the budget goes."""
+    def _plan(self, expected: Iterable[int]) -> None:
+        """Have brought what is expected, as far as the budget goes, once half of it is free."""
+        if self._held_bytes * 2 > self.budget_bytes:
+            return
         wanted: dict[int, Fetchable] = {}
-        room = self.budget
+        room = self.budget_bytes
         for number in expected:
             unit = self._units.get(number)
-            if unit is None or self._cost(unit) > room:
+            if unit is None or unit.num_bytes > room:
                 break
             wanted[number] = unit
-            room -= self._cost(unit)
-        need = sum(self._cost(unit) for number, unit in wanted.items() if number not in self._jobs)
-        for stale in [number for number in self._jobs if need and number not in wanted]:
-            if self._held + need <= self.budget:
+            room -= unit.num_bytes
+        need = sum(unit.num_bytes for number, unit in wanted.items() if number not in self._jobs)
+        for stale in [number for number in self._jobs if number not in wanted]:
+            if self._held_bytes + need <= self.budget_bytes:
                 break
             self._drop(stale)
         self.bring(wanted)
@@ -274,13 +273,12 @@ class Prefetcher:
             for number in numbers:
                 if number in self._jobs:
                     continue
-                unit = self._units[number]
-                job = _Fetch(unit, self._cost(unit))
-                if not self._reads_beside:
+                job = _Fetch(self._units[number])
+                if self._num_units is not None:
                     job.run()
                 self._jobs[number] = job
-                self._held += job.cost
-                if self._reads_beside:
+                self._held_bytes += job.num_bytes
+                if self._num_units is None:
                     self._wake()
 
     # The reader

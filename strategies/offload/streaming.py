@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -323,7 +322,7 @@ class WeightStream:
         taken: set[nn.Parameter] = set()
         self.units: list[Unit] = []
         self._handles: list[Any] = []
-        self.ahead, self.stays = ahead, stays
+        self.stays = stays
         for module in modules:  # inner ones come first and keep what is theirs
             own = [parameter for parameter in module.parameters() if parameter not in taken]
             taken.update(own)
@@ -377,7 +376,7 @@ class WeightStream:
 
     def copy_early(self, units: Iterable[Unit]) -> None:
         """Queue copies before the next forward begins, of those units that the device has room for until then."""
-        early = {self.root.number, *islice(self._prefetcher.first(), self.ahead)}
+        early = {self.root.number, *self._prefetcher.first()}
         self._prefetcher.bring([unit.number for unit in units if self.stays or unit.number in early])
 
     def close(self) -> None:

@@ -111,7 +111,7 @@ def test_no_more_is_fetched_ahead_than_the_budget_allows() -> None:
     _begin_use(prefetcher, numbers[0])
     _until(len(parts[2].fetched_by) == 2 for _ in itertools.count())
     assert [len(part.fetched_by) for part in parts] == [2, 2, 2, 1, 1, 1]
-    assert prefetcher._held <= 25
+    assert prefetcher._held_bytes <= 25
     prefetcher.give_back()
     _idle(prefetcher)
 
@@ -156,7 +156,7 @@ def test_memory_that_runs_out_takes_back_what_was_fetched_ahead() -> None:
     def fetch() -> Fetched:
         for error in failures:
             raise error
-        return Fetched({"weight": torch.tensor(int(prefetcher._held))})
+        return Fetched({"weight": torch.tensor(int(prefetcher._held_bytes))})
 
     scarce.fetch = fetch  # type: ignore[method-assign]
     assert _take(prefetcher, [prefetcher.add(scarce)]) == [0]
@@ -169,7 +169,7 @@ def test_what_nobody_came_for_is_dropped_and_the_reader_ends() -> None:
     _take(prefetcher, [*numbers, *numbers[:1]])
     _idle(prefetcher)
     assert not prefetcher._jobs
-    assert prefetcher._held == 0
+    assert prefetcher._held_bytes == 0
     assert _take(prefetcher, numbers) == [0, 1, 2]
     _idle(prefetcher)
 
@@ -190,7 +190,7 @@ def test_every_order_gets_the_weights_that_it_asks_for(passes: list[list[int]], 
     _, numbers = _parts(prefetcher, 6)
     for order in passes:
         assert _take(prefetcher, [numbers[index] for index in order]) == order
-        assert prefetcher._held <= budget
+        assert prefetcher._held_bytes <= budget
     _idle(prefetcher)
 
 
