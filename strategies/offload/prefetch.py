@@ -30,9 +30,7 @@ MIN_BUDGET_BYTES = 64 * 2**20
 _QUICK_S, _QUICK_BYTES_PER_S, _QUICK_IN_A_ROW = 100e-6, 10e9, 16
 _NOBODY = -1  # the number of no unit: what comes before the first one
 
-
-_prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
-_readers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_readers: weakref.WeakKeyDictionary[threading.Thread, threading.Condition] = weakref.WeakKeyDictionary()
 _ending = threading.Event()  # the interpreter
 
 
@@ -81,7 +79,10 @@ class Prefetcher:
     Args:
         budget_bytes: how much may wait to be used at a time; 0 fetches nothing ahead. Default: twice the largest unit,
             and at least 64 MiB.
-        num_units: how many units may wait instead, which the caller brings without a thread.
+        num_units: how many units are brought ahead instead, by the caller, without a thread.
+
+    Attributes:
+        budget_bytes: how much may wait to be used.
 
     Raises:
         ConfigurationError: the budget is no whole number, or negative.
@@ -94,8 +95,8 @@ class Prefetcher:
                 f"prefetch_bytes={budget_bytes!r}, expected whole bytes, such as {MIN_BUDGET_BYTES}; 0 reads nothing "
                 "ahead, and None leaves it to the largest layer."
             )
-        self._fixed_budget, self._num_units = budget_bytes, num_units
-        self._largest = 0
+        self.budget_bytes = MIN_BUDGET_BYTES if budget_bytes is None else budget_bytes
+        self._is_fixed, self._num_units = budget_bytes is not None, num_units
         self._condition = threading.Condition()
         self._numbers = itertools.count()
         self._units: weakref.WeakValueDictionary[int, Fetchable] = weakref.WeakValueDictionary()
@@ -108,24 +109,17 @@ class Prefetcher:
         self._num_used = 0
         self._num_quick = 0  # fetches in a row that had nothing to wait for
         self._reader: threading.Thread | None = None
-        _prefetchers.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
         return self  # a copied model has units of its own here, and shares the budget
-
-    @property
-    def budget_bytes(self) -> int:
-        """How much may wait to be used."""
-        if self._fixed_budget is not None:
-            return self._fixed_budget
-        return max(MIN_BUDGET_BYTES, 2 * self._largest)
 
     def add(self, unit: Fetchable) -> int:
         """Make a unit known, weakly; return the number to `take` it by."""
         with self._condition:
             number = next(self._numbers)
             self._units[number] = unit
-            self._largest = max(self._largest, unit.num_bytes)
+            if not self._is_fixed:
+                self.budget_bytes = max(self.budget_bytes, 2 * unit.num_bytes)
             return number
 
     def copies_to(self, device: torch.device) -> CopyStream:
@@ -213,7 +207,7 @@ class Prefetcher:
             number: the unit's.
             backward: the order is that in which units came last, reversed, and not another one to be learned.
         """
-        if self._fixed_budget == 0:
+        if self.budget_bytes == 0:
             return
         with self._condition:
             last = (_NOBODY, number) if backward else self._learn(number)
@@ -288,7 +282,7 @@ class Prefetcher:
             return
         if self._reader is None or not self._reader.is_alive():  # dead after a fork, too
             self._reader = threading.Thread(target=_read, args=(weakref.ref(self),), name="prefetch", daemon=True)
-            _readers.add(self._reader)
+            _readers[self._reader] = self._condition
             self._reader.start()
         else:
             self._condition.notify_all()
@@ -327,8 +321,9 @@ def _read(reference: weakref.ref[Prefetcher]) -> None:
 def _end_readers() -> None:
     """Let readers end before the interpreter does: a thread that it stops within torch aborts the process."""
     _ending.set()
-    for prefetcher in list(_prefetchers):
-        with prefetcher._condition:
-            prefetcher._condition.notify_all()
-    for reader in list(_readers):
+    readers = list(_readers.items())
+    for _, condition in readers:
+        with condition:
+            condition.notify_all()
+    for reader, _ in readers:
         reader.join()

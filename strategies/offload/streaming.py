@@ -40,6 +40,7 @@ class Unit:
         gradients_out: the copies of gradients from the device.
 
     Attributes:
+        num_bytes: of the copy on the device.
         number: that the prefetcher knows it by.
         arrived: grows with each gradient: units are stepped in its order, in which their gradients are at home.
     """
@@ -82,12 +83,8 @@ class Unit:
             self._lay_out([i for i, p in enumerate(self.parameters) if p.dtype == dtype], dtype, weights)
         trained: list[tuple[int, Any]] = [(i, p) for i, p in enumerate(self.parameters) if p.requires_grad]
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._take_gradient, i)) for i, p in trained]
+        self.num_bytes = sum(there.nbytes for _, there in self.flats)
         self.number = prefetcher.add(self)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the copy on the device."""
-        return sum(there.nbytes for _, there in self.flats)
 
     def _lay_out(self, members: Sequence[int], dtype: torch.dtype, weights: Home) -> None:
         tensors = [self.parameters[i].data for i in members]

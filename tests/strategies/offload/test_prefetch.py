@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainwright.core.errors import CheckpointError
 from trainwright.strategies.offload import prefetch
-from trainwright.strategies.offload.copy_stream import Fetched
+from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 from trainwright.strategies.offload.prefetch import Prefetcher
 
 
@@ -212,6 +213,49 @@ def test_threads_with_orders_of_their_own_get_their_weights() -> None:
         thread.join()
     assert wrong == []
     _idle(prefetcher)
+
+
+def test_a_number_of_units_is_brought_by_the_caller_in_the_order_of_the_pass_and_back() -> None:
+    prefetcher = Prefetcher(num_units=2)
+    parts, numbers = _parts(prefetcher, 4)
+    brought: list[list[int]] = []
+
+    def use(order: Sequence[int], *, backward: bool = False) -> None:
+        for index in order:
+            prefetcher.take(numbers[index])
+            prefetcher.follow(numbers[index], backward=backward)
+            brought.append([number for number in numbers if number in prefetcher._jobs])
+            prefetcher.give_back()
+
+    prefetcher.begin()
+    use([0, 1, 2, 3])
+    assert brought == [[]] * 4  # nothing is known
+    use([3, 2, 1, 0], backward=True)
+    assert brought[4:] == [[1, 2], [0, 1], [0], []]
+    prefetcher.begin()
+    assert list(prefetcher._jobs) == prefetcher.first() == [0, 1]
+    use([0, 1, 2, 3])
+    assert brought[8:] == [[1, 2], [2, 3], [3], []]
+    assert [len(part.fetched_by) for part in parts] == [3, 3, 3, 3]
+    assert {name for part in parts for name in part.fetched_by} == {"MainThread"}
+
+
+def test_what_is_forgotten_gives_its_memory_back_when_its_copy_is_made() -> None:
+    prefetcher = Prefetcher(num_units=1)
+    parts, numbers = _parts(prefetcher, 2)
+    events: list[str] = []
+
+    class Copies(CopyStream):
+        def join(self, event: Any, made: Any = ()) -> None:
+            events.append(f"join {event}")
+
+    fetched = Fetched({}, Copies(torch.device("cpu")), "copy", free=lambda: events.append("free"))
+    parts[0].fetch = lambda: fetched  # type: ignore[method-assign]
+    prefetcher.bring(numbers)
+    prefetcher.forget(numbers[0])
+    prefetcher.forget(numbers[0])
+    assert events == ["join copy", "free"]
+    assert list(prefetcher._jobs) == [numbers[1]]
 
 
 class OnHost(Part):
