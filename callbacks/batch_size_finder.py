@@ -160,15 +160,11 @@ class BatchSizeFinder(Callback):
     def on_fit_start(self, trainer: Run, task: TaskModule) -> None:
         self.scale_batch_size(trainer, task)
 
+    on_test_start = on_predict_start = on_fit_start
+
     def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
         if trainer.stage == "validate":
             self.scale_batch_size(trainer, task)
-
-    def on_test_start(self, trainer: Run, task: TaskModule) -> None:
-        self.scale_batch_size(trainer, task)
-
-    def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
-        self.scale_batch_size(trainer, task)
 
 
 class _Tries:

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.measures import evaluating
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
@@ -43,8 +44,8 @@ class LayerSummary:
     num_params: int
     num_trainable: int
     training: bool
-    flops: int | None = None
-    in_size: Any = None
+    flops: int | None = None  # of one forward; None without an example input
+    in_size: Any = None  # shapes at its first call in a forward with the example input; None when not called
     out_size: Any = None
 
 
@@ -66,10 +67,10 @@ class TaskSummary:
     num_trainable: int = 0
     param_bytes: int = 0
     buffer_bytes: int = 0
-    num_modules_training: int = 0
+    num_modules_training: int = 0  # the task itself left out
     num_modules_eval: int = 0
-    flops: int | None = None
-    has_lazy: bool = False
+    flops: int | None = None  # of one forward; None without an example input
+    has_lazy: bool = False  # some parameters have no shape yet and count as 0
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's cells, headings first; columns that need an example input only if there was one."""
@@ -205,15 +206,13 @@ def _run_example(
     device = tensor.device if tensor is not None else torch.device("cpu")
     floating = tensor.dtype if tensor is not None and tensor.is_floating_point() else None
     example = move(example, device, float_dtype=floating)
-    modes = [(module, module.training) for module in task.modules()]
     handles = [
         module.register_forward_hook(partial(_record, sizes, name), with_kwargs=True)
         for name, module in modules.items()
     ]
     counter = FlopCounterMode(display=False)
     try:
-        task.eval()
-        with torch.no_grad(), isolate_rng(device if device.type != "meta" else None), counter:
+        with evaluating(task), isolate_rng(device if device.type != "meta" else None), counter:
             if isinstance(example, Mapping):
                 task(**example)
             elif isinstance(example, (tuple, list)):
@@ -223,8 +222,6 @@ def _run_example(
     finally:
         for handle in handles:
             handle.remove()
-        for module, mode in modes:
-            module.training = mode  # not `train(mode)`: that would reach into the children
     return {str(name): int(sum(counts.values())) for name, counts in counter.get_flop_counts().items()}
 
 

@@ -165,9 +165,6 @@ class ProgressBar(Callback):
     def on_sanity_check_start(self, trainer: Run, task: TaskModule) -> None:
         self._begin_evaluation("Sanity check", trainer)
 
-    def on_sanity_check_end(self, trainer: Run, task: TaskModule) -> None:
-        self._finish_evaluation(trainer, task)
-
     def on_validation_start(self, trainer: Run, task: TaskModule) -> None:
         if not trainer.sanity_checking:
             self._begin_evaluation("Validation", trainer)
@@ -184,24 +181,15 @@ class ProgressBar(Callback):
     def on_test_start(self, trainer: Run, task: TaskModule) -> None:
         self._begin_evaluation("Test", trainer)
 
-    def on_test_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count(trainer, task)
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_test_end(self, trainer: Run, task: TaskModule) -> None:
         self._finish_evaluation(trainer, task)
 
+    on_sanity_check_end = on_predict_end = on_test_end
+
     def on_predict_start(self, trainer: Run, task: TaskModule) -> None:
         self._begin_evaluation("Predict", trainer)
-
-    def on_predict_batch_end(
-        self, trainer: Run, task: TaskModule, outputs: StepOutput, batch: Batch, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._count(trainer, task)
-
-    def on_predict_end(self, trainer: Run, task: TaskModule) -> None:
-        self._finish_evaluation(trainer, task)
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:
         self._close_all()

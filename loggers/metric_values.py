@@ -112,14 +112,10 @@ def put_combined(
 
 
 class NewValues:
-    """This rank's values that nobody has looked at yet: each is read from its device once, and goes on waiting.
-
-    Attributes:
-        steps: slot → the value of a step that was looked at last; a flush empties it.
-    """
+    """This rank's values that nobody has looked at yet: each is read from its device once, and goes on waiting."""
 
     def __init__(self) -> None:
-        self.steps: dict[MetricSlot, Any] = {}
+        self.steps: dict[MetricSlot, Any] = {}  # the value of a step that was looked at last; a flush empties it
         self._epochs: dict[MetricSlot, Any] = {}
 
     def of_steps(self, slots: Iterable[MetricSlot]) -> Flushed:

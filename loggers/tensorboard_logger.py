@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.measures import evaluating
+from trainwright.core.rng import isolate_rng
 from trainwright.loggers.hyperparams import flatten
 from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import RunInfo
@@ -163,7 +164,7 @@ class TensorBoardLogger(VersionedLogger):
                 "TensorBoardLogger(log_graph=True) needs an input: set self.example_input_array in the task."
             )
         writer = self._backend()
-        with _undisturbed(task), warnings.catch_warnings():
+        with evaluating(task), isolate_rng(), warnings.catch_warnings():
             # Tracing is deprecated in torch and warns of every constant; TensorBoard has no other way to a graph.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", _tracer_warning())
@@ -208,16 +209,3 @@ def _wait_for_a_later_name(folder: Path) -> None:
 def _tracer_warning() -> type[Warning]:
     found: type[Warning] = vars(torch.jit)["TracerWarning"]  # public, but torch's annotations do not export it
     return found
-
-
-@contextlib.contextmanager
-def _undisturbed(task: torch.nn.Module) -> Iterator[None]:
-    """Run a forward pass that changes neither gradients, nor modes, nor the generator."""
-    modes = [(module, module.training) for module in task.modules()]
-    task.eval()
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -118,7 +118,6 @@ class WandbLogger(Logger):
 
     @property
     def save_dir(self) -> Path | None:
-        """The same."""
         return self._save_dir
 
     @property
@@ -269,7 +268,6 @@ class WandbLogger(Logger):
                 experiment.finish(exit_code=_EXIT_CODES[status])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the run's id."""
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -64,10 +64,9 @@ predict = partial(run_stage, "predict")
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Read what a command line and its files say. Modules of the current folder can be named in class paths.
+    """Return a parser, and the settings (with a task) that a command line and its files give it.
 
-    Returns:
-        The parser, and the settings that it can instantiate; they name a task.
+    Modules of the current folder can be named in class paths; `defaults` is configuration under that of the files.
     """
     here = os.getcwd()
     if here not in sys.path:

@@ -10,7 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -311,12 +311,11 @@ class CLI:
             after()
 
 
-class _ClassRecipe:
+class _ClassRecipe(NamedTuple):
     """How to make an optimizer or a schedule: a class path and its arguments."""
 
-    def __init__(self, path: str, arguments: Mapping[str, Any]) -> None:
-        self.path = path
-        self.arguments = dict(arguments)
+    path: str
+    arguments: dict[str, Any]
 
     @classmethod
     def of(cls, group: tuple[str, Any] | None, built: Any) -> _ClassRecipe | None:

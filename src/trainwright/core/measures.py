@@ -1,9 +1,10 @@
-"""Numbers that a model is measured by: norms of its gradients, and the operations of a forward."""
+"""Look at a model: norms of its gradients, the operations of a forward, and forwards that change no mode."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = 
         total = stacked.max() if math.isinf(order) else torch.linalg.vector_norm(stacked, order)
         norms[f"grad_{order}_norm_total"] = total
     return norms
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, without gradients, and each of its parts back into the mode that it was in."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes:
+            part.training = training  # not `train(training)`: that would reach into the children
 
 
 def measure_flops(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, require_package
+from trainwright.core.measures import evaluating
 from trainwright.core.tree import move
 
 
@@ -30,11 +31,5 @@ def export_onnx(module: nn.Module, file_path: str | Path | None, sample: Any, **
     if isinstance(sample, dict):
         options["kwargs"] = sample
     positional = () if isinstance(sample, dict) else sample if isinstance(sample, tuple) else (sample,)
-    training = [part for part in module.modules() if part.training]
-    module.eval()
-    try:
-        with torch.no_grad():
-            return torch.onnx.export(module, positional, None if file_path is None else str(file_path), **options)
-    finally:
-        for part in training:
-            part.training = True
+    with evaluating(module):
+        return torch.onnx.export(module, positional, None if file_path is None else str(file_path), **options)

@@ -23,15 +23,10 @@ _LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this process stands among its siblings.
+    """Where this process stands among its siblings: all of them, and those on its node (`local_…`).
 
-    Attributes:
-        launcher: who started the processes.
-        rank, world_size: of all processes.
-        local_rank, local_world_size: of the processes on this node.
-        node_rank, num_nodes: of the nodes.
-        master_addr, master_port: where rank 0 listens; None when the launcher did not say.
-        evidence: the variables that this was read from, `"RANK=0"` and so on, or why another launcher was passed over.
+    Raises:
+        ConfigurationError: there is no such place.
     """
 
     launcher: LauncherName
@@ -41,9 +36,15 @@ class Topology:
     local_world_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
-    master_addr: str | None = None
+    master_addr: str | None = None  # where rank 0 listens; None when the launcher did not say
     master_port: int | None = None
-    evidence: tuple[str, ...] = ()
+    evidence: tuple[str, ...] = ()  # the variables that this was read from, or why another launcher was passed over
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size or self.local_rank < 0:
+            raise ConfigurationError(
+                f"the launcher's variables contradict each other: {self}. Unset them or pass launcher='none'."
+            )
 
     def __str__(self) -> str:
         where = f"rank {self.rank} of {self.world_size}, node {self.node_rank} of {self.num_nodes}"
@@ -69,18 +70,18 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
         return Topology("none", evidence=("launcher='none'",))
     readers = {"torchrun": _from_torchrun, "slurm": _from_slurm, "mpi": _from_mpi}
     if launcher != "auto":
-        found = readers[launcher](env, True)
+        found = readers[launcher](env)
         if found is None:
             raise ConfigurationError(
                 f"launcher={launcher!r}, but its variables are not set ({_WANTED[launcher]}). "
                 "Start the script with that launcher or leave launcher='auto'."
             )
         return found
-    for reader in readers.values():
-        found = reader(env, False)
+    note = _slurm_not_used(env)
+    for name, reader in readers.items():
+        found = None if name == "slurm" and note else reader(env)
         if found is not None:
             return found
-    note = _slurm_not_used(env)
     return Topology("none", evidence=(note,) if note else ())
 
 
@@ -91,33 +92,29 @@ _WANTED = {
 }
 
 
-def _from_torchrun(env: Mapping[str, str], forced: bool) -> Topology | None:
+def _from_torchrun(env: Mapping[str, str]) -> Topology | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     world = _integer(env, "WORLD_SIZE")
     local_world = _integer(env, "LOCAL_WORLD_SIZE", world)
     names = [n for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if n in env]
     rank = _integer(env, "RANK")
-    return _checked(
-        Topology(
-            "torchrun",
-            rank=rank,
-            world_size=world,
-            local_rank=_integer(env, "LOCAL_RANK", rank % max(local_world, 1)),
-            local_world_size=local_world,
-            node_rank=_integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", rank // max(local_world, 1))),
-            num_nodes=max(world // max(local_world, 1), 1),
-            master_addr=env.get("MASTER_ADDR"),
-            master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
-            evidence=tuple(f"{n}={env[n]}" for n in names),
-        )
+    return Topology(
+        "torchrun",
+        rank=rank,
+        world_size=world,
+        local_rank=_integer(env, "LOCAL_RANK", rank % max(local_world, 1)),
+        local_world_size=local_world,
+        node_rank=_integer(env, "GROUP_RANK", _integer(env, "NODE_RANK", rank // max(local_world, 1))),
+        num_nodes=max(world // max(local_world, 1), 1),
+        master_addr=env.get("MASTER_ADDR"),
+        master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+        evidence=tuple(f"{n}={env[n]}" for n in names),
     )
 
 
-def _from_slurm(env: Mapping[str, str], forced: bool) -> Topology | None:
+def _from_slurm(env: Mapping[str, str]) -> Topology | None:
     if "SLURM_PROCID" not in env or ("SLURM_NTASKS" not in env and "SLURM_STEP_NUM_TASKS" not in env):
-        return None
-    if not forced and _slurm_not_used(env):
         return None
     world = _integer(env, "SLURM_STEP_NUM_TASKS", _integer(env, "SLURM_NTASKS", 1))
     nodes = _integer(
@@ -125,21 +122,19 @@ def _from_slurm(env: Mapping[str, str], forced: bool) -> Topology | None:
     )
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_ID")
     job = _integer(env, "SLURM_JOB_ID", 0)
-    return _checked(
-        Topology(
-            "slurm",
-            rank=_integer(env, "SLURM_PROCID"),
-            world_size=world,
-            local_rank=_integer(env, "SLURM_LOCALID", 0),
-            local_world_size=max(world // max(nodes, 1), 1),
-            node_rank=_integer(env, "SLURM_NODEID", 0),
-            num_nodes=nodes,
-            master_addr=env.get("MASTER_ADDR")
-            or _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")),
-            # Jobs that share a node must not share a port: derive it from the job's number.
-            master_port=_integer(env, "MASTER_PORT", 15000 + job % 20000),
-            evidence=tuple(f"{n}={env[n]}" for n in names if n in env),
-        )
+    return Topology(
+        "slurm",
+        rank=_integer(env, "SLURM_PROCID"),
+        world_size=world,
+        local_rank=_integer(env, "SLURM_LOCALID", 0),
+        local_world_size=max(world // max(nodes, 1), 1),
+        node_rank=_integer(env, "SLURM_NODEID", 0),
+        num_nodes=nodes,
+        master_addr=env.get("MASTER_ADDR")
+        or _first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "")),
+        # Jobs that share a node must not share a port: derive it from the job's number.
+        master_port=_integer(env, "MASTER_PORT", 15000 + job % 20000),
+        evidence=tuple(f"{n}={env[n]}" for n in names if n in env),
     )
 
 
@@ -154,7 +149,7 @@ def _slurm_not_used(env: Mapping[str, str]) -> str:
     return ""
 
 
-def _from_mpi(env: Mapping[str, str], forced: bool) -> Topology | None:
+def _from_mpi(env: Mapping[str, str]) -> Topology | None:
     for rank, size, local_rank, local_size in (
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
@@ -164,29 +159,19 @@ def _from_mpi(env: Mapping[str, str], forced: bool) -> Topology | None:
             world = _integer(env, size)
             local_world = _integer(env, local_size, world)
             me = _integer(env, rank)
-            return _checked(
-                Topology(
-                    "mpi",
-                    rank=me,
-                    world_size=world,
-                    local_rank=_integer(env, local_rank, me % max(local_world, 1)),
-                    local_world_size=local_world,
-                    node_rank=me // max(local_world, 1),
-                    num_nodes=max(world // max(local_world, 1), 1),
-                    master_addr=env.get("MASTER_ADDR"),
-                    master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
-                    evidence=tuple(f"{n}={env[n]}" for n in (rank, size, local_rank, local_size) if n in env),
-                )
+            return Topology(
+                "mpi",
+                rank=me,
+                world_size=world,
+                local_rank=_integer(env, local_rank, me % max(local_world, 1)),
+                local_world_size=local_world,
+                node_rank=me // max(local_world, 1),
+                num_nodes=max(world // max(local_world, 1), 1),
+                master_addr=env.get("MASTER_ADDR"),
+                master_port=_integer(env, "MASTER_PORT") if "MASTER_PORT" in env else None,
+                evidence=tuple(f"{n}={env[n]}" for n in (rank, size, local_rank, local_size) if n in env),
             )
     return None
-
-
-def _checked(found: Topology) -> Topology:
-    if not 0 <= found.rank < found.world_size or found.local_rank < 0:
-        raise ConfigurationError(
-            f"the launcher's variables contradict each other: {found}. Unset them or pass launcher='none'."
-        )
-    return found
 
 
 def check_address(found: Topology) -> None:

@@ -73,17 +73,11 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How steps that were tried out ended, on all ranks together.
+    """How steps that were tried out ended, on all ranks together."""
 
-    Attributes:
-        fits: memory was enough on every rank.
-        batch_size: samples that this rank's loader puts into a batch; None when it does not tell.
-        reason: what the first rank that ran out of memory said; empty when `fits`.
-    """
-
-    fits: bool
-    batch_size: int | None
-    reason: str
+    fits: bool  # memory was enough on every rank
+    batch_size: int | None  # samples that this rank's loader puts into a batch; None when it does not tell
+    reason: str  # what the first rank that ran out of memory said; empty when `fits`
 
 
 class Rehearsal(Protocol):

@@ -106,7 +106,6 @@ class PreparedCombined(PreparedLoader):
 
     @property
     def stateful(self) -> bool:
-        """Whether a member's place is kept by its own state."""
         return self.raw.mode != "sequential" and any(member.stateful for member in self._members)
 
     @property

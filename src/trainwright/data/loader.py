@@ -138,7 +138,6 @@ class PreparedDataLoader(_PreparedByIndex):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one micro-batch; None for batches that the data set or a user's batch sampler makes."""
         return self._dealer.batch_size if self._loader.batch_sampler is not None else None
 
     def samples_in_round(self, batch: int) -> int | None:
@@ -242,11 +241,9 @@ class PreparedIterable(PreparedLoader):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one micro-batch; None when the data set makes the batches."""
         return self._batch_size
 
     def samples_in_round(self, batch: int) -> int | None:
-        """Return the samples of that round over all ranks; only known for a `ShardedIterable` with a length."""
         return None if self._dealer is None or self._batch_size is None else self._dealer.samples_in_round(batch)
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:

@@ -218,7 +218,6 @@ class ShardedBatchSampler(Dealer):
 
     @property
     def micro_batches_left(self) -> int:
-        """Micro-batches of this epoch behind the anchor, over all ranks."""
         samples = self.num_samples - self._anchor_sample
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
@@ -229,14 +228,12 @@ class ShardedBatchSampler(Dealer):
         self._anchor_sample = min(self.num_samples, int(consumed))
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of samples and whether they are shuffled."""
         return {"num_samples": self.num_samples, "shuffle": self.shuffle}
 
     def _rewind(self) -> None:
         self._anchor_sample = 0
 
     def samples_in_round(self, round_index: int) -> int:
-        """Return the number of samples in the round over all ranks."""
         return self._samples_before(round_index + 1) - self._samples_before(round_index)
 
     def position(self, batch: int) -> dict[str, int]:
@@ -311,7 +308,6 @@ class BatchShard(Dealer):
 
     @property
     def micro_batches_left(self) -> int | None:
-        """Micro-batches of this epoch behind the anchor, over all ranks; None for a sampler without length."""
         total = self._num_batches()
         return None if total is None else max(0, total - self._anchor_micro_batch)
 
@@ -353,14 +349,12 @@ class BatchShard(Dealer):
         return twin
 
     def facts(self) -> dict[str, Any]:
-        """Return the number of batches; None when unknown."""
         return {"num_batches": self._num_batches()}
 
     def _rewind(self) -> None:
         self._anchor_micro_batch = 0
 
     def samples_in_round(self, round_index: int) -> int | None:
-        """Return the samples of the round over all ranks; None unless torch's own BatchSampler tells its sizes."""
         left, sampler = self.micro_batches_left, self._plain
         if left is None or sampler is None:
             return None

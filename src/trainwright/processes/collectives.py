@@ -27,7 +27,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 _UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
 
 
-def _is_tensor(value: Any) -> bool:
+def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
@@ -319,7 +319,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
     return recursively_apply(pad_one, tensor)
 
 
-def _tensors(operation: str, tree: Any) -> list[torch.Tensor]:
+def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
     """Return the leaves of `tree`, depth first; raises a TypeError for those that are no tensors."""
     found: list[torch.Tensor] = []
 
@@ -332,19 +332,12 @@ def _tensors(operation: str, tree: Any) -> list[torch.Tensor]:
 
 
 def _ready(
-    operation: str, state: PartialState, tree: Any, argument: Any = None, *, lengths_differ: bool = False
+    operation: str, state: PartialState, tree: object, argument: object = None, *, lengths_differ: bool = False
 ) -> Processes:
     """Return the processes for an operation on these tensors, once all are known to do the same. Collective.
 
     Wrong types and calls that differ are found before anything is sent, on every process: half an exchange would leave
     the others waiting.
-
-    Args:
-        operation: its name.
-        state: of several processes.
-        tree: what this process hands over.
-        argument: of the operation, the same on every process.
-        lengths_differ: compare the number of dimensions, and dtypes in debug mode alone.
     """
     refused: TypeError | None = None
     described: Any

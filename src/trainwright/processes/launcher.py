@@ -55,10 +55,6 @@ def run_in_processes(
         num_processes: processes on this node, ≥ 2.
         by_value: objects whose classes may live in modules that a fresh interpreter cannot import.
         before: called first in the new processes; picklable likewise.
-
-    Raises:
-        ConfigurationError: the work cannot be sent to another process.
-        WorkerError: another process failed first; its traceback is in the message.
     """
     payload = _serialize((before, work), by_value)
     port = _free_port()

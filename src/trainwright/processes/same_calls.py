@@ -9,14 +9,14 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.processes.process_group import Processes
 
 
-def same_on_all_ranks(processes: Processes, call: Any) -> bool:
+def same_on_all_ranks(processes: Processes, call: object) -> bool:
     """Tell whether every rank is about to make the same call. Collective, on the host: one number from each rank."""
     digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
     told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
     return all(row == told[0] for row in told)
 
 
-def compare_calls(processes: Processes, operation: str, arguments: Any, hint: str) -> None:
+def compare_calls(processes: Processes, operation: str, arguments: object, hint: str) -> None:
     """Raise on every rank unless all are about to make the same call. Collective, on the host."""
     if not same_on_all_ranks(processes, (operation, arguments)):
         raise different_calls(processes.gather_object((operation, arguments)), hint)

@@ -91,16 +91,12 @@ def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
 
 
 class _Comparing:
-    """A comparison under way.
-
-    Attributes:
-        result: what has been found.
-        noisy: parameter → where its gradients have been within the tolerance of zero, and not equal. An optimizer that
-            divides a gradient by its own size, as Adam does, makes whole steps of such noise.
-    """
+    """A comparison under way."""
 
     def __init__(self, result: Comparison, tolerance: Tolerance) -> None:
         self.result = result
+        # Where a parameter's gradients have been within the tolerance of zero, and not equal. An optimizer that divides
+        # a gradient by its own size, as Adam does, makes whole steps of such noise.
         self.noisy: dict[str, torch.Tensor] = {}
         self._tolerance = tolerance
         self._step = 0
