@@ -10,7 +10,7 @@ from typing import Any, Literal
 from trainwright.callbacks.agreed_clock import AgreedClock
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.monitored import from_main_rank
-from trainwright.core.duration import Duration
+from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.run import Run
 from trainwright.core.state import StepResult
@@ -48,7 +48,7 @@ class Timer(Callback):
             raise ConfigurationError(f"Timer(interval={interval!r}): write 'step' or 'epoch'.")
         self.interval = interval
         self.verbose = verbose
-        self.duration_s = _seconds(duration)
+        self.duration_s = None if duration is None else parse_time(duration, "duration").value
         self._started_s: dict[str, float] = {}
         self._ended_s: dict[str, float] = {}
         self._offset_s = 0.0
@@ -166,17 +166,3 @@ def _known(stage: str) -> str:
     if stage not in _STAGES:
         raise ConfigurationError(f"there is no stage {stage!r}.{nearest(stage, _STAGES)} Stages: {', '.join(_STAGES)}.")
     return stage
-
-
-def _seconds(duration: str | datetime.timedelta | Mapping[str, float] | Duration | None) -> float | None:
-    if duration is None:
-        return None
-    if isinstance(duration, Mapping):
-        try:
-            duration = datetime.timedelta(**duration)
-        except TypeError as error:
-            raise ConfigurationError(f"Timer(duration={duration!r}): {error}.") from error
-    length = Duration(duration)
-    if length.unit != "seconds":
-        raise ConfigurationError(f"Timer(duration={str(length)!r}): expected a time, for example '12 h' or '30 min'.")
-    return length.value

@@ -111,7 +111,7 @@ def test_a_duration_can_be_written_in_four_ways(duration: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"duration": "12 epochs"}, "expected a time"),
+        ({"duration": "12 epochs"}, "write a length of time"),
         ({"duration": {"hour": 1}}, "hour"),
         ({"interval": "batch"}, "interval='batch'"),
     ],

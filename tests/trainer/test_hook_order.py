@@ -13,7 +13,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import quiet_trainer
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
-from trainwright.core.hooks import TaskHooks
+from trainwright.core.hooks import DataHooks, TaskHooks
 
 _OF_STEP_ONLY = ("on_train_step_start", "on_train_step_end")
 
@@ -35,7 +35,7 @@ class _EveryTaskHook(RegressionTask):
         steps = ("training_step", "validation_step", "test_step", "predict_step", "forward", "backward")
         own = ("configure_callbacks", "configure_model", "configure_optimizers", "optimizer_step")
         own += ("optimizer_zero_grad", "configure_gradient_clipping", "lr_scheduler_step")
-        for name in (*vars(TaskHooks), *steps, *own):
+        for name in (*vars(TaskHooks), *vars(DataHooks), *steps, *own):
             if not name.startswith("__") and not name.endswith("_dataloader"):
                 object.__setattr__(self, name, _noting(notes, f"task.{name}", getattr(self, name)))
         self.notes = notes

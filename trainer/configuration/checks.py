@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.hook_table import check_hook_names
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.hooks import TaskHooks
+from trainwright.core.hooks import DataHooks, TaskHooks
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.run import Stage
 from trainwright.core.signatures import check_signatures, overrides
@@ -19,12 +20,12 @@ from trainwright.strategies.strategy import Strategy
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _KNOWN_TASK_NAMES = tuple(
-    dict.fromkeys(name for cls in (TaskHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
+    dict.fromkeys(name for cls in (TaskHooks, DataHooks, TaskModule) for name in vars(cls) if not name.startswith("_"))
 )
-_KNOWN_DATA_NAMES = tuple(name for name in vars(DataModule) if not name.startswith("_"))
+_KNOWN_DATA_NAMES = tuple(name for cls in (DataModule, DataHooks) for name in vars(cls) if not name.startswith("_"))
 _KNOWN_CALLBACK_NAMES = tuple(name for name in vars(Callback) if not name.startswith("_"))
 _TASK_HOOKS = (
-    *(*vars(TaskHooks), *_STEPS),
+    *(*vars(TaskHooks), *vars(DataHooks), *_STEPS),
     *("configure_callbacks", "configure_model", "shard_units", "tensor_parallel_plan", "num_items", "num_tokens"),
     *("backward", "configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
 )
@@ -133,7 +134,7 @@ def check_datamodule(datamodule: DataModule, stage: Stage) -> None:
         ConfigurationError: a hook is misspelt, or cannot be called.
     """
     check_hook_names(datamodule, DataModule, _KNOWN_DATA_NAMES)
-    hooks = [name for name in _KNOWN_DATA_NAMES if callable(vars(DataModule)[name])]
+    hooks = [name for name in _KNOWN_DATA_NAMES if callable(inspect.getattr_static(DataModule, name))]
     check_signatures(datamodule, DataModule, _called_in(stage, hooks))
 
 

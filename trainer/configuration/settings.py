@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainwright.core.duration import Duration
+from trainwright.core.duration import Duration, parse_time
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.process import check_address
 from trainwright.loggers import resolve_loggers
@@ -104,19 +104,6 @@ def parse_limits(
     if max_steps != -1 and min_steps is not None and min_steps > max_steps:
         raise ConfigurationError(f"min_steps={min_steps} is more than max_steps={max_steps}. Raise max_steps.")
     return Limits(epochs, max_steps, tuple(others), min_epochs or 0, min_steps or 0)
-
-
-def parse_time(value: Any, name: str) -> Duration:
-    """Read a length of time: a timedelta, `{"hours": 2}`, `"00:12:00:00"` (days first) or `"10 min"`."""
-    if isinstance(value, dict):
-        try:
-            value = datetime.timedelta(**value)
-        except TypeError as error:
-            raise ConfigurationError(f"{name}={value!r}: {error}. Use datetime.timedelta's argument names.") from None
-    duration = Duration(value)
-    if duration.unit != "seconds":
-        raise ConfigurationError(f"{name}={value!r} is in {duration.unit}; write a length of time, such as '10 min'.")
-    return duration
 
 
 def parse_validation_interval(value: object) -> int | float | Duration:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.core.errors import ConfigurationError, nearest
 
@@ -120,6 +121,19 @@ def _unit(word: str, origin: str) -> tuple[Unit, float]:
             "tokens, seconds (also s, min, h, d)."
         )
     return found
+
+
+def parse_time(value: Any, name: str) -> Duration:
+    """Read a length of time: a timedelta, `{"hours": 2}`, `"00:12:00:00"` (days first) or `"10 min"`."""
+    if isinstance(value, Mapping):
+        try:
+            value = datetime.timedelta(**value)
+        except TypeError as error:
+            raise ConfigurationError(f"{name}={value!r}: {error}. Use datetime.timedelta's argument names.") from None
+    duration = Duration(value)
+    if duration.unit != "seconds":
+        raise ConfigurationError(f"{name}={value!r} is in {duration.unit}; write a length of time, such as '10 min'.")
+    return duration
 
 
 class Interval:

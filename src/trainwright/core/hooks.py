@@ -29,7 +29,44 @@ StepOutput: TypeAlias = Any
 """What a user's step returned: a loss, a mapping with one, None, or in evaluation whatever a callback shall see."""
 
 
-class TaskHooks:
+class DataHooks:
+    """What a task or a data module may say about the data of a run."""
+
+    def prepare_data(self) -> None:
+        """Download or write data, on one process per node, before `setup`; assign nothing to `self`: others miss it."""
+
+    def setup(self, stage: str) -> None:
+        """Prepare for `"fit"`, `"validate"`, `"test"` or `"predict"`, on every rank."""
+
+    def teardown(self, stage: str) -> None:
+        """Clean up after a stage, on every rank."""
+
+    def train_dataloader(self) -> Any:
+        """Return the training loader, or several in a list, dict or `CombinedLoader`."""
+
+    def val_dataloader(self) -> Any:
+        """Return the validation loader, or a list of several."""
+
+    def test_dataloader(self) -> Any:
+        """Return the test loader, or a list of several."""
+
+    def predict_dataloader(self) -> Any:
+        """Return the prediction loader, or a list of several."""
+
+    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        """Change a batch on the host before it is moved."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
+        return move(batch, device)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
+        """Change a batch on the device, for example with augmentations that run there."""
+        return batch
+
+
+class TaskHooks(DataHooks):
     """The hooks of a task; override what you need."""
 
     # Once per run
@@ -146,40 +183,6 @@ class TaskHooks:
 
     def on_predict_model_train(self) -> None:
         """Run when modules are put back into their former modes after predicting."""
-
-    # Data
-    def prepare_data(self) -> None:
-        """Download or write data, once per node, before `setup`; assign nothing to `self` here."""
-
-    def setup(self, stage: str) -> None:
-        """Prepare for `"fit"`, `"validate"`, `"test"` or `"predict"`, on every rank."""
-
-    def teardown(self, stage: str) -> None:
-        """Clean up after a stage, on every rank."""
-
-    def train_dataloader(self) -> Any:
-        """Return the training loader, or a list or dict of loaders to be combined."""
-
-    def val_dataloader(self) -> Any:
-        """Return one or several validation loaders."""
-
-    def test_dataloader(self) -> Any:
-        """Return one or several test loaders."""
-
-    def predict_dataloader(self) -> Any:
-        """Return one or several prediction loaders."""
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Change a batch on the host before it is moved."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to `device`; override for containers that are not lists, tuples, mappings or dataclasses."""
-        return move(batch, device)
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Change a batch on the device, for example with augmentations that run there."""
-        return batch
 
     # Checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

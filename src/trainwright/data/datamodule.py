@@ -11,16 +11,16 @@ from typing import Any, Self
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from trainwright.core.hooks import DataHooks
 from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
-from trainwright.core.tree import Batch, move
 from trainwright.data.combined import leaves_of, map_leaves
 
 # The format's reader is a part of its own; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
-class DataModule(HyperparametersMixin):
+class DataModule(HyperparametersMixin, DataHooks):
     """Downloads, splits and loads the data of a run: sub-class it and hand it to `Trainer.fit(task, datamodule=...)`.
 
     The loaders are plain `DataLoader`s with `shuffle=` as you like; they are divided over ranks for you. Every hook is
@@ -35,31 +35,6 @@ class DataModule(HyperparametersMixin):
     prepare_data_per_node: bool = True
     trainer: Any = None
 
-    def prepare_data(self) -> None:
-        """Download or write files; called by one process, before `setup`. Assign nothing to `self`: others miss it."""
-
-    def setup(self, stage: str) -> None:
-        """Make the data sets on every rank; `stage` is "fit", "validate", "test" or "predict"."""
-
-    def teardown(self, stage: str) -> None:
-        """Clean up on every rank when `stage` has ended."""
-
-    def train_dataloader(self) -> Any:
-        """Return the training loader, or several in a list, dict or `CombinedLoader`; None: there is none."""
-        return None
-
-    def val_dataloader(self) -> Any:
-        """Return the validation loader, or a list of several; None: there is none."""
-        return None
-
-    def test_dataloader(self) -> Any:
-        """Return the test loader, or a list of several; None: there is none."""
-        return None
-
-    def predict_dataloader(self) -> Any:
-        """Return the prediction loader, or a list of several; None: there is none."""
-        return None
-
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint is to keep of this object: JSON-able values and tensors."""
         return {}
@@ -69,18 +44,6 @@ class DataModule(HyperparametersMixin):
 
     def on_exception(self, exception: BaseException) -> None:
         """Called on a rank whose run ends by `exception`; must not communicate."""
-
-    def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Return `batch`, still on the host, as it is to be moved to the device."""
-        return batch
-
-    def transfer_batch_to_device(self, batch: Batch, device: torch.device, dataloader_idx: int) -> Any:
-        """Return `batch` on `device`; does not wait for copies from pinned memory."""
-        return move(batch, device)
-
-    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Any:
-        """Return `batch`, now on the device, as the step is to see it."""
-        return batch
 
     @property
     def name(self) -> str:
