@@ -114,19 +114,7 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """What has been logged under one key.
-
-    Attributes:
-        name, suffix: the key is `name + suffix`; the suffix names the dataloader.
-        settings: resolved options.
-        is_free: a new epoch has begun and the next `log` may choose other options.
-        options: the raw options of the latest `log` call, which the next call is compared with.
-        last: the latest value of a step since the last flush; None: none. With metric objects also a dict.
-        last_weight: its weight in a mean over ranks.
-        values, weights: pending values of the epoch, at most FOLD_EVERY.
-        metric: the torchmetrics object, when that is what was logged.
-        loader: the index of the one of several evaluation loaders whose values these are; None: not of one.
-    """
+    """What has been logged under one key, `name + suffix`; the suffix names the dataloader."""
 
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
@@ -137,13 +125,13 @@ class MetricSlot:
     def __init__(self, name: str, suffix: str, settings: MetricSettings) -> None:
         self.name = name
         self.suffix = suffix
-        self.options: tuple[Any, ...] | None = None
-        self.last: Any = None
-        self.last_weight: float = 1.0
-        self.values: list[float | Tensor] = []
+        self.options: tuple[Any, ...] | None = None  # as the latest `log` was called, with which the next is compared
+        self.last: Any = None  # the latest value of a step since the last flush; with metric objects also a dict
+        self.last_weight: float = 1.0  # in a mean over ranks
+        self.values: list[float | Tensor] = []  # pending ones of the epoch, at most FOLD_EVERY
         self.weights: list[float] = []
-        self.metric: Any = None
-        self.loader: int | None = None
+        self.metric: Any = None  # the torchmetrics object, when that is what was logged
+        self.loader: int | None = None  # the one of several evaluation loaders whose values these are
         self.clear_epoch()
         self.configure(settings)
 
@@ -161,7 +149,7 @@ class MetricSlot:
     def configure(self, settings: MetricSettings) -> None:
         """Take options for this epoch."""
         self.settings = settings
-        self.is_free = False
+        self.is_free = False  # True: a new epoch has begun, and the next `log` may choose other options
         self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
         mean = settings.reduction == "mean"
         self.weigh = mean and settings.on_epoch

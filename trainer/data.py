@@ -16,6 +16,7 @@ from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule, LoaderOptions, iterate_groups, prepare_loader, resolve_limit
 from trainwright.data.combined import leaves_of
 from trainwright.data.loader import holds_loaders
+from trainwright.data.loader_options import LOADER_METHODS
 from trainwright.data.workers import Workers
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.configuration.arguments import TrainerArguments
@@ -25,12 +26,6 @@ from trainwright.trainer.history import History
 
 EvaluationKind = Literal["validate", "test", "predict"]
 
-_METHODS = {
-    "train": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
 _LIMITS = {
     "train": "limit_train_batches",
     "validate": "limit_val_batches",
@@ -78,7 +73,7 @@ class Sources:
 
     def has(self, kind: str, task: TaskModule) -> bool:
         """Tell whether there is a loader of this kind, without making it."""
-        method = _METHODS[kind]
+        method = LOADER_METHODS[kind]
         if kind in self.given:
             return True
         if self.datamodule is not None and overrides(self.datamodule, method, DataModule):
@@ -91,7 +86,7 @@ class Sources:
         Raises:
             ConfigurationError: there is none.
         """
-        method = _METHODS[kind]
+        method = LOADER_METHODS[kind]
         if kind in self.given:
             return self.given[kind]
         for owner, base in ((self.datamodule, DataModule), (task, TaskHooks)):

@@ -22,7 +22,7 @@ from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run, Trial
 from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.data.combined import leaves_of
-from trainwright.data.loader_options import Stage
+from trainwright.data.loader_options import LOADER_METHODS, Stage
 from trainwright.loggers.metric_values import without_ranks
 from trainwright.strategies.steps.trial import trial
 from trainwright.trainer import evaluation
@@ -32,12 +32,6 @@ from trainwright.trainer.run import StageRun
 from trainwright.trainer.search.rewind import Rewind
 
 _FITS, _FULL, _FAILED = "fits", "full", "failed"
-_METHODS = {
-    "train": "train_dataloader",
-    "validate": "val_dataloader",
-    "test": "test_dataloader",
-    "predict": "predict_dataloader",
-}
 
 
 class StageRehearsal:
@@ -80,8 +74,8 @@ class StageRehearsal:
         if self._remakes and self._kind in run.data.sources.given:
             raise ConfigurationError(
                 f"the {self._kind} loader was handed to the Trainer ready-made, so that its batch size cannot change. "
-                f"Define {_METHODS[self._kind]}(self) in the task or in a data module, with a loader that is made from "
-                "the attribute that holds the batch size."
+                f"Define {LOADER_METHODS[self._kind]}(self) in the task or in a data module, with a loader made "
+                "from the attribute that holds the batch size."
             )
         with ExitStack() as stack:  # whatever has been exchanged is put back when a later line fails
             stack.enter_context(isolate_rng(run.strategy.device))

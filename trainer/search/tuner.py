@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trainwright.callbacks.batch_size_finder import BatchSizeFinder
 from trainwright.callbacks.lr_finder import LearningRateFinder, LRFinder
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
 from trainwright.core.task import TaskModule
@@ -166,9 +166,7 @@ def _sources(method: str, datamodule: object, train: object, validate: object, o
         ConfigurationError: an unknown method, or loaders of another one.
     """
     if method not in _KINDS:
-        raise ConfigurationError(
-            f"method={method!r} is unknown.{nearest(str(method), _KINDS)} Known: {', '.join(_KINDS)}."
-        )
+        raise unknown("method", method, _KINDS)
     if method == "fit":
         if others is not None:
             raise ConfigurationError("method='fit' takes train_dataloaders and val_dataloaders, not dataloaders.")

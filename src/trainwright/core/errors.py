@@ -87,6 +87,14 @@ def nearest(name: str, candidates: Iterable[str]) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def unknown(argument: str, value: object, known: Iterable[str], hint: str = "") -> ConfigurationError:
+    """Return the error for an argument's value that is none of the names that are known."""
+    names = list(known)
+    return ConfigurationError(
+        f"{argument}={value!r} is unknown.{nearest(str(value), names)} Known: {', '.join(names)}.{hint}"
+    )
+
+
 def require_package(module: str, *, purpose: str, install: str | None = None) -> ModuleType:
     """Import an optional package when it is first used.
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, unknown
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
 STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
@@ -63,9 +63,7 @@ def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> 
     """
     env = os.environ if environ is None else environ
     if launcher not in _LAUNCHERS:
-        raise ConfigurationError(
-            f"launcher={launcher!r} is unknown.{nearest(launcher, _LAUNCHERS)} Known: {', '.join(_LAUNCHERS)}."
-        )
+        raise unknown("launcher", launcher, _LAUNCHERS)
     if launcher == "none":
         return Topology("none", evidence=("launcher='none'",))
     readers = {"torchrun": _from_torchrun, "slurm": _from_slurm, "mpi": _from_mpi}

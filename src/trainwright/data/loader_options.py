@@ -13,7 +13,7 @@ Stage = Literal["train", "validate", "test", "predict"]
 Uneven = Literal["pad", "stop", "error"]
 Agree = Callable[[list[int]], list[list[int]]]
 
-_HOOKS = {
+LOADER_METHODS = {
     "train": "train_dataloader",
     "validate": "val_dataloader",
     "test": "test_dataloader",
@@ -67,7 +67,7 @@ class LoaderOptions:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.stage not in _HOOKS:
+        if self.stage not in LOADER_METHODS:
             raise ConfigurationError(f"stage={self.stage!r} is not one of 'train', 'validate', 'test', 'predict'.")
         if self.uneven not in ("pad", "stop", "error"):
             raise ConfigurationError(f"uneven={self.uneven!r} is not one of 'pad', 'stop', 'error'.")
@@ -84,7 +84,7 @@ class LoaderOptions:
     @property
     def title(self) -> str:
         """What messages call the loader."""
-        return self.name or _HOOKS[self.stage]
+        return self.name or LOADER_METHODS[self.stage]
 
     def evaluating(self, stage: Stage) -> LoaderOptions:
         """Return the options of an evaluation in the same run, which counts every sample."""

@@ -99,13 +99,10 @@ class Workers:
 
     Torch ends a pass's workers when nothing refers to the pass any more. The traceback of an error does so until the
     interpreter ends, which would then wait for workers that outlive a signal.
-
-    Args:
-        within: a larger set that these belong to.
     """
 
     def __init__(self, within: Workers | None = None) -> None:
-        self._within = within
+        self._within = within  # a larger set that these belong to
         self._passes: WeakSet[Any] = WeakSet()
         self._last: Any = None  # of one loader: held until `end_pass`, for torch ends what nobody holds in its own way
         self._process = os.getpid()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.tree import is_container, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
@@ -254,10 +254,8 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         ConfigurationError: an unknown reduction; or different shapes, dtypes or reductions, on every process.
     """
     if reduction not in _REDUCTIONS:
-        raise ConfigurationError(
-            f"reduction={reduction!r} is unknown.{nearest(str(reduction), _REDUCTIONS)} "
-            f"Known: {', '.join(_REDUCTIONS)}. For others, reduce what gather returns: gather(tensor).max()."
-        )
+        hint = " For others, reduce what gather returns: gather(tensor).max()."
+        raise unknown("reduction", reduction, _REDUCTIONS, hint)
     state = PartialState()
     crosses = state.num_processes > 1 and reduction != "none"
     if not crosses:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.processes.launcher import set_variable
 
 _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
@@ -16,10 +16,7 @@ _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
 def device_type(accelerator: str) -> str:
     """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` take what the machine has."""
     if accelerator not in _ACCELERATORS:
-        raise ConfigurationError(
-            f"accelerator={accelerator!r} is unknown.{nearest(str(accelerator), _ACCELERATORS)} "
-            f"Known: {', '.join(_ACCELERATORS)}."
-        )
+        raise unknown("accelerator", accelerator, _ACCELERATORS)
     if accelerator == "cpu":
         return "cpu"
     found = torch.accelerator.current_accelerator(check_available=True)

@@ -94,13 +94,8 @@ class Processes:
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
         """Tell the other ranks when the body fails, hear of theirs, and report where all stand when one stands still.
 
-        Not collective. Does not wait for other ranks, also when the body raises.
-
-        Args:
-            position: returns how far this rank is. It is called from another thread, and must only read.
-
-        Raises:
-            WorkerError: this process was interrupted since another one has failed.
+        Not collective. Does not wait for other ranks, also when the body raises; a WorkerError says that this process
+        was interrupted since another one has failed. `position` is called from another thread, and must only read.
         """
         yield
 
