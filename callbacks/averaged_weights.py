@@ -23,23 +23,23 @@ Tensors = Mapping[str, torch.Tensor]
 class AveragedWeights:
     """Average of a task's parameters, and optionally of its floating-point buffers, over the updates so far.
 
-            It starts with the weights of the first update; before that there is no average. Updates are counted on the host, so
-        that an update never waits for the device unless the average is kept on another one.
+    It starts with the weights of the first update; before that there is no average. Updates are counted on the host, so
+    that an update never waits for the device unless the average is kept on another one.
 
-        Args:
-            task: the task whose weights are averaged; they must already be on their final device.
-            run: gathers and shards weights; None: weights are not sharded. Default: None.
-            device: where the average is kept; None: on the device of each weight. Default: None.
-            use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
-                averaged. Default: True.
-            avg_fn: `(average, current, num_averaged) -> new average` of one tensor. Default: None.
-            multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
-                updates have equal weight. Default: None.
+    Args:
+        task: the task whose weights are averaged; they must already be on their final device.
+        run: gathers and shards weights; None: weights are not sharded. Default: None.
+        device: where the average is kept; None: on the device of each weight. Default: None.
+        use_buffers: average floating-point buffers of the state dict too. Integer buffers (counters) are never
+            averaged. Default: True.
+        avg_fn: `(average, current, num_averaged) -> new average` of one tensor. Default: None.
+        multi_avg_fn: the same over lists of tensors of one device and dtype, in place. With neither of the two, all
+            updates have equal weight. Default: None.
 
-        Attributes:
-            num_averaged: number of updates.
-            swapped: the task holds the average, and this object the training weights.
-        """
+    Attributes:
+        num_averaged: number of updates.
+        swapped: the task holds the average, and this object the training weights.
+    """
 
     def __init__(
         self,
