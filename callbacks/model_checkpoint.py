@@ -35,34 +35,28 @@ class ModelCheckpoint(Callback):
     own index are ever deleted, and the index holds names relative to the folder, so that a run's folder may be moved.
 
     Args:
-        dirpath: folder of the checkpoints; None: the run's own (`trainer.checkpoint_dir`). With a URL that fsspec
-            supports (`s3://bucket/run`) each checkpoint is uploaded after it is written to a local folder, below
-            `trainer.default_root_dir/checkpoints`; checkpoints that are deleted locally are also deleted remotely.
-            Default: None.
+        dirpath: folder of the checkpoints; a URL that fsspec supports (`s3://bucket/run`): each checkpoint is uploaded
+            after it is written below `trainer.default_root_dir/checkpoints`, and deleted in both places. Default: the
+            run's own (`trainer.checkpoint_dir`).
         filename: template of the name, `"{epoch}-{val_loss:.2f}"` → `epoch=3-val_loss=0.12`; a checkpoint is a folder,
-            so there is no extension. None: `"{epoch}-{step}"`. Default: None.
+            so there is no extension. Default: `"{epoch}-{step}"`.
         monitor: the metric to rank by; None keeps the latest. Default: None.
         verbose: print what is saved. Default: False.
         save_last: True also writes a checkpoint named `last` each time; `"link"` creates a relative symbolic link of
             that name to the newest one, without a second write. Default: None.
         save_top_k: how many to keep; -1 all, 0 none. Without `monitor` only -1, 0 and 1 are valid. Default: 1.
-        save_on_exception: save from the main process when an exception ends the run (see `Run.emergency_save`).
-            Default: False.
+        save_on_exception: save from the main process after an exception (see `Run.emergency_save`). Default: False.
         save_weights_only: omit optimizers, progress and generators. Default: False.
         mode: `"min"` or `"max"`: which scores are better. Default: `"min"`.
         auto_insert_metric_name: write `name=` before each value in the name. Default: True.
         every_n_train_steps: save when `state.step` is a multiple of it, instead of per epoch. Default: None.
-        train_time_interval: save when this much time has passed since the last such save, instead of per epoch.
-            Default: None.
+        train_time_interval: save after this time since the last such save, instead of per epoch. Default: None.
         every_n_epochs: save at the validations (or ends) of every n-th epoch; 0: never. Default: None.
-        save_on_train_epoch_end: True: at the end of the training epoch, False: at validations; None: see above.
-            Default: None.
+        save_on_train_epoch_end: True: at the end of the training epoch, False: at validations. Default: see above.
         keep_every: in addition, permanently keep one checkpoint per such interval of training, the first that is due
             after it: a length (`"1000 steps"`, `"1 epoch"`, `"1 h"`), or a number of steps. With `monitor` that one is
-            written even if its score is not among the best. The other arguments determine when checkpoints are due.
-            Default: None.
-        enable_version_counter: append `-v1`, `-v2`, … if a name is taken; otherwise the old checkpoint is replaced.
-            Default: True.
+            written even if its score is not among the best. Default: None.
+        enable_version_counter: append `-v1`, `-v2`, … if a name is taken; else replace the checkpoint. Default: True.
 
     Raises:
         ConfigurationError: contradicting arguments; in a run, a monitored metric that was not logged by the end of

@@ -242,7 +242,7 @@ def test_the_table_is_for_people(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["{folder}"], "holds no safetensors file"),
         (["{folder}/config.json"], "no JSON file"),
         ([f"{__name__}:LargeTask", "--dtypes", "flaot32"], "Did you mean 'float32'"),
-        (["torch.nn:Linear"], "cannot be made without arguments: missing a required argument: 'in_features'"),
+        (["torch.nn:Linear"], "cannot be created without arguments: missing a required argument: 'in_features'"),
         (["torch.nn:functional"], "is not a callable object"),
         ([f"{__name__}:LargeTask", "--batch-size", "0"], "--batch-size 0"),
     ],

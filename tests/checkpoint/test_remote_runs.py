@@ -273,7 +273,7 @@ def test_without_fsspec_the_line_to_install_it_is_given(tmp_path: Path, monkeypa
 
 
 def test_links_and_plain_folders_have_no_meaning_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="there are no links"):
+    with pytest.raises(ConfigurationError, match="links are not supported"):
         ModelCheckpoint("s3://bucket/run", save_last="link")
     with pytest.raises(ConfigurationError, match="machine's disk"):
         OnExceptionCheckpoint("s3://bucket/run")

@@ -190,7 +190,7 @@ def test_show_reads_an_optimizer_whose_names_json_has_its_own_meaning_for(
 def test_verify_of_whole_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [write_small(tmp_path, step) for step in (1, 2)]
     assert _run("verify", tmp_path) == 0
-    assert capsys.readouterr().out.splitlines() == [f"{path}: whole" for path in paths]
+    assert capsys.readouterr().out.splitlines() == [f"{path}: intact" for path in paths]
 
 
 def test_verify_exits_with_1_and_names_the_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,7 +199,7 @@ def test_verify_exits_with_1_and_names_the_files(tmp_path: Path, capsys: pytest.
     (damaged / "rng" / "rank-00000.json").unlink()
     assert _run("verify", whole, damaged) == 1
     printed = capsys.readouterr().out
-    assert f"{whole}: whole" in printed
+    assert f"{whole}: intact" in printed
     assert f"{damaged}: damaged" in printed
     assert "trainer.json has changed" in printed
     assert "rng/rank-00000.json is missing" in printed
@@ -221,7 +221,7 @@ def test_diff_of_equal_checkpoints_exits_with_0(tmp_path: Path, capsys: pytest.C
     snapshot = small_snapshot(1)
     left, right = (write_checkpoint(tmp_path / name, snapshot) for name in ("a", "b"))
     assert _run("diff", left, right) == 0
-    assert capsys.readouterr().out.startswith("the same in everything, by the hashes")
+    assert capsys.readouterr().out.startswith("identical, by the hashes")
 
 
 def test_diff_names_the_first_tensor_and_the_largest_difference(

@@ -216,7 +216,7 @@ def test_one_line_of_several_statements_stays_one() -> None:
 
 def test_a_comment_that_cannot_be_kept_is_told() -> None:
     text = "from lightning import (\n    Trainer,  # a\n    nonsense,  # b\n)\n"
-    assert (3, "the comment '# b' beside it has gone with the rewrite.") in left(text)
+    assert (3, "the comment '# b' next to it was removed by the rewrite.") in left(text)
 
 
 @pytest.mark.slow

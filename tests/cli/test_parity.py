@@ -115,7 +115,7 @@ def test_the_initial_weights_are_compared_first(tmp_path: Path) -> None:
     result = compared(record(tmp_path / "a", RegressionTask()), record(tmp_path / "b", RegressionTask(seed=1)))
     assert kinds(result) == [PARAMETER]
     assert result.found[0].step == 0
-    assert explain(result)[0].startswith("The runs begin with other weights")
+    assert explain(result)[0].startswith("The initial weights differ")
 
 
 def test_a_step_that_only_the_optimizer_makes_otherwise_differs_in_its_parameters(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_task_that_optimizes_by_hand_is_recorded_too(tmp_path: Path) -> None:
     assert GRADIENT in result.worst
     other = compared(first, record(tmp_path / "c", ByHand(lr=0.06), micro_batches=1))
     assert kinds(other) == [PARAMETER]
-    with pytest.raises(ConfigurationError, match="optimizes by hand"):
+    with pytest.raises(ConfigurationError, match="uses manual optimization"):
         record(tmp_path / "d", ByHand(), micro_batches=2)
 
 
@@ -428,7 +428,7 @@ def test_too_little_data_is_no_parity(project: Path, capsys: pytest.CaptureFixtu
         (["parity_tasks.py"], "names no class and no configuration file"),
         (["nowhere.py:Sound"], "there is no file nowhere.py"),
         (["parity_tasks.py:Sound", "--steps", "0"], "--steps 0 is not at least 1"),
-        (["parity_tasks.py:Sound", "--rtol", "-1"], "--rtol -1.0 is no bound"),
+        (["parity_tasks.py:Sound", "--rtol", "-1"], "--rtol -1.0 is not a valid bound"),
         (["parity_tasks.py:Sound", "trainer.devices=4"], "trainer.devices cannot be set here"),
     ],
 )
@@ -459,7 +459,7 @@ def test_a_strategy_may_be_a_name_a_class_or_an_object() -> None:
     made, devices = load("trainwright.strategies.ddp.strategy:DDPStrategy")
     assert isinstance(made, DDPStrategy)
     assert devices == 3
-    with pytest.raises(ConfigurationError, match="a dict is no Strategy"):
+    with pytest.raises(ConfigurationError, match="a dict is not a Strategy"):
         load("builtins:dict")
 
 
@@ -471,7 +471,7 @@ def test_ranks_that_do_not_divide_a_step_are_refused(tmp_path: Path) -> None:
         strategy = ThreeRanks()
 
     tape: Any = StepTape(tmp_path, 2, 0)
-    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be dealt to 3"):
+    with pytest.raises(ConfigurationError, match="2 micro-batches cannot be divided over 3"):
         tape.setup(FakeRun(), RegressionTask(), "fit")
 
 

@@ -114,7 +114,7 @@ def test_another_number_of_ranks_goes_on_side_by_side() -> None:
 def test_cycles_do_not_go_on_with_another_number_of_ranks() -> None:
     place = prepared(pair("max_size_cycle"), world=4).position(3)
     loader = prepare_loader(pair("max_size_cycle"), LoaderOptions(world=2))
-    with pytest.raises(ConfigurationError, match=r"left in the middle of an epoch by 4 ranks.* 2 ranks"):
+    with pytest.raises(ConfigurationError, match=r"interrupted in the middle of an epoch on 4 ranks.* 2 ranks"):
         loader.set_epoch(0, place)
 
 

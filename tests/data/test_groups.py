@@ -251,7 +251,7 @@ def test_a_rank_with_nothing_to_replay_is_an_error_on_every_rank() -> None:
 
 
 def test_ranks_without_any_batch_find_out_together() -> None:
-    with pytest.raises(ConfigurationError, match="no rank was given a batch"):
+    with pytest.raises(ConfigurationError, match="no rank got a batch"):
         agreed([0, 0], 1)
 
 

@@ -147,7 +147,7 @@ def test_workers_that_live_on_hear_of_a_new_epoch() -> None:
 
 
 def test_a_bare_data_set_whose_workers_would_not_hear_of_an_epoch_gives_a_warning() -> None:
-    with pytest.warns(TrainwrightWarning, match=r"do not hear of Shifting\.set_epoch"):
+    with pytest.warns(TrainwrightWarning, match=r"Shifting\.set_epoch is not called"):
         prepare_loader(DataLoader(Shifting(), num_workers=1, persistent_workers=True), LoaderOptions())
 
 

@@ -132,7 +132,7 @@ def test_a_running_iteration_does_not_hear_of_the_next_epoch() -> None:
 def test_starting_before_the_place_of_the_resume_is_refused() -> None:
     sampler = ShardedBatchSampler(100, 5, shuffle=False, seed=0)
     sampler.set_epoch(0, {"batch": 4, "samples": 20})
-    with pytest.raises(ConfigurationError, match="start batch 3 lies before batch 4"):
+    with pytest.raises(ConfigurationError, match="start batch 3 is before batch 4"):
         sampler.start(3)
 
 

@@ -201,7 +201,7 @@ def test_what_a_logger_cannot_hold_is_said_once(case: Case, run: RunInfo) -> Non
     logger.finish("success")
     messages = [str(one.message) for one in caught if issubclass(one.category, TrainwrightWarning)]
     if type(logger).log_image is Logger.log_image:
-        assert messages == [f"{type(logger).__name__} cannot log images; they are left out."]
+        assert messages == [f"{type(logger).__name__} cannot log images; they are skipped."]
     else:
         assert messages == []
 

@@ -79,7 +79,7 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path
 
 def test_a_metric_named_like_the_clock_does_not_replace_it(tmp_path: Path) -> None:
     logger = started(tmp_path)
-    with pytest.warns(TrainwrightWarning, match="leaves out the metric 'step'"):
+    with pytest.warns(TrainwrightWarning, match="skips the metric 'step'"):
         logger.log_metrics({"a": 1.0, "step": 99.0}, 3)
     logger.finish("success")
     assert rows(logger) == [{"step": "3", "a": "1.0"}]

@@ -93,7 +93,7 @@ def test_text_is_a_line_of_its_own(tmp_path: Path) -> None:
 
 def test_metrics_named_like_the_lines_own_fields_are_left_out_with_a_warning(tmp_path: Path) -> None:
     logger = started(tmp_path)
-    with pytest.warns(TrainwrightWarning, match="leaves out the metric 'time'"):
+    with pytest.warns(TrainwrightWarning, match="skips the metric 'time'"):
         logger.log_metrics({"time": -1.0, "a": 1.0}, 1)
     logger.finish("success")
     assert lines(logger)[0]["time"] > 0

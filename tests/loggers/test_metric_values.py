@@ -246,5 +246,5 @@ def test_a_distributed_tensor_is_taken_when_every_rank_holds_it_whole() -> None:
     whole = DTensor.from_local(torch.tensor(2.0), mesh, [Replicate()])
     buffer.log("loss", whole)
     assert buffer.flush_step().logged == {"loss": 2.0}
-    with pytest.raises(TaskError, match=r"spread over ranks.*full_tensor"):
+    with pytest.raises(TaskError, match=r"sharded over ranks.*full_tensor"):
         buffer.log("part", DTensor.from_local(torch.tensor(2.0), mesh, [Partial()]))

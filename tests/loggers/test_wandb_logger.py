@@ -116,7 +116,7 @@ def test_the_status_is_the_exit_code(fake: SimpleNamespace, tmp_path: Path, stat
 def test_a_run_that_others_opened_is_used_and_left_open(fake: SimpleNamespace, tmp_path: Path) -> None:
     fake.run = FakeRun(id="theirs")
     logger = WandbLogger(save_dir=tmp_path)
-    with pytest.warns(TrainwrightWarning, match="is open already"):
+    with pytest.warns(TrainwrightWarning, match="is already open"):
         logger.start(RunInfo(tmp_path))
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finish("success")

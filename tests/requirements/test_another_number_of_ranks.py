@@ -86,7 +86,7 @@ def test_a_sampler_that_divides_the_data_itself_goes_on_with_as_many_ranks_only(
 
     place = loader(0, 4).position(3)
     loader(1, 4).set_epoch(0, place)
-    with pytest.raises(ConfigurationError, match="left in the middle of an epoch by 4 ranks"):
+    with pytest.raises(ConfigurationError, match="interrupted in the middle of an epoch on 4 ranks"):
         loader(0, 2).set_epoch(0, place)
 
 

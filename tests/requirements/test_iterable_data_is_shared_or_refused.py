@@ -111,7 +111,7 @@ def _refused_on_rank() -> list[str]:
 def test_a_stream_that_does_not_say_how_it_is_divided_is_refused_on_every_rank() -> None:
     for messages in run_distributed(_refused_on_rank, 2):
         for message in messages:
-            assert "Stream would be read whole by each of 2 ranks" in message
+            assert "Stream would be read completely by each of 2 ranks" in message
             assert "ShardedIterable" in message
 
 

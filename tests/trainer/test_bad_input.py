@@ -344,7 +344,7 @@ def test_a_task_in_the_place_of_a_loader_is_told() -> None:
 
 def test_a_data_set_in_the_place_of_a_loader_is_told() -> None:
     data = regression_loader(8, 2).dataset
-    with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set and no loader"):
+    with pytest.warns(TrainwrightWarning, match="train_dataloader: a TensorDataset is a data set, not a loader"):
         quiet_trainer(max_steps=1).fit(RegressionTask(), data)
 
 
@@ -385,7 +385,7 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
     task = type("Task", (RegressionTask,), {hook: logs})()
     trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
     run = partial(trainer.predict, task) if hook == "predict_step" else partial(trainer.fit, task, regression_loader())
-    with pytest.raises(TaskError, match=r"log\('lost'\) in .*: nobody would read it there"):
+    with pytest.raises(TaskError, match=r"log\('lost'\) in .*: values are not read there"):
         run(regression_loader())
 
 

@@ -1,7 +1,7 @@
 """The command line: `trainwright new`, `trainwright fit --config config.yaml`, and the others that `--help` lists.
 
-Each sub-command is a function `(arguments) -> exit code` in a module of its own, imported when the command is called.
-`CLI` gives a script a command line of its own. Names are imported when they are first touched.
+Each sub-command is a function `(arguments) -> exit code` in a separate module, imported when the command is called.
+`CLI` adds a command line to a script. Names are imported when they are first used.
 """
 
 from __future__ import annotations

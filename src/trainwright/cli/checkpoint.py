@@ -1,6 +1,5 @@
-"""`trainwright checkpoint ls|show|verify|diff|merge|export|convert`: look at checkpoints, and take weights in and out.
-
-Exit codes: 0; 1 when `verify` finds damage or `diff` a difference; 2 for anything that cannot be done.
+"""`trainwright checkpoint ls|show|verify|diff|merge|export|convert`: inspect checkpoints, and convert and export
+weights. Exit codes: 0; 1 if `verify` finds damage or `diff` a difference; 2 for errors.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 _FOUND = 1  # verify: damage; diff: differences
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_SHOWN = 20  # lines of one kind that are printed
+_SHOWN = 20  # maximal number of printed lines of one kind
 
 
 def checkpoint(argv: Sequence[str]) -> int:
@@ -35,15 +34,15 @@ def checkpoint(argv: Sequence[str]) -> int:
         return command(wanted)
     except BrokenPipeError:
         raise
-    except OSError as error:  # nothing is there, no right to read or write it, no room
+    except OSError as error:  # missing, no permission to read or write, or no space
         raise CheckpointError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright checkpoint",
-        description="Look at checkpoints, and take weights in and out.",
-        epilog="exit codes: 0; 1 when verify finds damage or diff a difference; 2 for anything that cannot be done",
+        description="Inspect checkpoints, and convert and export weights.",
+        epilog="exit codes: 0; 1 if verify finds damage or diff a difference; 2 for errors",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--json", action="store_true", help="print JSON")
         return command
 
-    one = add("ls", _ls, "list a run's checkpoints, damaged ones marked", as_json=True)
+    one = add("ls", _ls, "list a run's checkpoints, with damaged ones marked", as_json=True)
     one.add_argument("folder", help="the run's folder, or that of its checkpoints; or a URL, as s3://bucket/run")
     one.add_argument("--verify", action="store_true", help="compare every file's hash, not its size only")
     one = add("show", _show, "print what a resume from a checkpoint restores", as_json=True)
@@ -67,16 +66,16 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("right", type=Path)
     one = add("merge", _merge, "merge the shards of a model into one safetensors file", as_json=False)
     one.add_argument("source", type=Path, help="a checkpoint, or a folder of Hugging Face shards")
-    one.add_argument("target", type=Path, help="the file to make")
+    one.add_argument("target", type=Path, help="the file to write")
     _add_export(add("export", _export, "write the weights alone, for other programs", as_json=False))
-    _add_convert(add("convert", _convert, "make a checkpoint from what another program saved", as_json=False))
+    _add_convert(add("convert", _convert, "convert a checkpoint of another program", as_json=False))
     return parser
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a checkpoint, or a folder of Hugging Face safetensors")
-    parser.add_argument("target", type=Path, help="the file to make; with --sharded the folder")
-    parser.add_argument("--sharded", action="store_true", help="shards with an index, as Hugging Face has them")
+    parser.add_argument("target", type=Path, help="the file to write; with --sharded the folder")
+    parser.add_argument("--sharded", action="store_true", help="shards with an index, in Hugging Face's layout")
     parser.add_argument("--max-shard-size", default="5GB", help="of one shard: 5GB, 500MB, 2GiB, ... (default: 5GB)")
     parser.add_argument("--dtype", choices=["fp32", "fp16", "bf16"], help="convert floating-point tensors to this")
     parser.add_argument("--expand-tied", action="store_true", help="write tied weights under each of their names")
@@ -84,24 +83,24 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Make a checkpoint from a Lightning .ckpt, a folder of Accelerate's save_state, or a state dict (.pt, .pth, "
+        "Convert a Lightning .ckpt, a folder of Accelerate's save_state, or a state dict (.pt, .pth, "
         ".bin, .safetensors). Pickles are parsed, never executed, unless --trust-pickle is given."
     )
     parser.add_argument("source", type=Path)
-    parser.add_argument("target", type=Path, help="the checkpoint folder to make")
+    parser.add_argument("target", type=Path, help="the checkpoint folder to write")
     parser.add_argument(
-        "--drop-unknown", action="store_true", help="leave out what is no plain data; nothing is executed"
+        "--drop-unknown", action="store_true", help="skip values that are not plain data; nothing is executed"
     )
     parser.add_argument(
-        "--trust-pickle", action="store_true", help="unpickle: runs ANY code in the file; only if you trust its maker"
+        "--trust-pickle", action="store_true", help="unpickle: runs ANY code in the file; only for trusted files"
     )
-    help_names = "names of an optimizer's parameters in its order, one a line; once per optimizer"
+    help_names = "names of an optimizer's parameters in its order, one per line; once per optimizer"
     parser.add_argument("--param-names", type=Path, action="append", default=[], metavar="FILE", help=help_names)
     parser.add_argument(
         "--optimizer-class", action="append", default=[], metavar="NAME", help="such as AdamW; once per optimizer"
     )
-    parser.add_argument("--step", type=int, help="completed optimizer steps, where the file does not tell")
-    parser.add_argument("--epoch", type=int, help="finished epochs, where the file does not tell")
+    parser.add_argument("--step", type=int, help="completed optimizer steps, if not in the file")
+    parser.add_argument("--epoch", type=int, help="finished epochs, if not in the file")
 
 
 # Looking
@@ -112,7 +111,7 @@ def _ls(wanted: argparse.Namespace) -> int:
 
     if is_url(wanted.folder):
         if wanted.verify:
-            raise ConfigurationError(f"--verify reads every file, and {wanted.folder} is elsewhere. Download it first.")
+            raise ConfigurationError(f"--verify reads every file, and {wanted.folder} is remote. Download it first.")
         rows = list_remote(wanted.folder)
     else:
         rows = list_folder(Path(wanted.folder), hashes=wanted.verify)
@@ -165,7 +164,7 @@ def _verify(wanted: argparse.Namespace) -> int:
         print(json.dumps({"damaged": damaged, "checkpoints": found}, indent=2))
     else:
         for name, problems in found.items():
-            print(f"{name}: {'damaged' if problems else 'whole'}")
+            print(f"{name}: {'damaged' if problems else 'intact'}")
             for problem in problems:
                 print(f"  {problem}")
     return _FOUND if damaged else 0
@@ -186,7 +185,7 @@ def _diff(wanted: argparse.Namespace) -> int:
 
 def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> None:
     if not found:
-        print("the same in everything, by the hashes in their manifests; verify compares the files with these")
+        print("identical, by the hashes in their manifests; verify compares the files with these")
         return
     for side, only in ((left, found.only_left), (right, found.only_right)):
         _print_some(f"only in {side}:", only)
@@ -245,7 +244,7 @@ def _tell(exported: Exported) -> None:
     for name, first in exported.tied.items():
         print(f"note: {name} is the same weight as {first} and is written under that name only", file=sys.stderr)
     if exported.left_out:
-        print("note: the state dict's entries that are no tensors are left out", file=sys.stderr)
+        print("note: entries of the state dict that are not tensors are skipped", file=sys.stderr)
 
 
 def _convert(wanted: argparse.Namespace) -> int:
@@ -296,7 +295,7 @@ def _text(value: object) -> str:
 
 
 def _plain(value: object) -> Any:
-    """Return `value` as JSON can say it; numbers that it cannot are text."""
+    """Return `value` for JSON; numbers that JSON cannot represent become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

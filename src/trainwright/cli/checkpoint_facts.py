@@ -1,4 +1,4 @@
-"""What `trainwright checkpoint ls` and `show` say: rows about a folder, and what one checkpoint restores."""
+"""Output of `trainwright checkpoint ls` and `show`: rows for the checkpoints of a folder, and the contents of one."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from trainwright.checkpoint.remote import find_remote
 from trainwright.core.errors import CheckpointError
 from trainwright.core.host.folders import last_part
 
-CHECKPOINTS = "checkpoints"  # where a run keeps them below its folder, unless told otherwise
+CHECKPOINTS = "checkpoints"  # the default sub-folder of a run
 
 
 @dataclass
 class Row:
-    """One checkpoint in a listing; what a damaged manifest cannot tell is None."""
+    """Row of a listing for one checkpoint; unknown values of a damaged manifest are None."""
 
     name: str
     path: str  # or URL
@@ -50,13 +50,13 @@ def checkpoints_at(path: Path) -> list[Path]:
     """Return `path` if it is a checkpoint, else those in it, or in its folder `checkpoints`; damaged ones too."""
     found = _folders(path)
     if not found:
-        raise CheckpointError(f"{path} is no checkpoint and holds none.")
+        raise CheckpointError(f"{path} is not a checkpoint and contains none.")
     return found
 
 
 def _folders(path: Path) -> list[Path]:
     if not path.exists():
-        read_manifest(path)  # raises, with what lies nearby, unless a crash left the checkpoint under a hidden name
+        read_manifest(path)  # raises, with a hint, unless a crash left the checkpoint under a hidden name
         return [path]
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file, and a checkpoint is a folder.")
@@ -118,7 +118,7 @@ def _bytes_of(manifest: Manifest, part: str) -> int:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return what a resume from a checkpoint restores, by name: plain values only; big tensors are not read."""
+    """Return the contents of a checkpoint by name, as plain values; large tensors are not read."""
     manifest = read_manifest(path)
     problems = verify(path, hashes=False)
     if problems:
@@ -171,7 +171,7 @@ def _model(path: Path) -> dict[str, Any]:
 
 
 def _raw(folder: Path, stem: str) -> dict[str, Any]:
-    """Return a tree's JSON as it is written, without its tensors."""
+    """Return the raw JSON of a tree, without its tensors."""
     path = folder / f"{stem}.json"
     value = read_json(path)
     if not isinstance(value, dict):
@@ -180,7 +180,7 @@ def _raw(folder: Path, stem: str) -> dict[str, Any]:
 
 
 class _OnDemand(Mapping[str, torch.Tensor]):
-    """A safetensors file of which a tensor is read when it is asked for."""
+    """Safetensors file whose tensors are read on access."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -200,7 +200,7 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
     raw = _raw(folder, stem)
     groups = decode(raw["groups"], _OnDemand(folder / f"{stem}.safetensors"))
     states = raw["state"]
-    # A dict with a name that JSON or the codec has its own meaning for is a list of pairs.
+    # A dict with a reserved key of JSON or the codec is a list of pairs.
     entries = [pair[1] for pair in states["v"]] if TAG in states else list(states.values())
     keys = sorted({key for entry in entries for key in entry})
     return {
@@ -217,12 +217,12 @@ def _optimizer(folder: Path, stem: str) -> dict[str, Any]:
 
 
 def _trainer(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return everything in the trainer's part, one level deep in what belongs to callbacks and schedules."""
+    """Return the contents of the trainer's part, with one level of the states of callbacks and schedules."""
     facts: dict[str, Any] = {"progress": tree.get(PROGRESS, {})}
     for name, value in tree.items():
         if name == PROGRESS:
             continue
-        if name == "metrics":  # what an epoch has aggregated so far; the latest values are the manifest's
+        if name == "metrics":  # aggregates of the epoch so far; the latest values are in the manifest
             facts["aggregated"] = [f"rank {rank}: {_aggregated(item)}" for rank, item in enumerate(value)]
         elif isinstance(value, dict):
             facts[name] = {str(key): _nested(item) for key, item in value.items()}
@@ -242,7 +242,7 @@ def _nested(value: object) -> Any:
 
 
 def _short(value: object, limit: int = 100) -> Any:
-    """Return numbers and text as they are, tensors by dtype and shape, and the rest as Python writes it, shortened."""
+    """Return numbers and text unchanged, tensors as dtype and shape, and the rest as shortened `repr`."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""`trainwright env`: what a bug report needs to know about this machine."""
+"""`trainwright env`: facts about this machine for a bug report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKAGES = (
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print versions, devices and what the launcher's variables say; `--json` prints them for a machine."""
+    """Print versions, devices and the detected launcher; `--json` prints them as JSON."""
     parser = argparse.ArgumentParser(prog="trainwright env", description="Show versions and devices.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     wanted = parser.parse_args(argv)
@@ -36,7 +36,7 @@ def env(argv: Sequence[str]) -> int:
 
 
 def collect() -> dict[str, Any]:
-    """Return what `trainwright env` shows, as JSON values keyed by name; packages that are missing have None."""
+    """Return the output of `trainwright env`, as JSON values by name; missing packages have None."""
     import torch
 
     from trainwright.core.process import detect

@@ -1,4 +1,4 @@
-"""`trainwright estimate`: how much memory a model takes, before any of it is taken."""
+"""`trainwright estimate`: memory estimates of a model, without allocating it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LIBRARIES = ("transformers", "timm")
 _TOKENS = 1024
 _OF_TOKENS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # models whose labels are tokens
 _PURPOSE = "trainwright estimate for this model"
-_TIMM = "timm/"  # how the hub begins the names of timm's models
+_TIMM = "timm/"  # prefix of timm's models on the hub
 
 
 @dataclass(frozen=True, slots=True)
 class _FoundModel:
-    """What could be found out about the model: its weights, and the model itself unless it is a folder of weights."""
+    """Model to estimate: its weights, and the model itself unless it is a folder of weights."""
 
     count: WeightCount
     module: nn.Module | None = None
@@ -55,20 +55,20 @@ def estimate(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright estimate",
-        description="Say how much memory a model takes. Nothing is downloaded but a configuration, nothing allocated.",
+        description="Estimate the memory of a model. Only a configuration is downloaded, and no memory is allocated.",
     )
     parser.add_argument(
         "model",
         help="a transformers config.json, its folder or its name; a folder of safetensors or one such file; "
-        "a model of timm as timm/NAME; or a task's class as package.module:Class, made without arguments",
+        "a model of timm as timm/NAME; or a task's class as package.module:Class, created without arguments",
     )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), metavar="DTYPE", help=f"of {', '.join(DTYPES)}")
     number: dict[str, Any] = {"type": int, "metavar": "N"}
-    _option(parser, "library-name", choices=LIBRARIES, help="where a name is looked up, if not plain from its form")
-    _option(parser, "batch-size", **number, help="also activations and KV cache of N sequences")
-    _option(parser, "sequence-length", **number, help=f"tokens each (default: {_TOKENS}, or all that the model takes)")
-    _option(parser, "devices", **number, help="also what each of N ranks needs to train, by strategy")
-    _option(parser, "device-memory", metavar="SIZE", help='also how many devices of a size ("80GB") can train it')
+    _option(parser, "library-name", choices=LIBRARIES, help="the library of a name, if it is ambiguous")
+    _option(parser, "batch-size", **number, help="add activations and KV cache of N sequences")
+    _option(parser, "sequence-length", **number, help=f"tokens of each (default: {_TOKENS}, or the model's maximum)")
+    _option(parser, "devices", **number, help="add the training memory of each of N ranks, by strategy")
+    _option(parser, "device-memory", metavar="SIZE", help='add the number of devices of a size ("80GB") it needs')
     _option(parser, "reduce-bucket-size", **number, help="elements of DeepSpeed's bucket (default: 200,000,000)")
     _option(parser, "trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _option(parser: argparse.ArgumentParser, name: str, **settings: Any) -> None:
-    """Add an option under its name with dashes, and with underscores as Accelerate writes them."""
+    """Add an option with dashes, and with underscores as in Accelerate."""
     parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('-', '_')}")), **settings)
 
 
@@ -118,7 +118,9 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
     if wanted.reduce_bucket_size is not None and wanted.reduce_bucket_size < 1:
         raise ConfigurationError(f"--reduce-bucket-size {wanted.reduce_bucket_size}: write a number of at least 1.")
     if model.module is None:
-        raise ConfigurationError("--devices and --device-memory need a model: stored weights do not say what trains.")
+        raise ConfigurationError(
+            "--devices and --device-memory need a model: stored weights do not define what is trained."
+        )
     shape, facts = training_shape(model.module), dict[str, Any]()
     buckets = ZeroBuckets() if wanted.reduce_bucket_size is None else ZeroBuckets(reduce=wanted.reduce_bucket_size)
     batch = (wanted.batch_size, wanted.sequence_length)
@@ -135,7 +137,7 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 
 def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
-    """Return the peak of a rank under tensor parallelism, if the model has a ready plan for so many ranks."""
+    """Return the peak of a rank under tensor parallelism, if the model has a built-in plan for this number of ranks."""
     from trainwright.bigmodels.maps.rank_peaks import split_peak, training_shape
     from trainwright.bigmodels.maps.split_model import one_ranks_share
 
@@ -153,7 +155,7 @@ def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int
 
 
 def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int, *, loss: bool = False) -> int:
-    """Return what autograd keeps of a forward; with `loss`, of the model's own loss too, where it is one of tokens."""
+    """Return the bytes that autograd keeps of a forward; with `loss`, including the model's own loss on tokens."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -162,10 +164,10 @@ def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int,
     if batch_size < 1 or sequence_length < 1:
         raise ConfigurationError(f"--batch-size {batch_size} --sequence-length {sequence_length}: write at least 1.")
     if model.module is None or model.config is None:
-        raise ConfigurationError("--batch-size needs a transformers model: others say nothing about their inputs.")
+        raise ConfigurationError("--batch-size needs a transformers model: the inputs of others are unknown.")
     module: Any = copy.deepcopy(model.module)
-    # Tensors that say they are on the CPU and have no memory: on the meta device torch would take other kernels, and
-    # models could not look at values.
+    # Tensors on the CPU without memory: on the meta device torch would use other kernels, and models could not read
+    # values.
     with FakeTensorMode():
         module = module.float().train()
         module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
@@ -184,13 +186,13 @@ def _activation_bytes(model: _FoundModel, batch_size: int, sequence_length: int,
             )
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in inputs.items() if isinstance(x, torch.Tensor))
             raise ConfigurationError(
-                f"{type(module).__name__} does not take {shapes}: {error}.{hint} Without --batch-size its weights are "
-                "estimated alone."
+                f"{type(module).__name__} does not take {shapes}: {error}.{hint} Without --batch-size only its weights "
+                "are estimated."
             ) from error
 
 
 def _inputs(module: Any, config: dict[str, Any], batch_size: int, sequence_length: int) -> dict[str, Any]:
-    """Return what a forward of a transformers model takes: tokens, or images where it has no tokens."""
+    """Return the inputs of a transformers model: tokens, or images if it has no tokens."""
     import torch
 
     takes = inspect.signature(module.forward).parameters
@@ -203,35 +205,35 @@ def _inputs(module: Any, config: dict[str, Any], batch_size: int, sequence_lengt
     if config.get("is_encoder_decoder"):
         inputs["decoder_input_ids"] = tokens
     elif "past_key_values" in takes:
-        # An empty one: without it, models look for several sequences in one row, in values that are not there.
+        # An empty one: without it, models search for several sequences in one row, in missing values.
         caches = require_package("transformers", purpose=_PURPOSE)
         inputs["past_key_values"] = caches.DynamicCache(config=module.config)
     return inputs
 
 
 def _image_size(module: object, config: dict[str, Any]) -> tuple[int, int]:
-    """Return the height and width of the images that a model takes, in pixels."""
+    """Return the height and width of a model's input images, in pixels."""
     main = getattr(module, "main_input_name", None)
     size = config.get("image_size")
     if main != "pixel_values" or not size:
         lack = f"takes {main}" if main != "pixel_values" else "takes images, and its configuration has no image_size"
         raise ConfigurationError(
             f"--batch-size: {type(module).__name__} {lack}; only the sizes of tokens and of such images follow from a "
-            "configuration. Leave it out for an estimate of the weights alone."
+            "configuration. Remove it to estimate the weights alone."
         )
     height, width = (size, size) if isinstance(size, int) else size
     return height, width
 
 
 def _keeps_keys_and_values(module: Any) -> bool:
-    """Say whether a transformers model can cache what it has read; encoders and models of images cannot."""
+    """Return whether a transformers model has a KV cache; encoders and models of images do not."""
     if "past_key_values" not in inspect.signature(module.forward).parameters:
         return False
     return bool(module.can_generate() or getattr(module.config, "is_decoder", True))
 
 
 def _num_positions(config: dict[str, Any] | None) -> int | None:
-    """Return how many tokens a model of transformers was made for, where its configuration says so."""
+    """Return the maximal number of tokens of a model of transformers, if its configuration has it."""
     found = (config or {}).get("max_position_embeddings") or (config or {}).get("n_positions")
     return found if isinstance(found, int) else None
 
@@ -248,17 +250,17 @@ def _show(name: str, facts: dict[str, Any]) -> None:
     if "activation_bytes_float32" in facts:
         print(f"\nactivations kept for the backward, float32: {format_bytes(facts['activation_bytes_float32'])}")
     if "peaks_float32_adam" in facts:
-        print("\nmost that one rank's device holds in a step (float32, Adam), by strategy:")
+        print("\npeak memory of one rank's device in a step (float32, Adam), by strategy:")
         for strategy, peak in facts["peaks_float32_adam"].items():
             print(f"  {strategy:18} {format_bytes(peak)}")
     if "devices_needed" in facts:
-        print("\ndevices that it takes to train:")
+        print("\nnumber of devices for training:")
         for strategy, number in facts["devices_needed"].items():
             print(f"  {strategy:18} {'does not fit' if number is None else number}")
 
 
 def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundModel:
-    """Return what `name` is: weights on disk, a configuration, a class, or a name that a library knows."""
+    """Return the model of `name`: weights on disk, a configuration, a class, or a name in a library."""
     from trainwright.bigmodels.maps.estimates import count_stored_weights, count_weights, read_config
 
     path = Path(name)
@@ -281,7 +283,7 @@ def _find(name: str, library: str | None, *, trust_remote_code: bool) -> _FoundM
 
 
 def _is_of_others(file: Path, path: Path) -> bool:
-    """Say whether a folder's configuration is another library's (timm's, diffusers'), with weights beside it."""
+    """Return whether a folder with weights has the configuration of another library (timm, diffusers)."""
     if not path.is_dir() or not any(path.glob("*.safetensors")):
         return False
     try:
@@ -294,7 +296,7 @@ def _is_of_others(file: Path, path: Path) -> bool:
 def _from_config(
     source: str, raw: dict[str, Any] | None, *, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the model that a configuration describes, without memory for its weights."""
+    """Build the model of a configuration, without memory for its weights."""
     from trainwright.bigmodels.weights.empty import init_empty_weights
 
     transformers: Any = require_package("transformers", purpose=_PURPOSE)
@@ -303,14 +305,14 @@ def _from_config(
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"{source!r} is no model that can be found: {reason} Where the hub cannot be reached, name a folder that "
-            "holds the model's config.json. A model of timm is timm/NAME."
+            f"{source!r} is not a known model: {reason} If the hub cannot be reached, pass a folder with the model's "
+            "config.json. A model of timm is timm/NAME."
         ) from error
     facts = raw or config.to_dict()
     kind = next(
         (getattr(transformers, name) for name in facts.get("architectures") or () if hasattr(transformers, name)), None
     )
-    # Code that comes with a model says under which of transformers' families it is found.
+    # Custom code of a model names its family in transformers.
     family = next((name for name in facts.get("auto_map") or () if name.startswith("AutoModelFor")), "AutoModel")
     with init_empty_weights():
         if kind is not None and "auto_map" not in facts:
@@ -342,20 +344,20 @@ def _from_timm(name: str) -> nn.Module:
     except RuntimeError as error:
         known = timm.list_models()
         raise ConfigurationError(
-            f"timm makes no model {name!r}: {error}.{nearest(name.partition('.')[0], known)}"
+            f"timm has no model {name!r}: {error}.{nearest(name.partition('.')[0], known)}"
         ) from error
     return model
 
 
 def _make_task(name: str) -> nn.Module:
-    """Make a task without memory for its weights, its `configure_model` included."""
+    """Create a task without memory for its weights, including `configure_model`."""
     from torch import nn
 
     from trainwright.bigmodels.weights.empty import init_empty_weights
     from trainwright.core.task import TaskModule
 
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a class in the present folder, as `python -m` would find it
+        sys.path.insert(0, "")  # a class in the current folder, as `python -m` would find it
     try:
         kind = import_object(name)
     except (ImportError, AttributeError) as error:
@@ -364,12 +366,12 @@ def _make_task(name: str) -> nn.Module:
         inspect.signature(kind).bind()
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{name!r} cannot be made without arguments: {error}. Write a class of your own that needs none."
+            f"{name!r} cannot be created without arguments: {error}. Write a sub-class that needs none."
         ) from error
     with init_empty_weights():
         task = kind()
         if not isinstance(task, nn.Module):
-            raise ConfigurationError(f"{name!r} makes a {type(task).__name__}, expected a task or another nn.Module.")
+            raise ConfigurationError(f"{name!r} creates a {type(task).__name__}, expected a task or another nn.Module.")
         if isinstance(task, TaskModule):
             task.configure_model()
     return task

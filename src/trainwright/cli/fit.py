@@ -1,4 +1,4 @@
-"""`trainwright fit|validate|test|predict --config config.yaml`: run what a configuration file describes.
+"""`trainwright fit|validate|test|predict --config config.yaml`: run the task of a configuration file.
 
 A configuration file holds `seed_everything`, `trainer:` (the arguments of `Trainer`), `task:` and `data:` (each a
 `class_path` with `init_args`), and `ckpt_path`. Any of it can be overridden: `--trainer.max_epochs 3`, `task.lr=0.01`.
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from trainwright.core.run import Stage
 
 PREDICTIONS_NAME = "predictions.safetensors"
-_LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit` beside ckpt_path
+_LOADING = ("on_damaged", "allow_missing", "strict", "load_weights_only")  # arguments of `Trainer.fit`
 
 
 def run_stage(stage: Stage, argv: Sequence[str]) -> int:
     """Read the configuration, build the Trainer, the task and the data, save the resolved configuration, and run.
 
-    Modules of the current folder can be named in class paths. Every rank calls this alike; the main one writes.
+    Modules of the current folder can be named in class paths. Every rank calls this; the main one writes.
 
     Returns:
-        0, or 130 when the run was ended by Ctrl-C.
+        0, or 130 if the run was ended by Ctrl-C.
     """
     parser, settings = read_settings(stage, read_command_line(argv))
     _check_checkpoint(settings.ckpt_path)
@@ -64,10 +64,7 @@ predict = partial(run_stage, "predict")
 
 
 def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any] | None = None) -> tuple[Any, Any]:
-    """Return a parser, and the settings (with a task) that a command line and its files give it.
-
-    Modules of the current folder can be named in class paths; `defaults` is configuration under that of the files.
-    """
+    """Read a command line and its files. Modules of the current folder can be named in class paths."""
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -86,7 +83,7 @@ def read_settings(stage: Stage, line: CommandLine, *, defaults: Mapping[str, Any
 
 
 def _predict(built: Namespace, settings: Namespace) -> None:
-    """Predict, and write what came out on the main process; with `--output none` a callback of the user's does."""
+    """Predict, and write the outputs on the main process; with `--output none` a user's callback does."""
     trainer, keep = built.trainer, settings.output != "none"
     found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
     if keep and trainer.is_global_zero:
@@ -106,7 +103,7 @@ def build_parser(stage: Stage) -> Any:
 
     parser = ArgumentParser(
         prog=f"trainwright {stage}",
-        description=f"{stage.capitalize()} what --config describes; override any of it with key=value.",
+        description=f"{stage.capitalize()} the task of --config; override any setting with key=value.",
         exit_on_error=False,
         allow_abbrev=False,  # `--trainer.max_epoch` must be an error, not a guess
     )
@@ -131,16 +128,16 @@ def build_parser(stage: Stage) -> Any:
 
 
 def _add_loading(parser: ArgumentParser) -> None:
-    """Add what `Trainer.fit` may be told about `ckpt_path`."""
+    """Add the options of `Trainer.fit` for `ckpt_path`."""
     parser.add_argument(
         "--on_damaged",
         type=Literal["error", "fall_back"] | None,
         default=None,
-        help='a damaged checkpoint is an error, or gives way to the newest valid one (default: only for "last")',
+        help='a damaged checkpoint is an error, or is replaced by the newest valid one (default: only for "last")',
     )
-    parser.add_argument("--allow_missing", type=list[str], default=[], help="what the checkpoint may lack: [optimizer]")
+    parser.add_argument("--allow_missing", type=list[str], default=[], help="parts that may be missing: [optimizer]")
     parser.add_argument("--strict", type=bool | None, default=None, help="whether all weights must fit by name")
-    parser.add_argument("--load_weights_only", type=bool, default=False, help="begin at step 0 from the weights alone")
+    parser.add_argument("--load_weights_only", type=bool, default=False, help="start at step 0 from the weights alone")
 
 
 def _check_checkpoint(ckpt_path: str | None) -> None:

@@ -1,6 +1,5 @@
-"""The dispatcher: find the sub-command, run it, and turn our own errors into one readable line.
-
-It imports the standard library only, so that `trainwright --help` answers at once.
+"""The dispatcher: find the sub-command, run it, and turn our own errors into one readable line. It imports the standard
+library only, so that `trainwright --help` is fast.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from trainwright.core.errors import TrainwrightError, nearest
 from trainwright.core.registry import import_object
 
 _PROG = "trainwright"
-_USAGE_ERROR = 2  # as argparse has it
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+_USAGE_ERROR = 2  # as in argparse
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +30,15 @@ class Command:
 
 COMMANDS: dict[str, Command] = {
     "new": Command("trainwright.cli.new:new", "write a project that trains, from a template"),
-    "fit": Command("trainwright.cli.fit:fit", "train what a configuration file describes"),
+    "fit": Command("trainwright.cli.fit:fit", "train the task of a configuration file"),
     "validate": Command("trainwright.cli.fit:validate", "run the validation of a configuration file"),
     "test": Command("trainwright.cli.fit:test", "run the test of a configuration file"),
     "predict": Command("trainwright.cli.fit:predict", "run the prediction of a configuration file"),
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
-    "parity": Command("trainwright.cli.parity.parity:parity", "compare strategies, step by step, on a task of yours"),
+    "parity": Command("trainwright.cli.parity.parity:parity", "compare strategies, step by step, on your task"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
-    "estimate": Command("trainwright.cli.estimate:estimate", "say how much memory a model takes"),
-    "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by the name that Accelerate has for it"),
+    "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
+    "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by Accelerate's name"),
     "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),
 }
 
@@ -48,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
     Returns:
-        0; 2 for an error in what was asked (an unknown command, a `TrainwrightError`), printed to stderr without a
-        traceback unless `--traceback` is given; 130 after Ctrl-C; or the code that the command exits with. Errors that
-        are not ours pass through with their traceback.
+        0; 2 for a usage error (an unknown command, a `TrainwrightError`), printed to stderr without a
+        traceback unless `--traceback` is given; 130 after Ctrl-C; or the code that the command exits with. Other errors
+            are raised with their traceback.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     show_traceback, arguments = _take_traceback_option(arguments)
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{_PROG}: error: {error}", file=sys.stderr)
         return _USAGE_ERROR
     except BrokenPipeError:  # `trainwright … | head` has read enough
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # what is left in the pipe is not flushed at exit
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the rest of the pipe is not flushed at exit
         return 0
     except KeyboardInterrupt:
         print(f"{_PROG}: interrupted", file=sys.stderr)
@@ -106,14 +105,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _take_traceback_option(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Find `--traceback` before `--`, and return the arguments without it."""
+    """Find `--traceback` before or after the command's name, and return the arguments without it."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     ours = [word for word in arguments[:end] if word != "--traceback"]
     return len(ours) < end, ours + arguments[end:]
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """Return the code that the interpreter would exit with, after printing a message as it would."""
+    """Return the exit code of the interpreter, after printing its message."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):

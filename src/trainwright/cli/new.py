@@ -26,7 +26,7 @@ _DOTFILES = {"gitignore": ".gitignore"}
 
 
 def new(argv: Sequence[str]) -> int:
-    """Write a new project and say what to do next; see `trainwright new --help`."""
+    """Write a new project and print the next steps; see `trainwright new --help`."""
     parser = argparse.ArgumentParser(prog="trainwright new", description="Write a project that trains.")
     parser.add_argument("path", type=Path, metavar="PATH", help="the folder to write; new, or empty")
     parser.add_argument(
@@ -49,20 +49,20 @@ def new(argv: Sequence[str]) -> int:
 
 
 def template_names() -> list[str]:
-    """Return the names of the templates there are, sorted."""
+    """Return the sorted names of the templates."""
     return sorted(entry.name for entry in _templates().iterdir() if entry.is_dir() and not entry.name.startswith("_"))
 
 
 def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | None = None) -> list[PurePosixPath]:
     """Render a template into a folder.
 
-    Everything is rendered before anything is written; the files are then written beside the target and renamed, so
-    that an error leaves no half of a project behind.
+    Everything is rendered before anything is written; the files are then written next to the target and renamed, so
+    that an error leaves no partial project.
 
     Args:
-        path: the folder to write; it may exist if it is empty, and its parents are made.
+        path: the folder to write; it may exist if it is empty; its parents are created.
         template: a name from `template_names()`.
-        name: the project's name; `path`'s last part unless told.
+        name: the project's name; None: the last part of `path`. Default: None.
     """
     known = template_names()
     if template not in known:
@@ -83,9 +83,9 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be made: {_first_line(error)}. Choose another PATH.") from None
+        raise ConfigurationError(f"{path} cannot be created: {_first_line(error)}. Choose another PATH.") from None
     try:
-        # One level further down: only the owner may enter what mkdtemp makes, and the project is for everybody.
+        # One level further down: only the owner may enter a folder of mkdtemp, and the project is for all users.
         project = staging / path.name
         project.mkdir()
         for relative, content in files.items():
@@ -99,7 +99,7 @@ def write_project(path: Path, *, template: str = _DEFAULT_TEMPLATE, name: str | 
 
 
 def project_names(name: str) -> dict[str, str]:
-    """Return the variables of the templates: `name` (as given), `package` (an identifier) and `version` (ours)."""
+    """Return the variables of the templates: `name` , `package` (a Python identifier) and `version` (ours)."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise ConfigurationError(
             f"--name {name!r} is not a project's name: letters, digits, '.', '-' and '_', a letter or digit at both "
@@ -149,9 +149,8 @@ def _walk(folder: Traversable, above: tuple[str, ...] = ()) -> Iterator[tuple[tu
 
 
 def _publish(project: Path, path: Path) -> None:
-    """Make the written files the project: by one rename where the folder is new.
-
-    An empty folder that exists stays the same folder (it may be somebody's working folder) and gets the entries.
+    """Publish the written files as the project: by one rename if the folder is new. An existing empty folder is kept
+    (it may be the working folder of a process) and gets the entries.
     """
     if not path.exists():
         project.rename(path)

@@ -1,4 +1,4 @@
-"""Write what `trainwright predict` computed."""
+"""Write the outputs of `trainwright predict`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Siz
     """Write the outputs of `predict_step`, joined along their first dimension, as one safetensors file.
 
     Args:
-        batches: what `predict_step` returned for each batch, in order: tensors of shape (batch, …), saved under
+        batches: the outputs of `predict_step` for each batch, in order: tensors of shape (batch, …), saved under
             "predictions", or mappings from names to such tensors, saved under those names.
-        path: the file; its folder is made.
+        path: the file; its folder is created.
     """
     named = [_named(batch) for batch in batches]
     names = list(named[0]) if named else []

@@ -1,4 +1,4 @@
-"""CLI: a script's own command line over its task and data, with `fit`, `validate`, `test` and `predict`."""
+"""CLI: the command line of a script for its task and data, with `fit`, `validate`, `test` and `predict`."""
 
 from __future__ import annotations
 
@@ -24,45 +24,47 @@ from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
 
-_USAGE_ERROR = 2  # as argparse has it
+_USAGE_ERROR = 2  # as in argparse
 _GIVEN_BY_CLI = ("self", "task", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")
 _SEEDS = 2**32
 
 
 class CLI:
-    """Build a task, its data and a Trainer from configuration files and a command line, and run them.
+    """Command line that builds a task, its data and a Trainer from configuration files and arguments, and runs them.
 
         CLI(MyTask, MyData)       # python script.py fit --config config.yaml --trainer.max_epochs 3 --model.lr 0.01
 
     Keys are `model`, `data`, `trainer`, `optimizer`, `lr_scheduler`, `seed_everything` and the arguments of the stage
-    (`ckpt_path`, …). A file that says `task` where this says `model` is read too.
+    (`ckpt_path`, …). A file with `task` instead of `model` can be read too.
 
     Args:
-        model_class: the task's class, or a function that makes one; None: a configuration names it.
-        datamodule_class: the data module's, likewise; None: a configuration may name it.
-        save_config_callback: writes the settings when `fit` begins; None: nothing does.
-        save_config_kwargs: further arguments of it.
-        trainer_class: a sub-class of Trainer, or a function that makes one.
+        model_class: the task's class, or a function that creates one; None: set in the configuration. Default: None.
+        datamodule_class: the same for the data module; None: may be set in the configuration. Default: None.
+        save_config_callback: callback that saves the settings when `fit` begins; None: they are not saved.
+            save_config_kwargs: its further arguments. Default: `SaveConfigCallback`.
+        trainer_class: a sub-class of Trainer, or a function that creates one. Default: `Trainer`.
         trainer_defaults: defaults of the Trainer's arguments; its callbacks are added to those of the configuration.
-        seed_everything_default: a seed; True: a random one, which is saved; False: none.
-        parser_kwargs: arguments of jsonargparse's parser (`default_config_files`); those of one stage below its name.
-        subclass_mode_model: a configuration may name a sub-class of `model_class`.
-        subclass_mode_data: a configuration may name a sub-class of `datamodule_class`.
-        args: words in place of `sys.argv[1:]`, or a mapping in place of a file.
-        run: the first word names the stage, which is run; False: only build.
+            Default: None.
+        seed_everything_default: a seed; True: a random one, which is saved; False: none. Default: True.
+        parser_kwargs: arguments of jsonargparse's parser (`default_config_files`); those of one stage under its name.
+            Default: None.
+        subclass_mode_model: a configuration may name a sub-class of `model_class`. Default: False.
+        subclass_mode_data: a configuration may name a sub-class of `datamodule_class`. Default: False.
+        args: arguments instead of `sys.argv[1:]`, or a mapping instead of a file; None: `sys.argv[1:]`. Default: None.
+        run: run the stage that the first argument names; False: only build. Default: True.
         auto_configure_optimizers: `optimizer` and `lr_scheduler` may be configured, and become the task's
-            `configure_optimizers`.
+            `configure_optimizers`. Default: True.
 
     Attributes:
         parser: the parser.
         subcommand: the stage; None with `run=False`.
-        config: the settings; with `run=True` below the stage's name: `cli.config.fit.trainer`.
-        config_init: the same with objects in place of class paths.
-        model, datamodule, trainer: what was built; `datamodule` may be None.
+        config: the settings; with `run=True` under the stage's name: `cli.config.fit.trainer`.
+        config_init: the same with objects instead of class paths. model, datamodule, trainer: the built objects;
+            `datamodule` may be None.
 
     Raises:
-        ConfigurationError: a setting that cannot be used. Where the words come from `sys.argv`, it is printed and the
-            script exits with 2.
+        ConfigurationError: an invalid setting. If the arguments are from `sys.argv`, it is printed and the script exits
+            with 2.
     """
 
     def __init__(
@@ -111,19 +113,19 @@ class CLI:
         """Override to add arguments and links to the parser, and to set defaults; a `CLIParser`."""
 
     def before_instantiate_classes(self) -> None:
-        """Override to run code when the settings are read and nothing is built."""
+        """Override to run code after the settings are read and before anything is built."""
 
     def after_instantiate_classes(self) -> None:
-        """Override to run code when everything is built and nothing has run."""
+        """Override to run code after everything is built and before anything is run."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return the methods of the Trainer that can be run, each with the arguments that are no settings."""
+        """Return the methods of the Trainer that can be run, each with its arguments that are not settings."""
         return {name: set(_GIVEN_BY_CLI) for name in ("fit", "validate", "test", "predict")}
 
     @staticmethod
     def configure_optimizers(task: TaskModule, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
-        """Return what the task's `configure_optimizers` returns, for a configured optimizer and schedule."""
+        """Return the result of the task's `configure_optimizers` for a configured optimizer and schedule."""
         if lr_scheduler is None:
             return optimizer
         if isinstance(lr_scheduler, ReduceLROnPlateau):
@@ -143,7 +145,7 @@ class CLI:
         self.trainer = self.instantiate_trainer()
 
     def instantiate_trainer(self, **kwargs: object) -> Trainer:
-        """Build the Trainer from the settings; `kwargs` win over them. May be overridden."""
+        """Build the Trainer from the settings; `kwargs` override them. May be overridden."""
         arguments = {**self._default_objects(), **_as_dict(self._built.get("trainer")), **kwargs}
         for name, value in self._default_objects().items():
             if arguments[name] is None:
@@ -174,7 +176,7 @@ class CLI:
         self.config = self._below_stage(self._settings)
 
     def _take_stage(self, words: list[str], given: dict[str, Any]) -> tuple[str, list[str], dict[str, Any]]:
-        """Return the stage, the words after it, and the configuration that was given before it."""
+        """Return the stage, the arguments after it, and the configuration before it."""
         names = list(self.subcommands())
         if not words and given:
             stage = given.pop("subcommand", None) or next((name for name in names if name in given), None)
@@ -187,10 +189,10 @@ class CLI:
             stage = words.pop(0) if words else None
             if stage is None:
                 word = next((word for word in before if not word.startswith("-")), "")
-                raise ConfigurationError(f"name what to run: {', '.join(names)}.{nearest(word, names)}")
+                raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(word, names)}")
             given = read_configs(read_command_line(before).configs)
         if stage not in names:
-            raise ConfigurationError(f"name what to run: {', '.join(names)}.{nearest(str(stage), names)}")
+            raise ConfigurationError(f"name the stage to run: {', '.join(names)}.{nearest(str(stage), names)}")
         own = given.get(stage)
         return stage, words, dict(own) if isinstance(own, Mapping) else {}
 
@@ -199,7 +201,7 @@ class CLI:
         options = {key: value for key, value in self.parser_kwargs.items() if key not in stages}
         options |= self.parser_kwargs.get(self.subcommand or "", {})
         if "parser_mode" in options:
-            raise ConfigurationError("parser_kwargs: parser_mode is not served; files are read as YAML. Leave it out.")
+            raise ConfigurationError("parser_kwargs: parser_mode is not supported; files are read as YAML. Remove it.")
         program = f"{Path(sys.argv[0]).name} {self.subcommand or ''}".rstrip()
         settings = {"prog": program, "exit_on_error": False, "allow_abbrev": False, **options}
         parser: Any = parser_class()(**settings)
@@ -239,7 +241,7 @@ class CLI:
     def _parse(self, config: dict[str, Any], line: CommandLine) -> Any:
         tops = {action.dest.partition(".")[0]: None for action in self.parser._actions}
         known = [key for key in tops if key not in ("help", "print_config", "config")]
-        for stage in self.subcommands():  # one file serves every stage
+        for stage in self.subcommands():  # one file for every stage
             for name in inspect.signature(getattr(class_of(self.trainer_class), stage)).parameters:
                 if name not in known and name not in _GIVEN_BY_CLI:
                     config.pop(name, None)
@@ -272,11 +274,11 @@ class CLI:
     # Building and running
 
     def _default_objects(self) -> dict[str, Any]:
-        """Return the Trainer's defaults that no file can hold."""
+        """Return the Trainer's defaults that files cannot represent."""
         return {k: v for k, v in self.trainer_defaults.items() if k != "callbacks" and not _is_plain(v)}
 
     def _use_configured_optimizer(self) -> None:
-        """Give the task the `configure_optimizers` that the configuration describes, if it does."""
+        """Set the task's `configure_optimizers` from the configuration, if it defines one."""
         if not self.auto_configure_optimizers:
             return
         optimizer, schedule = (_ClassRecipe.of(group, self._built) for group in self.parser.automatic())
@@ -312,14 +314,14 @@ class CLI:
 
 
 class _ClassRecipe(NamedTuple):
-    """How to make an optimizer or a schedule: a class path and its arguments."""
+    """Recipe for an optimizer or a schedule: a class path and its arguments."""
 
     path: str
     arguments: dict[str, Any]
 
     @classmethod
     def of(cls, group: tuple[str, Any] | None, built: Any) -> _ClassRecipe | None:
-        """Return what a group of arguments describes; None where it names nothing."""
+        """Return the recipe of a group of arguments; None if it is empty."""
         if group is None:
             return None
         key, base = group
@@ -331,7 +333,7 @@ class _ClassRecipe(NamedTuple):
         return cls(settings["class_path"], _as_dict(settings.get("init_args")))
 
     def make(self, first: object) -> Any:
-        """Make it from what it works on: parameters, or an optimizer."""
+        """Create the object from its first argument: parameters, or an optimizer."""
         from trainwright.core.registry import import_object
 
         module, _, name = self.path.rpartition(".")
@@ -339,7 +341,7 @@ class _ClassRecipe(NamedTuple):
 
 
 class _ConfiguredOptimizers:
-    """A task's `configure_optimizers`: makes the optimizer when it is asked for, from the parameters of that moment."""
+    """`configure_optimizers` of a task, which creates the optimizer when called, from the parameters at that time."""
 
     def __init__(self, finish: Callable[..., Any], optimizer: _ClassRecipe, schedule: _ClassRecipe | None) -> None:
         self.finish, self.optimizer, self.schedule = finish, optimizer, schedule
@@ -350,7 +352,7 @@ class _ConfiguredOptimizers:
 
 
 def _as_dict(settings: object) -> dict[str, Any]:
-    """Return a namespace's own values by name; objects in it stay."""
+    """Return a namespace's own values by name; objects in it are kept."""
     if settings is None:
         return {}
     return dict(settings) if isinstance(settings, Mapping) else dict(vars(settings))

@@ -1,4 +1,4 @@
-"""Data: the order of samples, their division over ranks and workers, resuming at any place, and data modules."""
+"""Data: the order of samples, sharding over ranks and workers, resuming at any position, and data modules."""
 
 from typing import NoReturn
 

@@ -1,4 +1,4 @@
-"""Several loaders read side by side, or one after the other, as one."""
+"""Several loaders read as one, in parallel or one after the other."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ _END: Any = object()
 
 
 class CombinedLoader:
-    """Read several loaders as one; a batch is a tree of their batches, shaped like `iterables`.
-
-    Iterating over it yourself gives `(batch, batch_idx, dataloader_idx)`.
+    """Several loaders as one; a batch is a tree of their batches, with the structure of `iterables`. Iterating over it
+    yields `(batch, batch_idx, dataloader_idx)`.
 
     Modes, for members of 64 and 16 batches:
 
     - "min_size": until the shortest ends: 16 batches.
-    - "max_size": until the longest ends; the others give None from their end on: 64 batches.
-    - "max_size_cycle": until the longest ends; the others begin anew, in another order if they shuffle: 64 batches.
-    - "sequential": one member after the other, each batch as its member gives it: 80 batches.
+    - "max_size": until the longest ends; the others give None after their end: 64 batches.
+    - "max_size_cycle": until the longest ends; the others restart, in another order if they shuffle: 64 batches.
+    - "sequential": one member after the other, with the batch of that member: 80 batches.
 
     Args:
-        iterables: loaders in a list, tuple or dict, nested as you like. Lists, tuples and dicts are always structure:
-            to combine lists of batches, hand over loaders of them.
-        mode: see above.
+        iterables: loaders in a list, tuple or dict, nested arbitrarily. Lists, tuples and dicts are always structure:
+            to combine lists of batches, pass loaders of them.
+        mode: see above. Default: `"min_size"`.
 
     Raises:
         ConfigurationError: the mode is unknown, there is no member, or a member cannot be iterated over.
@@ -56,14 +55,13 @@ class CombinedLoader:
         return leaves_of(self.iterables)
 
     def __len__(self) -> int:
-        """Return the number of batches; TypeError when a member that matters has no length."""
+        """Return the number of batches; TypeError if a relevant member has no length."""
         counts = [len(member) for member in self.flattened]
         return combined_count(self.mode, counts)
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield `(batch, batch_idx, dataloader_idx)`; a step is handed the batch alone.
-
-        `dataloader_idx` is 0 but in `"sequential"` mode, where `batch_idx` counts within the member.
+        """Yield `(batch, batch_idx, dataloader_idx)`; a step gets the batch alone. `dataloader_idx` is 0 except in
+        `"sequential"` mode, where `batch_idx` counts within the member.
         """
         if self.mode != "sequential":
             return ((batch, idx, 0) for idx, batch in enumerate(self._batches()))
@@ -86,12 +84,12 @@ def _batches_of(member: Any) -> Iterator[Any]:
 
 
 class PreparedCombined(PreparedLoader):
-    """A CombinedLoader whose members are prepared each by itself; padded between ranks as a whole."""
+    """CombinedLoader with separately prepared members; padded between ranks as one loader."""
 
     raw: CombinedLoader
 
     def __init__(self, raw: CombinedLoader, members: object, options: LoaderOptions) -> None:
-        """Store; `members` is the tree of prepared loaders, none of them in lock step."""
+        """Store the arguments; `members` is the tree of prepared loaders, none of them in lock step."""
         super().__init__(raw, options)
         self._tree = members
         self._members: list[PreparedLoader] = leaves_of(members)
@@ -132,7 +130,7 @@ class PreparedCombined(PreparedLoader):
 
     def position(self, batch: int) -> dict[str, int]:
         if self.raw.mode in ("max_size_cycle", "sequential"):
-            # Ranks reach a member's end in different rounds, so the place has no meaning for another number of ranks.
+            # Ranks reach a member's end in different rounds, so the position is not valid for another number of ranks.
             return super().position(batch)
         place = {"batch": batch}
         for index, member in enumerate(self._members):
@@ -179,7 +177,7 @@ class PreparedCombined(PreparedLoader):
             if mode != "max_size_cycle":
                 over = ended[index] and member.stateful
                 begun.append((iter(()) if over else member.iterate(start_batch), 0))
-            elif count == 0:  # too short to reach this rank: it repeats its first batch, as a cycle of one would
+            elif count == 0:  # too short to reach this rank: it repeats its first batch, like a cycle of one batch
                 begun.append((_again_and_again(member.filler), 0))
             else:
                 cycle, place = divmod(start_batch, count) if count else (0, start_batch)
@@ -205,7 +203,7 @@ class PreparedCombined(PreparedLoader):
             start_batch -= here
             if member.counts is None or here < count:
                 starts.append((member, here))
-        # Opened one by one: workers of a later member do not start before its turn.
+        # Opened one by one: workers of a later member start only when it is read.
         return itertools.chain.from_iterable(member.iterate(here) for member, here in starts)
 
     def filler(self) -> Any:
@@ -215,7 +213,7 @@ class PreparedCombined(PreparedLoader):
 
 
 class _Rounds:
-    """An iterator over trees of batches; it keeps none of them."""
+    """Iterator over trees of batches, without references to them."""
 
     def __init__(
         self,
@@ -228,9 +226,8 @@ class _Rounds:
         cycles: list[int] | None = None,
         limit: int | None = None,
     ) -> None:
-        """Begin; `reopen(which, cycle)` gives a member's iterator for a further cycle, `limit` ends the rounds.
-
-        `ended` and `cycles` say for each member whether it has reached its end before, and how often.
+        """Store the arguments. `reopen(which, cycle)` returns a member's iterator for a further cycle, `limit` ends the
+        rounds. `ended` and `cycles` hold for each member whether it has reached its end before, and how often.
         """
         self._tree = tree
         self._mode = mode
@@ -277,7 +274,7 @@ def _again_and_again(make: Callable[[], Any]) -> Iterator[Any]:
 
 
 def combined_count(mode: Mode, counts: list[int]) -> int:
-    """Return how many batches members of `counts` batches make together in `mode`."""
+    """Return the number of batches of a combination in `mode`, from those of its members."""
     if mode == "min_size":
         return min(counts)
     return sum(counts) if mode == "sequential" else max(counts)
@@ -295,7 +292,7 @@ def map_leaves(fn: Callable[[Any], Any], tree: object) -> Any:
 
 
 def leaves_of(tree: object) -> list[Any]:
-    """Return what `map_leaves` would visit, in its order."""
+    """Return the leaves that `map_leaves` visits, in its order."""
     found: list[Any] = []
     map_leaves(found.append, tree)
     return found

@@ -1,4 +1,4 @@
-"""DataModule: where the data comes from, in one class that can be shared between tasks."""
+"""DataModule: the data of a run, in one class that can be shared between tasks."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.registry import import_object
 from trainwright.data.combined import leaves_of, map_leaves
 
-# The format's reader is a part of its own; it is looked up when a checkpoint is loaded, not imported here.
+# The reader of checkpoints is in another layer; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_DATA = "trainwright.checkpoint.load_task:load_data_from_checkpoint"
 
 
 class DataModule(HyperparametersMixin, DataHooks):
-    """Downloads, splits and loads the data of a run: sub-class it and hand it to `Trainer.fit(task, datamodule=...)`.
-
-    The loaders are plain `DataLoader`s with `shuffle=` as you like; they are divided over ranks for you. Every hook is
-    optional. `prepare_data` runs on one process, the others on every rank. `save_hyperparameters()` and `hparams` work
-    as on a task.
+    """Base class that downloads, splits and loads the data of a run: pass a sub-class to
+    `Trainer.fit(task, datamodule=...)`. The loaders are plain `DataLoader`s, shuffled or not; they are divided over
+    ranks automatically. Every hook is optional. `prepare_data` runs on one process, the others on every rank.
+    `save_hyperparameters()` and `hparams` work as on a task.
 
     Attributes:
-        trainer: the trainer that it is attached to; None before.
-        prepare_data_per_node: call `prepare_data` once on each node; False: once in all, on a shared file system.
+        trainer: the attached trainer; None before.
+        prepare_data_per_node: call `prepare_data` once on each node; False: once in total, on a shared file system.
     """
 
     prepare_data_per_node: bool = True
     trainer: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep of this object: JSON-able values and tensors."""
+        """Return the state of this object for checkpoints: JSON-compatible values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called on a rank whose run ends by `exception`; must not communicate."""
+        """Run on a rank whose run ends with `exception`; must not communicate."""
 
     @property
     def name(self) -> str:
-        """The name of its class."""
+        """The name of the class."""
         return type(self).__name__
 
     @classmethod
@@ -59,17 +58,19 @@ class DataModule(HyperparametersMixin, DataHooks):
         weights_only: bool | None = None,
         **overrides: Any,
     ) -> Self:
-        """Build the data module from the hyper-parameters and the state that a fit with it has saved.
+        """Build the data module from the hyper-parameters and the state in a checkpoint.
 
         Args:
             checkpoint_path: the checkpoint's folder, or its URL.
             map_location, weights_only: accepted for compatibility; there are no weights, and nothing is unpickled.
+                Default: None.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
+                Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:
             FileNotFoundError: no such checkpoint.
-            CheckpointError: it is damaged, or holds too little to call `__init__`.
+            CheckpointError: it is damaged, or lacks arguments of `__init__`.
         """
         load = import_object(_LOAD_DATA)
         return load(  # type: ignore[no-any-return]  # looked up by name; see _LOAD_DATA
@@ -87,15 +88,16 @@ class DataModule(HyperparametersMixin, DataHooks):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """Return a module of this class whose loaders read these data sets; training shuffles a map-style one.
+        """Return a module of this class whose loaders read these data sets; a map-style training set is shuffled.
 
         Args:
             train_dataset, val_dataset, test_dataset, predict_dataset: a data set, or several in a list, tuple or dict
-                (then the hook returns as many loaders, in the same shape). None: the class's own hook stays.
-            batch_size: samples in a batch of each loader.
-            num_workers: worker processes of each loader.
-            **datamodule_kwargs: for the class's `__init__`, which is also given `batch_size` and `num_workers` if it
-                names them.
+                (then the hook returns as many loaders, in the same shape). None: the class's own hook is used.
+                Default: None.
+            batch_size: samples in a batch of each loader. Default: 1.
+            num_workers: worker processes of each loader. Default: 0.
+            **datamodule_kwargs: arguments of the class's `__init__`, which also gets `batch_size` and `num_workers` if
+                it accepts them.
         """
         module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
         given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
@@ -119,18 +121,20 @@ def _loader_of(dataset: Any, *, batch_size: int, num_workers: int, shuffle: bool
 
 
 def _has_pinned_memory() -> bool:
-    """Whether loaders can pin batches for this machine's accelerator: torch 2.13 warns and does not for MPS."""
+    """Return whether loaders can pin batches for this machine's accelerator: torch 2.13 does not for MPS, with a
+    warning.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type != "mps"
 
 
 def _holds_data_sets(tree: object) -> bool:
-    """Whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
+    """Return whether a list, tuple or dict holds data sets; a list of samples is a data set itself."""
     return isinstance(tree, (list, tuple, Mapping)) and any(isinstance(leaf, Dataset) for leaf in leaves_of(tree))
 
 
 def _accepted(cls: Callable[..., Any], candidates: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `candidates` that the constructor names or swallows."""
+    """Return the `candidates` that the constructor accepts."""
     parameters = inspect.signature(cls).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(candidates)

@@ -1,8 +1,8 @@
-"""Cut a loader's batches into groups: the micro-batches of one optimizer step, with their weights.
+"""Split a loader's batches into groups: the micro-batches of one optimizer step, with their weights.
 
 A group's gradient is the mean over its real micro-batches on all ranks. Ranks average their gradients, so a real
-micro-batch weighs `world / (real micro-batches of all ranks in the group)`, and padding weighs 0. When every rank has
-equally many and all are real, the weights are left out: `1 / len(batches)` each.
+micro-batch weighs `world / (real micro-batches of all ranks in the group)`, and padding weighs 0. If all ranks have the
+same number and all are real, the weights are None: `1 / len(batches)` each.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _END: Any = object()
 
 
 def resolve_limit(limit: int | float | None, num_batches: int | None, name: str) -> int | None:
-    """Return how many batches a limit leaves of an epoch; None means no limit that is known.
+    """Return the number of batches of an epoch under a limit; None if there is no known limit.
 
     Args:
         limit: an int n: at most n batches. A float up to 1.0: that fraction of the epoch, rounded down; 1.0 is all. A
@@ -32,8 +32,8 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         name: the argument's name, for messages, such as "limit_train_batches".
 
     Raises:
-        ConfigurationError: the limit is negative or not a number; a float above 1.0 is not whole; a fraction other than
-            0.0 and 1.0 is asked of a loader without length; or a fraction above 0.0 leaves no batch.
+        ConfigurationError: the limit is negative or not a number; a float above 1.0 is not an integer; a fraction other
+            than 0.0 and 1.0 is requested of a loader without length; or a fraction above 0.0 gives less than one batch.
     """
     if limit is None:
         return num_batches
@@ -45,7 +45,9 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         return limit if num_batches is None else min(limit, num_batches)
     if limit > 1.0:
         if not limit.is_integer() and limit != float("inf"):
-            raise ConfigurationError(f"{name}={limit!r}: a fraction is at most 1.0, and a number of batches is whole.")
+            raise ConfigurationError(
+                f"{name}={limit!r}: a fraction is at most 1.0, and a number of batches is an integer."
+            )
         if num_batches is not None and limit >= num_batches:
             return num_batches
         return None if limit == float("inf") else int(limit)
@@ -62,7 +64,7 @@ def resolve_limit(limit: int | float | None, num_batches: int | None, name: str)
         least = math.ceil(digits / num_batches) / digits
         raise ConfigurationError(
             f"{name}={limit!r} of {num_batches} batches is less than one. Use at least {least:g}, or a number of "
-            "batches such as 1; 0 leaves all of them out."
+            "batches such as 1; 0 skips all of them."
         )
     return found
 
@@ -78,24 +80,23 @@ def iterate_groups(
     uneven: Uneven | None = None,
     agree: Agree | None = None,
 ) -> Iterator[Group]:
-    """Return an iterator over the groups of the loader's present epoch.
-
-    `is_last` of a group is exact: from the count where it is known, else by fetching one batch ahead. The iterator
-    keeps no batch alive once the next group is asked for.
+    """Return an iterator over the groups of the loader's current epoch. `is_last` of a group is exact: from the count
+    if it is known, else by fetching one batch ahead. The iterator keeps no batch alive after the next group is
+    requested.
 
     Args:
         loader: prepared, its epoch set; in lock step if there are several ranks.
-        accumulate: micro-batches of one rank in a group; the last group may be short.
-        limit: at most so many batches of this epoch, counted from its start; None: all.
-        start_batch: this rank's first batch in this epoch.
-        rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared.
+        accumulate: micro-batches of one rank in a group; the last group may be short. Default: 1.
+        limit: maximal number of batches of this epoch, counted from its start; None: all. Default: None.
+        start_batch: this rank's first batch in this epoch. Default: 0.
+        rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared. Default: None.
 
     When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`.
     Otherwise nothing is communicated.
 
     Raises:
-        ConfigurationError: `accumulate` is less than 1; the loader is empty; it ends before the length that it says
-            while other ranks go on; ranks are uneven where the policy forbids it; or they cannot agree.
+        ConfigurationError: `accumulate` is less than 1; the loader is empty; it ends before its declared length while
+            other ranks continue; ranks are uneven where the policy forbids it; or they cannot agree.
     """
     if accumulate < 1:
         raise ConfigurationError(f"accumulate={accumulate} is not at least 1.")
@@ -115,13 +116,13 @@ def iterate_groups(
 
 
 def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
-    """Groups of a loader whose number of rounds is known."""
+    """Yield the groups of a loader whose number of rounds is known."""
     if start_batch >= rounds:
         return
     batches = loader.iterate(start_batch)
     first = start_batch
     if accumulate == 1:
-        # All rounds but the epoch's last are alike, so that nothing is computed for them.
+        # All rounds but the epoch's last are equal, so that nothing is computed for them.
         plain = min(rounds, loader.num_full_rounds) - 1
         samples = loader.samples_in_round(first)
         draw = batches.__next__
@@ -156,7 +157,7 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
 
 
 def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None:
-    """Let a loader that keeps its own place reach the end of its data, at which many begin anew."""
+    """Let a loader that keeps its own position reach the end of its data, where many restart."""
     if loader.stateful and rounds == loader.num_batches:
         next(batches, None)
 
@@ -170,7 +171,7 @@ def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int,
 
 
 def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *, is_last: bool) -> Group:
-    """The group of the rounds `first <= i < stop`, by arithmetic."""
+    """Return the group of the rounds `first <= i < stop`, by arithmetic."""
     group = Group(batches, first, is_last)
     samples = [loader.samples_in_round(i) for i in range(first, stop)]
     if None not in samples:
@@ -183,7 +184,7 @@ def _group(loader: PreparedLoader, batches: list[Any], first: int, stop: int, *,
 
 
 def _weights(real: list[bool], total_real: int, world: int) -> list[float] | None:
-    """Weights of a rank's micro-batches; None when each rank has `len(real)` of them, all real."""
+    """Return the weights of a rank's micro-batches; None if each rank has `len(real)` of them, all real."""
     if total_real == len(real) * world:
         return None
     return [world / total_real if is_real else 0.0 for is_real in real]
@@ -191,14 +192,16 @@ def _weights(real: list[bool], total_real: int, world: int) -> list[float] | Non
 
 def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     options = loader.options
-    message = f"{options.title} ended after {batch} of the {rounds} batches that its length promises."
+    message = f"{options.title} ended after {batch} of the {rounds} batches of its declared length."
     if options.world > 1:
-        raise ConfigurationError(f"{message} The other ranks wait for the rest. Give it its true length, or none.")
+        raise ConfigurationError(
+            f"{message} The other ranks wait for the rest. Return the true length, or define none."
+        )
     warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
 
 def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int) -> Iterator[Group]:
-    """Groups of a loader without length, on one rank."""
+    """Yield the groups of a loader without length, on one rank."""
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
@@ -221,22 +224,21 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
 
 @dataclass(frozen=True)
 class _Agreement:
-    """How ranks that cannot count find out, once a group, how many micro-batches each of them has."""
+    """Exchange of the number of micro-batches, once per group, between ranks with loaders without length."""
 
     world: int
     uneven: Uneven
     agree: Agree
 
     def reach(self, name: str, first: int, have: int, *, has_more: bool, can_replay: bool) -> tuple[int, int, bool]:
-        """Return how many rounds the group has, how many real micro-batches over all ranks, and whether any follow.
-
-        Zero rounds: the epoch is over. Communicates, and raises on every rank alike.
+        """Return the number of rounds of the group, of real micro-batches over all ranks, and whether any follow. Zero
+        rounds: the epoch is over. Communicates, and raises the same error on every rank.
         """
         told = self.agree([have, int(has_more), int(can_replay)])
         counts = [row[0] for row in told]
         more = [bool(row[1]) for row in told]
         if first == 0 and max(counts) == 0:
-            raise ConfigurationError(f"{name} is empty: no rank was given a batch.")
+            raise ConfigurationError(f"{name} is empty: no rank got a batch.")
         if self.uneven == "stop":
             rounds = min(counts)
             return rounds, rounds * self.world, all(more)
@@ -250,14 +252,14 @@ class _Agreement:
 def _agreeing(
     loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement
 ) -> Iterator[Group]:
-    """Groups of a loader without length, on several ranks."""
+    """Yield the groups of a loader without length, on several ranks."""
     if limit is not None and start_batch >= limit:
         return
     name = loader.options.title
     batches = loader.iterate(start_batch)
     loader.hold_state()
     begun_at = loader.held_state
-    # The spare is some real batch to pad with, kept only once this rank has run out.
+    # The spare is a real batch to pad with, kept only after this rank has no more batches.
     ahead, spare = loader.take_ahead(batches)
     if spare:
         loader.keep_run_out(begun_at)

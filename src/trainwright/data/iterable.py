@@ -1,8 +1,8 @@
-"""Iterable data sets over ranks and workers: each sample goes to exactly one of them, or the loader is refused.
+"""Iterable data sets over ranks and workers: each sample goes to exactly one of them, otherwise the loader is refused.
 
 An iterable data set is copied into every loader worker of every rank, and each copy would yield everything. There are
-three ways to say how it is divided: wrap it in `ShardedIterable`, give it a method `shard(index, count)`, or divide it
-inside its own `__iter__` with `shard_info()` and say so with the attribute `is_sharded = True`.
+three ways to declare how it is divided: wrap it in `ShardedIterable`, give it a method `shard(index, count)`, or divide
+it inside its own `__iter__` with `shard_info()` and set the attribute `is_sharded = True`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from trainwright.core.errors import ConfigurationError
 
 
 class SetsEpoch(Protocol):
-    """A data set, sampler or loader that wants to be told the epoch before it is iterated over."""
+    """Data set, sampler or loader with a method that sets the epoch before an iteration."""
 
     def set_epoch(self, epoch: int, /) -> None:
-        """Turn to this epoch."""
+        """Set the epoch."""
 
 
 class StatefulIterable(Protocol):
-    """An iterable that knows where it is and can be put back there."""
+    """Iterable whose position can be saved and restored."""
 
     def __iter__(self) -> Iterator[Any]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is."""
+        """Return the position."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Go back there."""
@@ -42,21 +42,20 @@ def sets_epoch(source: object) -> TypeGuard[SetsEpoch]:
     return callable(getattr(source, "set_epoch", None))
 
 
-# (rank, world) of this process, or of the process that started this worker; set by the loader, never guessed.
+# (rank, world) of this process, or of the process that started this worker; set by the loader.
 _place: tuple[int, int] = (0, 1)
 
 
 def set_place(rank: int, world: int) -> None:
-    """Tell `shard_info` which data-parallel rank this process is, or loads data for."""
+    """Set the data-parallel rank of this process, or of the process it loads data for, for `shard_info`."""
     global _place
     _place = (rank, world)
 
 
 def shard_info() -> tuple[int, int]:
-    """Return `(index, count)`: which shard this process is to yield, of how many, over ranks times loader workers.
-
-    Ask it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside a worker process the count
-    is the number of data-parallel ranks. Communicates nothing.
+    """Return `(index, count)`: the shard that this process yields, and their number, over ranks times loader workers.
+    Call it inside the `__iter__` of a data set whose attribute `is_sharded` is True. Outside a worker process the count
+    is the number of data-parallel ranks. Not collective.
     """
     return _shard_of(*_place)
 
@@ -69,7 +68,7 @@ def _shard_of(rank: int, world: int) -> tuple[int, int]:
 
 
 class WorkerPlace:
-    """A `worker_init_fn` that tells a worker process its rank and then calls the user's own; can be pickled."""
+    """Picklable `worker_init_fn` that sets the rank in a worker process and then calls the user's own function."""
 
     def __init__(self, rank: int, world: int, then: Callable[[int], object] | None) -> None:
         self.rank = rank
@@ -83,18 +82,17 @@ class WorkerPlace:
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """Divide any iterable data set over ranks and loader workers, in blocks of one batch.
-
-    Each process iterates over the whole data set and keeps its own blocks: block b of `block` consecutive samples goes
-    to rank b mod world, and there to worker (b div world) mod workers. So a rank's batches are those of one process
-    without workers, micro-batch m going to rank m mod world, and in the same order. Reading (not decoding or collating)
-    is repeated by every process: a data set that can open its own part should have `shard(index, count)` instead.
+    """Any iterable data set, divided over ranks and loader workers in blocks of one batch. Each process iterates over
+    the complete data set and keeps its own blocks: block b of `block` consecutive samples goes to rank b mod world, and
+    there to worker (b div world) mod workers. So a rank's batches are those of one process without workers, micro-batch
+    m going to rank m mod world, and in the same order. Reading (not decoding or collating) is repeated in every
+    process: a data set that can open its own part should have `shard(index, count)` instead.
 
     Args:
-        dataset: yields samples in the same order in every process. Its `set_epoch(epoch)`, if there is one, is called
-            before each epoch, also inside workers that outlive an epoch. Its length, if there is one, is that of the
-            whole data set.
-        block: samples in a block; None: the loader's batch size (1 when the loader does not batch).
+        dataset: yields samples in the same order in every process. Its `set_epoch(epoch)`, if it exists, is called
+            before each epoch, also inside persistent workers. Its length, if it exists, is that of the complete data
+            set.
+        block: samples in a block; None: the loader's batch size (1 if the loader does not batch). Default: None.
 
     Raises:
         ConfigurationError: `block` is less than 1.
@@ -110,7 +108,7 @@ class ShardedIterable(IterableDataset[Any]):
         self._epoch = _shared_number()
 
     def placed(self, rank: int, world: int, *, block: int) -> ShardedIterable:
-        """Return a copy for one of `world` ranks; `block` counts unless the user has chosen one."""
+        """Return a copy for one of `world` ranks; `block` is used unless the user has set one."""
         kind = _KeptShard if keeps_state(self.dataset) else ShardedIterable
         placed = kind(self.dataset, block=self.block or block)
         placed.rank, placed.world = rank, world
@@ -126,28 +124,28 @@ class ShardedIterable(IterableDataset[Any]):
         return self._mine(iter(self.dataset), 0)
 
     def _mine(self, samples: Iterator[Any], first: int) -> Iterator[Any]:
-        """The samples of this process among `samples`, of which the first has the number `first`."""
+        """Yield the samples of this process among `samples`, whose first has the number `first`."""
         worker = get_worker_info()
         worker_id, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
         mine = worker_id * self.world + self.rank
         return _blocks(samples, self.block or 1, mine, workers * self.world, first)
 
     def __len__(self) -> int:
-        """Return the length of the whole data set; TypeError when it has none."""
+        """Return the length of the complete data set; TypeError if it has none."""
         if not isinstance(self.dataset, Sized):
             raise TypeError(f"{type(self.dataset).__name__} has no length.")
         return len(self.dataset)
 
 
 def _shared_number() -> torch.Tensor:
-    """Return a 0-dim int64 zero in shared memory, so that workers which live on hear of a new epoch."""
+    """Return a 0-dim int64 zero in shared memory, so that persistent workers see a new epoch."""
     number = torch.zeros((), dtype=torch.int64)
     number.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation for it
     return number
 
 
 class _KeptShard(ShardedIterable):
-    """A `ShardedIterable` whose data set has a state: its own holds how far it has read, too."""
+    """`ShardedIterable` whose data set has a state: its own state also counts the samples read."""
 
     dataset: StatefulIterable
 
@@ -185,7 +183,7 @@ def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: in
 
 
 class ByShardMethod(IterableDataset[Any]):
-    """An iterable data set whose `shard(index, count)` opens its own part, asked in the process that iterates."""
+    """Iterable data set whose `shard(index, count)` opens its own part, called in the iterating process."""
 
     def __init__(self, dataset: Any, rank: int, world: int) -> None:
         self.dataset = dataset
@@ -204,7 +202,7 @@ class ByShardMethod(IterableDataset[Any]):
 
 
 class _KeptPart(ByShardMethod):
-    """A `ByShardMethod` whose data set has a state."""
+    """`ByShardMethod` whose data set has a state."""
 
     def state_dict(self) -> Any:
         return self.dataset.state_dict()
@@ -214,10 +212,9 @@ class _KeptPart(ByShardMethod):
 
 
 class KeptStream(IterableDataset[Any]):
-    """A data set with a state, in a loader worker, whose end is part of its state.
-
-    torchdata (0.11) asks a worker that had ended for one more batch after a resume. A data set that sets its place
-    back at its end, to be ready for the next epoch, would then begin anew and repeat samples.
+    """Data set with a state, in a loader worker, whose end is part of its state. torchdata (0.11) requests one more
+    batch after a resume from a worker that had ended. A data set that resets its position at its end, for the next
+    epoch, would then restart and repeat samples.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -242,7 +239,7 @@ class KeptStream(IterableDataset[Any]):
         return {"has_ended": self._has_ended, "dataset": self.dataset.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on, which is at once over if this one had ended."""
+        """Let the next iteration continue; it is empty if the saved one had ended."""
         self.dataset.load_state_dict(state["dataset"])
         self._has_ended = self._ends_at_once = state["has_ended"]
 
@@ -254,7 +251,7 @@ class KeptStream(IterableDataset[Any]):
         return samples if keeps_state(samples) else self._watched(samples)
 
     def __len__(self) -> int:
-        """Return the data set's length; TypeError when it has none."""
+        """Return the data set's length; TypeError if it has none."""
         return len(self.dataset)
 
     def _watched(self, samples: Iterator[Any]) -> Iterator[Any]:
@@ -270,7 +267,7 @@ def keeps_state(source: object) -> bool:
 def has_shard_method(dataset: object) -> bool:
     """Return whether `dataset` has a method `shard` that takes `index` and `count`.
 
-    Asked by name, because other libraries' `shard` takes its arguments the other way round.
+    Checked by name, because `shard` of other libraries has its arguments in the other order.
     """
     method = getattr(dataset, "shard", None)
     if not callable(method):
@@ -283,10 +280,10 @@ def has_shard_method(dataset: object) -> bool:
 
 
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
-    """Return what a loader of one rank is to iterate over instead of `dataset`, so that no sample is seen twice.
+    """Return the iterable that replaces `dataset` in the loader of one rank, so that no sample is seen twice.
 
     Raises:
-        ConfigurationError: there are several ranks or workers and nothing says how the data set is divided.
+        ConfigurationError: there are several ranks or workers and the data set does not declare how it is divided.
     """
     if isinstance(dataset, ShardedIterable):
         return dataset.placed(rank, world, block=block)
@@ -298,9 +295,9 @@ def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, 
         return dataset
     kind = type(dataset).__name__
     raise ConfigurationError(
-        f"{name}: the iterable data set {kind} would be read whole by each of {world} ranks × "
-        f"{max(1, num_workers)} loader workers, so every sample would be seen {world * max(1, num_workers)} times. Say "
-        f"how it is divided: wrap it, ShardedIterable({kind}(...)); or give it a method shard(index, count) that "
-        "returns an iterable over its part; or divide it in __iter__ with shard_info() and set is_sharded = True on "
-        "it. Or, if each process has data of its own, pass Trainer(use_distributed_sampler=False)."
+        f"{name}: the iterable data set {kind} would be read completely by each of {world} ranks × "
+        f"{max(1, num_workers)} loader workers, so every sample would be seen {world * max(1, num_workers)} times. "
+        f"Declare how it is divided: wrap it, ShardedIterable({kind}(...)); or give it a method shard(index, count) "
+        "that returns an iterable over its part; or divide it in __iter__ with shard_info() and set is_sharded = True "
+        "on it. Or, if each process has its own data, pass Trainer(use_distributed_sampler=False)."
     )

@@ -1,4 +1,4 @@
-"""Make a user's loader ready for one rank: keep it as it is, exchange only the order in which it visits the data."""
+"""Preparation of a user's loader for one rank: only the order in which it visits the data is replaced."""
 
 from __future__ import annotations
 
@@ -32,28 +32,26 @@ from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, bat
 
 
 def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
-    """Return `loader` made ready for one data-parallel rank; the user's own object is not changed.
-
-    What becomes of it:
+    """Prepare `loader` for one data-parallel rank; the user's own object is not changed.
 
     - A `DataLoader` (or a sub-class) keeps its workers, collation, pinning and type. Its default sampler is replaced:
-      shuffled by the keyed order of (seed, epoch) in training, in the data's order otherwise, dealt to the ranks
-      without repeating a sample. A sampler or batch sampler of the user's own is kept and its batches are dealt; a
-      distributed one (with `set_epoch` and `num_replicas`) is left alone.
-    - A list of batches, or anything with a length and `[index]`, is dealt by index.
-    - An iterable data set, or an iterable of batches, must say how it is divided (see `trainwright.data.iterable`) as
-      soon as there are several ranks or loader workers.
-    - A `CombinedLoader`, or a list or dict of DataLoaders, has each of its members prepared so.
+      shuffled by the keyed order of (seed, epoch) in training, in the order of the data otherwise, divided over the
+          ranks without repeating a sample. A user's own sampler or batch sampler is kept and its batches are divided; a
+          distributed one (with `set_epoch` and `num_replicas`) is not changed.
+    - A list of batches, or anything with a length and `[index]`, is divided by index. - An iterable data set, or an
+      iterable of batches, must declare how it is divided (see `trainwright.data.iterable`) if there are several ranks
+      or loader workers. - Each member of a `CombinedLoader`, or of a list or dict of DataLoaders, is prepared in this
+      way.
 
     Args:
         loader: the user's loader.
-        options: of which stage and rank it is, and how data is dealt.
+        options: stage, rank, and how data is divided.
 
     Every rank must call it: like `set_epoch` it may communicate through `agree`.
 
     Raises:
-        ConfigurationError: the loader is empty, or an iterable does not say how it is divided, or ranks are uneven and
-            the policy is "error"; or `per_sample_rng` is asked of an iterable.
+        ConfigurationError: the loader is empty, or an iterable does not declare how it is divided, or ranks are uneven
+            and the policy is "error"; or `per_sample_rng` is used with an iterable.
     """
     prepared = _prepare(loader, options)
     prepared.count_batches()
@@ -62,11 +60,11 @@ def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
 
 def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
     if isinstance(loader, PreparedLoader):
-        raise ConfigurationError(f"{options.title} is prepared already; hand over the loader itself, `.raw`.")
+        raise ConfigurationError(f"{options.title} is already prepared; pass the loader itself, `.raw`.")
     if isinstance(loader, (list, tuple, Mapping)) and holds_loaders(loader):
         loader = CombinedLoader(loader, "max_size_cycle" if options.stage == "train" else "sequential")
     if isinstance(loader, CombinedLoader):
-        # Each member yields this rank's own batches; the combination is padded as a whole.
+        # Each member yields this rank's own batches; the combination is padded as one loader.
         of_member = replace(options, lockstep=False)
         return PreparedCombined(loader, map_leaves(lambda m: _prepare(m, of_member), loader.iterables), options)
     if isinstance(loader, DataLoader):
@@ -75,9 +73,9 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
         return PreparedDataLoader(loader, options)
     if isinstance(loader, Dataset):
         warnings.warn(
-            f"{options.title}: a {type(loader).__name__} is a data set and no loader: each of its samples is taken as "
-            "a batch, in their order. Write DataLoader(data, batch_size=…, shuffle=…), or batch_size=None if it holds "
-            "batches.",
+            f"{options.title}: a {type(loader).__name__} is a data set, not a loader: each of its samples is used as "
+            "a batch, in their order. Write DataLoader(data, batch_size=…, shuffle=…), or batch_size=None if it "
+            "holds batches.",
             TrainwrightWarning,
             stacklevel=2,
         )
@@ -85,8 +83,8 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
         return PreparedSequence(loader, options)
     if not hasattr(loader, "__iter__") or isinstance(loader, (Mapping, str)):
         raise ConfigurationError(
-            f"{options.title}: {type(loader).__name__} is no loader. Expected a DataLoader, a list of batches, another "
-            "iterable of batches, or a CombinedLoader."
+            f"{options.title}: {type(loader).__name__} is not a loader. Expected a DataLoader, a list of batches, "
+            "another iterable of batches, or a CombinedLoader."
         )
     return PreparedIterable(loader, options)
 
@@ -118,7 +116,7 @@ class _PreparedByIndex(PreparedLoader):
 
 
 class PreparedDataLoader(_PreparedByIndex):
-    """A DataLoader over a map-style data set: the order is ours or the user's."""
+    """Prepared DataLoader over a map-style data set, which can start at any position."""
 
     def __init__(self, loader: DataLoader[Any], options: LoaderOptions) -> None:
         dealer, self._is_dealt = _dealer_for(loader, options)
@@ -127,9 +125,8 @@ class PreparedDataLoader(_PreparedByIndex):
         self._seeds = _WorkerSeeds(loader)
         if getattr(loader, "next_iter_state", None) is not None:
             raise ConfigurationError(
-                f"{options.title} was given a state by load_state_dict before it was handed over. The place in "
-                "map-style data is counted in samples and kept in checkpoints: hand over a fresh loader, and pass "
-                "ckpt_path."
+                f"{options.title} got a state by load_state_dict before it was passed to the Trainer. The position in "
+                "map-style data is counted in samples and kept in checkpoints: pass a new loader, and ckpt_path."
             )
         more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
@@ -146,7 +143,7 @@ class PreparedDataLoader(_PreparedByIndex):
     def indices(self) -> Iterator[list[int]] | None:
         if not isinstance(self._dealer, ShardedBatchSampler):
             return None
-        twin = copy.copy(self._dealer)  # the dealer itself is read by the loader, and is ahead of it
+        twin = copy.copy(self._dealer)  # the dealer itself is read ahead by the loader
         twin.seeding, twin.single = "none", False
         twin.start(0)
         return iter(twin)
@@ -169,7 +166,7 @@ class PreparedDataLoader(_PreparedByIndex):
 
 
 class PreparedSequence(_PreparedByIndex):
-    """A list of batches, or anything with a length and `[index]`, dealt by index."""
+    """List of batches, or anything with a length and `[index]`, divided by index."""
 
     def __init__(self, batches: Any, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
@@ -193,13 +190,13 @@ class PreparedSequence(_PreparedByIndex):
 
 
 class PreparedIterable(PreparedLoader):
-    """A DataLoader over an iterable data set, or any iterable of batches: divided as it says, without random access."""
+    """DataLoader over an iterable data set, or any iterable of batches: divided as declared, without random access."""
 
     def __init__(self, loader: Any, options: LoaderOptions) -> None:
         if options.per_sample_rng:
             raise ConfigurationError(
                 f"per_sample_rng=True, but {options.title} reads an iterable, whose samples have no index to derive "
-                "their randomness from. Use a map-style data set, or leave per_sample_rng out."
+                "their randomness from. Use a map-style data set, or remove per_sample_rng."
             )
         batched = isinstance(loader, DataLoader)
         dataset = loader.dataset if batched else loader
@@ -224,7 +221,7 @@ class PreparedIterable(PreparedLoader):
             init = WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn))
             more: dict[str, Any] = {}
             if self._num_workers > 0 and keeps_state(loader):
-                # A resume starts workers anew: what they draw must not hang on what they had drawn.
+                # A resume starts new workers: their random numbers must not depend on earlier ones.
                 self._turns = SeededTurns(loader.batch_size)
                 more["sampler" if loader.batch_size is None else "batch_sampler"] = self._turns
                 more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
@@ -233,8 +230,8 @@ class PreparedIterable(PreparedLoader):
         self._state_source = self._find_state(dataset)
         if batched and loader.persistent_workers and dataset is loader.dataset and hasattr(dataset, "set_epoch"):
             warnings.warn(
-                f"{options.title}: workers that outlive an epoch (persistent_workers=True) do not hear of "
-                f"{type(dataset).__name__}.set_epoch. Wrap it in ShardedIterable, or give up persistent workers.",
+                f"{options.title}: {type(dataset).__name__}.set_epoch is not called in persistent workers "
+                "(persistent_workers=True). Wrap it in ShardedIterable, or do not use persistent workers.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -257,13 +254,13 @@ class PreparedIterable(PreparedLoader):
         if self._num_workers > 1 or isinstance(self._dataset, (ShardedIterable, ByShardMethod)):
             return None
         if isinstance(self._dataset, IterableDataset) and self.options.world > 1:
-            return None  # whether its length is that of the whole or of the part, only its author knows
+            return None  # its length may be that of all data or of the part
         try:
             length = len(self._loader)
         except (TypeError, NotImplementedError):
             return None
         if self._seeds is not None:
-            # torch compares it with the number of batches fetched and would warn in the user's name.
+            # torch compares it with the number of batches fetched and would warn.
             vars(self._loader)["_IterableDataset_len_called"] = None
         return length
 
@@ -289,15 +286,17 @@ class PreparedIterable(PreparedLoader):
         if state["num_workers"] != self._num_workers:
             raise ConfigurationError(
                 f"{self.options.title}: the checkpoint holds the states of num_workers={state['num_workers']}, which "
-                f"num_workers={self._num_workers} cannot take over. Use as many workers as before, or resume from a "
+                f"num_workers={self._num_workers} cannot load. Use the same number of workers, or resume from a "
                 "checkpoint at an epoch's end."
             )
         self._state_source.load_state_dict(state["state"])
         if at_epoch_start:
-            self._begin_pass()  # the pass that has ended; the next one begins from where it leaves off
+            self._begin_pass()  # the pass that has ended; the next one begins where it ended
 
     def _arithmetic(self, dataset: object, loader: object, options: LoaderOptions) -> ShardedBatchSampler | None:
-        """The numbers of a `ShardedIterable` with a length; its blocks are dealt as a sampler deals micro-batches."""
+        """Return the arithmetic of a `ShardedIterable` with a length; its blocks are divided like micro-batches of a
+        sampler.
+        """
         size = self._batch_size or 1
         if not isinstance(dataset, ShardedIterable) or dataset.block != size or not isinstance(dataset.dataset, Sized):
             return None
@@ -307,16 +306,17 @@ class PreparedIterable(PreparedLoader):
         )
 
     def _find_state(self, dataset: object) -> Any:
-        """The object whose state is the place in the data: the loader's copy, or a data set read in this process."""
+        """Return the object whose state is the position in the data: the loader's copy, or a data set read in this
+        process.
+        """
         if keeps_state(self._loader):
             return self._loader
         return dataset if self._num_workers == 0 and keeps_state(dataset) else None
 
 
 class _WorkerSeeds:
-    """Seeds a loader's workers by (seed, epoch, rank), so that beginning an epoch draws nothing from global generators.
-
-    A resumed run would otherwise draw once more than the uninterrupted one. A generator of the user's own is kept.
+    """Seeds of a loader's workers from (seed, epoch, rank), so that starting an epoch does not draw from global
+    generators. A resumed run would otherwise draw once more than the uninterrupted one. A user's own generator is kept.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
@@ -330,7 +330,7 @@ class _WorkerSeeds:
 
 
 def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer, bool]:
-    """Return what replaces the loader's sampler, and whether it deals the data to all ranks."""
+    """Return the replacement of the loader's sampler, and whether it divides the data over all ranks."""
     batched = loader.batch_sampler is not None
     seeding: Seeding = "batch" if loader.num_workers > 0 else "none"
     if options.per_sample_rng:
@@ -359,7 +359,7 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
 
 
 def _has_default_sampler(loader: DataLoader[Any]) -> bool:
-    """Whether the sampler is what DataLoader makes by itself from `shuffle=`."""
+    """Return whether the sampler is the default one of DataLoader for `shuffle=`."""
     if loader.batch_sampler is not None and (
         loader.batch_size is None or not _is_plain(loader.batch_sampler, BatchSampler)
     ):
@@ -371,7 +371,7 @@ def _has_default_sampler(loader: DataLoader[Any]) -> bool:
 
 
 def _is_plain(sampler: object, kind: type) -> bool:
-    """Whether a sampler is torch's own, or what torchdata's StatefulDataLoader has in its place."""
+    """Return whether a sampler is torch's own, or its replacement in torchdata's StatefulDataLoader."""
     own, name = type(sampler), (type(sampler).__module__, type(sampler).__name__)
     return own is kind or name == ("torchdata.stateful_dataloader.sampler", kind.__name__)
 
@@ -393,26 +393,25 @@ def _shuffles(loader: DataLoader[Any], options: LoaderOptions) -> bool:
 
 
 def _is_distributed(loader: DataLoader[Any]) -> bool:
-    """Whether the user's sampler divides the data over ranks by itself, as torch's DistributedSampler does."""
+    """Return whether the user's sampler divides the data over ranks itself, as torch's DistributedSampler does."""
     parts = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
     return any(hasattr(part, "num_replicas") and sets_epoch(part) for part in parts)
 
 
 def _with(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
-    """Return a shallow copy with other attributes; the constructor is not called, so any sub-class will do."""
+    """Return a shallow copy with other attributes; the constructor is not called, so any sub-class works."""
     twin = copy.copy(loader)
     # DataLoader forbids setting some of these once it is built, because an iterator may be using them: not here.
     vars(twin).update(attributes, _iterator=None)
     if hasattr(twin, "_initial_iter_for_state_dict"):
-        # StatefulDataLoader was asked for its state before; the iterator that it made for that is the user's.
+        # StatefulDataLoader has created an iterator for its state before; it belongs to the user.
         vars(twin)["_initial_iter_for_state_dict"] = False
     return twin
 
 
 def holds_loaders(tree: object) -> bool:
-    """Tell a list, tuple or dict of loaders from one of batches; its first entry decides.
-
-    Only a DataLoader or CombinedLoader counts as a loader: an iterable of another kind may as well be a batch.
+    """Return whether a list, tuple or dict holds loaders rather than batches, by its first entry. Only a DataLoader or
+    CombinedLoader counts as a loader: any other iterable may be a batch.
     """
     while isinstance(tree, (list, tuple, Mapping)) and tree:
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))

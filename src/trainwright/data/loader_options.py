@@ -1,4 +1,4 @@
-"""What preparing a loader depends on besides the loader."""
+"""Options for preparing a loader."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ LOADER_METHODS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How loaders are made ready for one data-parallel rank.
+    """Options for preparing loaders for one data-parallel rank.
 
     Args:
         stage: `"train"` (default), `"validate"`, `"test"` or `"predict"`. Evaluation is never shuffled, unless the
-            user's own loader shuffles and there is one rank.
+            user's own loader shuffles and there is one rank. Default: `"train"`.
         rank: this rank on the data axis. Default: 0.
         world: number of data-parallel ranks. Default: 1.
-        seed: of the order; the same on every rank. A `generator` of the user's DataLoader keeps seeding its workers
-            but does not change the order. Default: 0.
-        use_distributed_sampler: False: each rank's loader is its own affair and nothing is dealt. Default: True.
-        uneven: what to do when ranks hold different numbers of batches; see `trainwright.data.prepared`. Default:
+        seed: seed of the order; the same on every rank. A `generator` of the user's DataLoader keeps seeding its
+            workers but does not change the order. Default: 0.
+        use_distributed_sampler: False: each rank's loader is independent and data is not divided. Default: True.
+        uneven: policy for ranks with different numbers of batches; see `trainwright.data.prepared`. Default:
             `"pad"`.
-        lockstep: all ranks do the same number of rounds; None (default): in training, and elsewhere as
-            `lockstep_evaluation` says.
-        lockstep_evaluation: every forward communicates, so that evaluations go in lock step too. Default: False.
+        lockstep: all ranks do the same number of rounds; None (default): in training, and in evaluation with
+            `lockstep_evaluation`. Default: None.
+        lockstep_evaluation: every forward is collective, so that evaluations run in lock step too. Default: False.
         agree: gathers a short list of integers from every rank, in rank order, over the host. None (default) with
-            several ranks: the caller vouches that loaders which are not dealt have the same number of batches
-            everywhere.
-        shuffle: overrides whether a default sampler shuffles; None (default): as the loader says.
-        per_sample_rng: what `random`, numpy's global generator and torch's CPU generator give while a sample is fetched
-            depends on (seed, epoch, the sample's index) alone, and while a batch is collated on its first sample; this
-            process's generators are left alone. Costs some 20 µs a sample. For data with indices only. Default: False.
-        workers: takes the loaders' workers, which outlive the signals of a run's end; the caller ends them by `close`.
-        name: of the loader, for messages; None (default): that of the stage's hook.
+            several ranks: the caller guarantees that undivided loaders have the same number of batches on every rank.
+            Default: None.
+        shuffle: overrides whether a default sampler shuffles; None (default): as in the loader. Default: None.
+        per_sample_rng: the values of `random`, numpy's global generator and torch's CPU generator while a sample is
+            fetched depend on (seed, epoch, the sample's index) alone, and while a batch is collated on its first
+            sample; this process's generators are not changed. Costs about 20 µs per sample. For data with indices only.
+            Default: False.
+        workers: registry of the loaders' workers, which ignore the signals that end a run; the caller ends them with
+            `close`. Default: None.
+        name: name of the loader, for messages; None (default): that of the stage's hook. Default: None.
 
     Raises:
-        ConfigurationError: a stage, policy or rank that there is not.
+        ConfigurationError: an unknown stage, policy or rank.
     """
 
     stage: Stage = "train"
@@ -76,14 +78,14 @@ class LoaderOptions:
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether all ranks do the same number of rounds."""
+        """True if all ranks do the same number of rounds."""
         if self.lockstep is not None:
             return self.lockstep
         return self.stage == "train" or self.lockstep_evaluation
 
     @property
     def title(self) -> str:
-        """What messages call the loader."""
+        """The loader's name in messages."""
         return self.name or LOADER_METHODS[self.stage]
 
     def evaluating(self, stage: Stage) -> LoaderOptions:
@@ -91,5 +93,5 @@ class LoaderOptions:
         return replace(self, stage=stage, uneven="pad")
 
     def worker_start(self, own: Callable[[int], None] | None) -> Callable[[int], None] | None:
-        """Return what a worker does first, with the user's own function."""
+        """Return the function that a worker calls first, which calls the user's own function."""
         return WorkerStart(own) if self.workers is not None else own

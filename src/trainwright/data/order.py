@@ -1,8 +1,8 @@
-"""The order in which samples are visited, as a function that can be asked anywhere: no list is kept, no state advances.
+"""The order in which samples are visited, as a function of the position: no list is stored, and there is no state.
 
-An epoch's order is a keyed permutation of `range(n)`. Its value at any place costs the same, needs no memory that grows
-with `n`, and depends on the key alone, so a run resumes at sample 10⁹ by arithmetic and every rank and worker computes
-the same order by itself.
+An epoch's order is a keyed permutation of `range(n)`. Its value at any position has the same cost, needs no memory that
+grows with `n`, and depends on the key alone, so a run resumes at sample 10⁹ by arithmetic and every rank and worker
+computes the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MIX_A = 0xBF58476D1CE4E5B9
 _MIX_B = 0x94D049BB133111EB
 _NUM_ROUNDS = 6
 _MIN_HALF_BITS = 3
-# Words enciphered at once: six such buffers fit a core's second-level cache, which is what makes numpy fast here.
+# Words enciphered at once: six such buffers fit into a core's second-level cache, which makes numpy fast here.
 _BLOCK = 8192
 
 
@@ -43,16 +43,15 @@ def epoch_key(seed: int, epoch: int) -> int:
     """Return the 64-bit key of an epoch's order: `mix64(mix64(seed + γ) + (epoch + 1)·γ)`, γ = 0x9E3779B97F4A7C15.
 
     Args:
-        seed: any integer; equal modulo 2⁶⁴ is equal.
+        seed: any integer, taken modulo 2⁶⁴.
         epoch: 0-based.
     """
     return derive_key(mix64(seed + _GAMMA), epoch)
 
 
 class KeyedPermutation:
-    """A pseudo-random permutation of `range(n)` that is computed, not stored.
-
-    The cipher, fixed for ever (a checkpoint's place in the data means nothing without it):
+    """Pseudo-random permutation of `range(n)` that is computed, not stored. The cipher never changes, because the
+    position in the data of checkpoints depends on it:
 
     - Domain: words of 2h bits, h the least integer ≥ 3 with 2^(2h) ≥ n. A word is (left, right), h bits each, left
       high.
@@ -60,14 +59,13 @@ class KeyedPermutation:
       Round i of 0..5 has the odd multiplier a = w(2i) | 1 and the offset b = w(2i + 1).
     - Round: (left, right) → (right, left ⊕ F(right)), where, modulo 2⁶⁴, F(x) is: y = x·a + b; y = y ⊕ (y >> 32);
       y = y·0xBF58476D1CE4E5B9; the top h bits of y.
-    - Six rounds, no swap undone at the end. A result ≥ n is enciphered again until it is < n ("cycle walking": Black
-      and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002); a Feistel network is a bijection of its domain
-      (Luby and Rackoff 1988), so the walk ends and is a bijection of `range(n)`.
-
-    It is meant for shuffling, not for secrecy.
+    - Six rounds, without undoing the last swap. A result ≥ n is enciphered again until it is < n ("cycle walking":
+      Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002); a Feistel network is a bijection of its
+      domain (Luby and Rackoff 1988), so the walk ends and is a bijection of `range(n)`. It is for shuffling, not for
+      encryption.
 
     Args:
-        n: how many items there are; 0 to 2⁶².
+        n: number of items; 0 to 2⁶².
         key: any integer, taken modulo 2⁶⁴; see `epoch_key`.
 
     Raises:
@@ -89,13 +87,13 @@ class KeyedPermutation:
         return self.n
 
     def __getitem__(self, place: int) -> int:
-        """Return the item at `place`; raises IndexError outside [0, n)."""
+        """Return the item at `place`; raise IndexError outside [0, n)."""
         if not 0 <= place < self.n:
             raise IndexError(f"place {place} is not in [0, {self.n}).")
         return int(self.take([place])[0])
 
     def slice(self, start: int, stop: int) -> Indices:
-        """Return the items at the places `start <= i < stop`, shape (stop - start,), int64; both ends are clipped."""
+        """Return the items at positions `start <= i < stop`, shape (stop - start,), int64; both ends are clipped."""
         start, stop = max(0, start), min(stop, self.n)
         return self.take(np.arange(start, max(start, stop), dtype=np.uint64))
 
@@ -107,7 +105,7 @@ class KeyedPermutation:
         for first in range(0, flat.size, _BLOCK):
             block = flat[first : first + _BLOCK]
             block[:] = self._encipher(block)
-        # All that must walk on do so together: block by block, most of the time would go into ever shorter remainders.
+        # All words that must walk on do so together: block by block, most time would be spent on short remainders.
         outside = np.flatnonzero(flat >= limit)
         while outside.size:
             for first in range(0, outside.size, _BLOCK):
@@ -137,7 +135,7 @@ class KeyedPermutation:
 
 
 class SequentialOrder:
-    """The order 0, 1, …, n - 1, with the interface of `ShuffledOrder`."""
+    """Order 0, 1, …, n - 1, with the interface of `ShuffledOrder`."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -153,7 +151,7 @@ class SequentialOrder:
 
 
 class ShuffledOrder(KeyedPermutation):
-    """The shuffled order of one epoch: `KeyedPermutation(n, epoch_key(seed, epoch))`."""
+    """Shuffled order of one epoch: `KeyedPermutation(n, epoch_key(seed, epoch))`."""
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         super().__init__(n, epoch_key(seed, epoch))

@@ -1,8 +1,7 @@
-"""Gather unequal numbers of rows from several ranks exactly: pad to the longest, gather, cut the padding off.
-
-Evaluation deals micro-batch m to rank m mod world and repeats no sample, so ranks end up with unequal numbers of
-results. Collectives want equal shapes: each rank pads what it has, with a mask that says what is real, and everybody
-cuts the padding off after the gather. Pure functions on tensors; the collective itself is the strategy's.
+"""Gather unequal numbers of rows from several ranks exactly: pad to the longest, gather, remove the padding. Evaluation
+assigns micro-batch m to rank m mod world and repeats no sample, so that ranks have unequal numbers of results.
+Collectives need equal shapes: each rank pads its rows, with a mask of the real ones, and every rank removes the padding
+after the gather. Pure functions on tensors; the collective itself is the strategy's.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ def pad_to(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
 
     Args:
         tensor: shape (n, ...), n ≤ length, any dtype and device.
-        length: rows wanted.
+        length: number of rows of the result.
 
     Returns:
-        The padded tensor, shape (length, ...), the tensor itself when n = length; and the mask, shape (length,), bool,
+        The padded tensor, shape (length, ...), the tensor itself if n = length; and the mask, shape (length,), bool,
         on the same device. Does not wait for the device.
 
     Raises:
@@ -40,7 +39,7 @@ def pad_to(tensor: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 def trim(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """Return the real rows of what every rank padded, rank after rank.
+    """Return the real rows of the ranks' padded tensors, rank after rank.
 
     Args:
         gathered: one tensor per rank, each of shape (length, ...); or these stacked, shape (world, length, ...).
@@ -50,14 +49,14 @@ def trim(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int])
         Shape (sum(counts), ...).
 
     Raises:
-        ValueError: there are not as many tensors as counts, or a tensor has fewer rows than its count.
+        ValueError: the numbers of tensors and counts differ, or a tensor has fewer rows than its count.
     """
     _check(gathered, counts)
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
 
 def interleave(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the real rows of what every rank padded, in the order of one process: round by round, rank by rank.
+    """Return the real rows of the ranks' padded tensors, in the order of one process: round by round, rank by rank.
 
     Args:
         gathered: one tensor per rank, each of shape (length, ...), its rounds one after the other and padding last; or
@@ -68,7 +67,7 @@ def interleave(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence
         Shape (sum of all counts, ...).
 
     Raises:
-        ValueError: there are not as many tensors as counts, or a tensor has fewer rows than its counts.
+        ValueError: the numbers of tensors and counts differ, or a tensor has fewer rows than its counts.
     """
     _check(gathered, [sum(of_rank) for of_rank in counts])
     places = [0] * len(counts)
@@ -84,7 +83,7 @@ def interleave(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence
 
 def _check(gathered: Sequence[torch.Tensor] | torch.Tensor, counts: Sequence[int]) -> None:
     if len(gathered) != len(counts) or not counts:
-        raise ValueError(f"{len(gathered)} gathered tensors do not go with {len(counts)} counts.")
+        raise ValueError(f"{len(gathered)} gathered tensors, but {len(counts)} counts.")
     for rank, count in enumerate(counts):
         if not 0 <= count <= gathered[rank].shape[0]:
             raise ValueError(f"rank {rank} gathered {gathered[rank].shape[0]} rows, fewer than its count {count}.")

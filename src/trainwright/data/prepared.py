@@ -1,13 +1,10 @@
-"""A loader made ready for one data-parallel rank: how many rounds an epoch has, which are real, where to begin.
+"""A loader prepared for one data-parallel rank: the rounds of an epoch, which of them are real, and where to start.
 
 Ranks may hold different numbers of batches. In lock step (training, and evaluation where every forward communicates)
-every rank must do as many rounds as the others, by the declared policy:
-
-- "pad": a rank that has run out replays its last real batch, with weight 0, until all are done;
-- "stop": all stop when the first has run out;
-- "error": refused, before the start where the numbers are known.
-
-Without lock step a rank simply ends when it has run out.
+every rank must do the same number of rounds, by the declared policy: - "pad": a rank without further batches replays
+its last real one, with weight 0, until all are done; - "stop": all stop when the first rank has no further batches; -
+"error": refused, before the start where the numbers are known. Without lock step a rank ends when it has no further
+batches.
 """
 
 from __future__ import annotations
@@ -31,18 +28,20 @@ _CYCLE_STRIDE = 1 << 32
 
 
 class PreparedLoader(ABC):
-    """A loader of one rank. Made by `prepare_loader`; sub-classes say how batches are come by.
+    """Loader of one rank, created by `prepare_loader`; sub-classes define how batches are obtained.
 
     Attributes:
         raw: the user's loader, unchanged.
-        options: what it was prepared with.
-        epoch: the epoch that `set_epoch` chose last.
+        options: the options of its preparation.
+        epoch: the epoch that `set_epoch` set last.
     """
 
     _is_dealt: bool = False
 
     def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
-        """Store; `dealer` deals batches to all ranks, or does the arithmetic only (see the sub-classes)."""
+        """Store the arguments; `dealer` divides batches over all ranks, or does the arithmetic only (see the
+        sub-classes).
+        """
         self.raw = raw
         self.options = options
         self.epoch = 0
@@ -58,48 +57,48 @@ class PreparedLoader(ABC):
         self._workers = Workers(options.workers)
         self._loader: Any = None
 
-    # What the loop asks
+    # For the loop
 
     @property
     def num_batches(self) -> int | None:
-        """Rounds in this epoch, the same number on every rank; None when it cannot be known before the end."""
+        """Rounds in this epoch, the same number on every rank; None if it is unknown before the end."""
         if self._counts is None:
             return None
         return self._fewest if self.options.in_lockstep and self.options.uneven == "stop" else max(self._counts)
 
     @property
     def num_full_rounds(self) -> int:
-        """Rounds, from the epoch's start, in which every rank has a batch of its own; 0 when unknown."""
+        """Rounds, from the epoch's start, in which every rank has its own batch; 0 if unknown."""
         return self._fewest
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in one micro-batch of one rank, the last one perhaps excepted; None when unknown."""
+        """Samples in one micro-batch of one rank, possibly except the last one; None if unknown."""
         return None
 
     @property
     def stateful(self) -> bool:
-        """Whether the place in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
+        """True if the position in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
         return self._state_source is not None
 
     @property
     def can_seek(self) -> bool:
-        """Whether an epoch can begin at any batch by arithmetic alone, without a state."""
+        """True if an epoch can begin at any batch by arithmetic alone, without a state."""
         return False
 
     @property
     def counts(self) -> list[int] | None:
-        """Batches of every rank in this epoch, in rank order; None when unknown."""
+        """Batches of every rank in this epoch, in rank order; None if unknown."""
         return self._counts
 
     def has_batch(self, batch: int) -> bool:
-        """Return whether this rank's batch of that round is real; False marks padding. True when not known yet."""
+        """Return whether this rank's batch of that round is real; False means padding. True if not known yet."""
         if self._counts is None:
             return self._ended_at is None or batch < self._ended_at
         return batch < self._counts[self.options.rank]
 
     def real_ranks(self, batch: int) -> int:
-        """Return how many ranks have a real batch in that round; all of them when unknown."""
+        """Return the number of ranks with a real batch in that round; all of them if unknown."""
         if self._counts is None or batch < self._fewest:
             return self.options.world
         return sum(batch < count for count in self._counts)
@@ -109,68 +108,67 @@ class PreparedLoader(ABC):
         return None
 
     def indices(self) -> Iterator[list[int]] | None:
-        """Return the data set's indices of this rank's batches from the epoch's start on, by arithmetic.
-
-        None where arithmetic does not give them.
+        """Return the data set's indices of this rank's batches from the epoch's start on, by arithmetic. None if they
+        cannot be computed.
         """
         return None
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return the place in the data after `batch` rounds of the present epoch, JSON-able, for `set_epoch`.
-
-        It holds `batch` and, where arithmetic gives it, what all ranks have consumed (`samples` or `micro_batches`), so
-        that another number of ranks goes on where these have stopped; otherwise `world`, as many as are needed again.
-        The same on every rank.
+        """Return the position in the data after `batch` rounds of the current epoch, JSON-compatible, for `set_epoch`.
+        It holds `batch` and, if it can be computed, what all ranks have consumed (`samples` or `micro_batches`), so
+        that another number of ranks can continue; otherwise `world`, the required number of ranks. The same on every
+        rank.
         """
         return {"batch": batch, "world": self.options.world}
 
     def facts(self) -> dict[str, Any]:
-        """Return what a place within an epoch depends on besides seed and epoch; empty where arithmetic has no part."""
+        """Return the values on which a position within an epoch depends besides seed and epoch; empty without
+        arithmetic.
+        """
         dealt = self._dealer is not None and self.can_seek and self._is_dealt
         return self._dealer.facts() if dealt and self._dealer is not None else {}
 
     def indices_in(self, batch: int) -> list[int | str] | None:
-        """Return the data set's indices in this rank's batch of that round of the present epoch, in order.
-
-        Empty where the batch is padding; None where the data has no indices. Of a list of batches, the batch's own.
-        Found by arithmetic, or by drawing anew from a sampler of the user's; no data is touched.
+        """Return the data set's indices in this rank's batch of that round of the current epoch, in order. Empty for
+        padding; None if the data has no indices. For a list of batches, the batch's own index. Computed by arithmetic,
+        or by drawing again from a user's sampler; no data is fetched.
         """
         return None
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Turn to an epoch (0-based) before iterating over it.
+        """Set the epoch (0-based) before iterating over it.
 
         Args:
-            epoch: passed on to the order, and to the user's sampler or data set where they have a `set_epoch`.
-            resume: what `position` returned when this epoch was left, also under another number of ranks; then
-                `iterate(resume["batch"])` is the next batch, and `num_batches` counts the rounds before it too.
+            epoch: passed on to the order, and to the user's sampler or data set if they have a `set_epoch`.
+            resume: the result of `position` when this epoch was interrupted, possibly with another number of ranks;
+                then `iterate(resume["batch"])` is the next batch, and `num_batches` counts the rounds before it too.
+                Default: None.
 
-        Every rank must call it: it communicates when each rank has a loader of its own making and `agree` was given.
+        Every rank must call it: it communicates if each rank has its own loader and `agree` was given.
 
         Raises:
-            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error"; or the place has no
-                meaning for another number of ranks.
+            ConfigurationError: no rank has a batch; or ranks are uneven and the policy is "error"; or the position is
+                not valid for another number of ranks.
         """
         options = self.options
         if resume and resume.get("world", options.world) != options.world:
             raise ConfigurationError(
-                f"{options.title} was left in the middle of an epoch by {resume['world']} ranks, whose places in it do "
-                f"not tell {options.world} ranks what is left. Resume with {resume['world']} ranks, or from a "
-                "checkpoint at an epoch's end. Map-style data in a DataLoader without a distributed sampler of your "
-                "own goes on with any number of ranks."
+                f"{options.title} was interrupted in the middle of an epoch on {resume['world']} ranks, whose "
+                f"positions are not valid for {options.world} ranks. Resume with {resume['world']} ranks, or from a "
+                "checkpoint at an epoch's end. Map-style data in a DataLoader without a distributed sampler can be "
+                "resumed on any number of ranks."
             )
         self.epoch = epoch
         self._turn_to(epoch, resume)
         self.count_batches()
 
     def iterate(self, start_batch: int = 0) -> Iterator[Any]:
-        """Return an iterator over this rank's batches of the present epoch, from round `start_batch` on.
-
-        Nothing before `start_batch` is fetched. Where nothing needs to be added, it is the loader's own iterator. It
-        communicates (`agree`, one call a round) only in evaluation in lock step over a loader without length.
+        """Return an iterator over this rank's batches of the current epoch, from round `start_batch` on. Nothing before
+        `start_batch` is fetched. Without padding it is the loader's own iterator. It communicates (`agree`, one call
+        per round) only in evaluation in lock step over a loader without length.
 
         Raises:
-            ConfigurationError: the loader can neither seek nor was given its state back; or it turns out to be empty.
+            ConfigurationError: the loader can neither seek nor had its state restored; or it is empty.
         """
         self.release_state()
         self._ended_at = None
@@ -179,7 +177,7 @@ class PreparedLoader(ABC):
             batches = self._unsized(start_batch)
             if options.in_lockstep and options.world > 1 and options.stage != "train":
                 return self._agreed(batches, start_batch)
-            return batches  # in training, iterate_groups agrees once a group
+            return batches  # in training, iterate_groups agrees once per group
         own, rounds = self._counts[options.rank], self.num_batches
         assert rounds is not None  # counts are known
         if not options.in_lockstep or own == rounds:
@@ -189,7 +187,7 @@ class PreparedLoader(ABC):
         return self._padded(start_batch, own, rounds)
 
     def cycle(self, cycle: int, start_batch: int) -> Iterator[Any]:
-        """Return an iterator over one more pass of the present epoch, in an order of its own if the loader shuffles.
+        """Return an iterator over one more pass of the current epoch, in another order if the loader shuffles.
 
         Args:
             cycle: 0 for the epoch itself.
@@ -199,40 +197,38 @@ class PreparedLoader(ABC):
             return self.iterate(start_batch)
         epoch = self.epoch
         try:
-            # Pass c of epoch e visits the data in the order of epoch e + c·2³²: a place of its own, and a function of
-            # both numbers.
+            # Pass c of epoch e visits the data in the order of epoch e + c·2³², a function of both numbers.
             self.epoch = epoch + cycle * _CYCLE_STRIDE
             self._turn_to(self.epoch, None)
             return self._open(start_batch)
         finally:
             self.epoch = epoch
 
-    # A loader that keeps its own place
+    # A loader that keeps its own position
 
     def check_resume(self, batch: int, *, has_state: bool) -> None:
-        """Check that an epoch can go on at round `batch`, before anything is fetched.
+        """Check that an epoch can continue at round `batch`, before anything is fetched.
 
         Args:
-            batch: rounds that have been done.
-            has_state: the loader will be given its own state back.
+            batch: number of completed rounds.
+            has_state: the loader's own state will be restored.
 
         Raises:
-            ConfigurationError: it can neither seek nor keeps its own place; says what to implement.
+            ConfigurationError: it can neither seek nor keeps its own position; the message says what to implement.
         """
         if not batch or self.can_seek or (self.stateful and has_state):
             return
         why = "its state is not in the checkpoint" if self.stateful else "has no state_dict and load_state_dict"
         raise ConfigurationError(
-            f"{self.options.title} cannot begin at batch {batch}: {type(self.raw).__name__} can neither seek nor be "
-            f"given its place back ({why}), and replaying would fetch again what was consumed. Resume from a "
-            "checkpoint at an epoch's end, or give it map-style data, a list, or state_dict and load_state_dict: on "
-            "the iterable itself, or on the data set inside torchdata's StatefulDataLoader."
+            f"{self.options.title} cannot begin at batch {batch}: {type(self.raw).__name__} can neither seek nor "
+            f"restore its position ({why}), and replaying would fetch consumed data again. Resume from a checkpoint at "
+            "an epoch's end, or give it map-style data, a list, or state_dict and load_state_dict: on the iterable "
+            "itself, or on the data set inside torchdata's StatefulDataLoader."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's own state as of the last batch that the loop has been given (see `stateful`).
-
-        It is this rank's own. Communicates nothing.
+        """Return the loader's own state as of the last batch that the loop has received (see `stateful`). It belongs to
+        this rank. Not collective.
 
         Raises:
             ConfigurationError: the loader keeps no state.
@@ -241,12 +237,12 @@ class PreparedLoader(ABC):
         return self._held_state if self._held_state is not None else self._state_now()
 
     def load_state_dict(self, state: Mapping[str, Any], *, at_epoch_start: bool = False) -> None:
-        """Give the loader its state back; the next `iterate(start_batch)` continues there.
+        """Restore the loader's state; the next `iterate(start_batch)` continues there.
 
         Args:
-            state: what `state_dict` returned, on the same rank.
-            at_epoch_start: the epoch in which it was taken has ended: the loader is brought to where it stood, and the
-                next `iterate(0)` begins anew from there, as the uninterrupted run did.
+            state: the result of `state_dict` on the same rank.
+            at_epoch_start: the epoch in which it was taken has ended: the loader is advanced to its end, and the next
+                `iterate(0)` starts from there, as in the uninterrupted run. Default: False.
 
         Raises:
             ConfigurationError: the loader keeps no state, or not one of this kind.
@@ -260,38 +256,37 @@ class PreparedLoader(ABC):
         self._restored = True
 
     def hold_state(self) -> None:
-        """Keep the present state for `state_dict`, because the next batch is fetched before the loop asks for it.
-
-        The generators' state is kept too: what the batch draws, in this process, it must draw again after a resume.
+        """Keep the current state for `state_dict`, because the next batch is fetched before the loop requests it. The
+        generators' state is kept too: the batch must draw the same numbers in this process after a resume.
         """
         if self.stateful:
             self._held_state = {**self._state_now(), "rng": rng_state()}
 
     def release_state(self) -> None:
-        """Let `state_dict` return the present state again: nothing is fetched ahead."""
+        """Let `state_dict` return the current state again: nothing is fetched ahead."""
         self._held_state = None
 
     def freeze_state(self) -> None:
-        """Keep the present state for `state_dict` from now on, because `close` will let go of what gives it."""
+        """Keep the current state for `state_dict` from now on, because `close` releases its source."""
         if self.stateful and self._held_state is None:
             self._held_state = self._state_now()
 
     def end_pass(self) -> None:
-        """End a pass that is over or was broken off, and its workers unless they outlive passes; within seconds."""
-        if not self.stateful:  # such a loader keeps its iterator, which says where it stands
+        """End a pass that is finished or interrupted, and its workers unless they are persistent; within seconds."""
+        if not self.stateful:  # such a loader keeps its iterator, which holds the position
             self._workers.end_pass()
 
     def close(self) -> None:
-        """End the workers of passes that were left in their middle, or that outlive passes; takes seconds at most."""
+        """End the workers of interrupted passes, and persistent ones; takes seconds at most."""
         self._workers.close()
         if isinstance(self._loader, DataLoader):
             vars(self._loader)["_iterator"] = None  # it would be used again
 
     def keep_run_out(self, state: dict[str, Any] | None) -> None:
-        """Note that this rank has no batch left while others go on.
+        """Record that this rank has no batch left while others continue.
 
         Args:
-            state: one that was held before the last batches. A resumed run fetches one of them again, to pad with.
+            state: a state from before the last batches. A resumed run fetches one of them again, to pad with.
         """
         if self.stateful and state is not None:
             self._held_state = {**state, "has_run_out": True}
@@ -302,27 +297,27 @@ class PreparedLoader(ABC):
         return self._held_state
 
     def take_ahead(self, batches: Iterator[Any]) -> tuple[list[Any], list[Any]]:
-        """Fetch the first batch of an epoch, or of what is left of it, ahead of the loop.
+        """Fetch the first batch of an epoch, or of its remainder, ahead of the loop.
 
         Returns:
-            At most one batch that comes next, and at most one that is only there to pad with.
+            At most one batch that comes next, and at most one only for padding.
         """
         state, self._rng_ahead = self._rng_ahead, None
         if state is None:
             return list(itertools.islice(batches, 1)), []
-        # It had been fetched before the checkpoint's generators were saved.
+        # It was fetched before the checkpoint's generators were saved.
         with isolate_rng():
             set_rng_state(state)
             ahead = list(itertools.islice(batches, 1))
             if not self._has_run_out:
                 return ahead, []
-            for _ in batches:  # to its end, where the loader stood
+            for _ in batches:  # to its end, the saved position
                 pass
         self._has_run_out = False
         return [], ahead
 
     def _state_now(self) -> dict[str, Any]:
-        # Its own copy: what a loader returns may go on changing with it.
+        # A copy: the returned state may change with the loader.
         return {"loader": copy.deepcopy(self._own_state())}
 
     def _own_state(self) -> Any:
@@ -332,7 +327,7 @@ class PreparedLoader(ABC):
         self._state_source.load_state_dict(state)
 
     def count_batches(self) -> None:
-        """Find out how many batches every rank has in the present epoch; see `set_epoch` for when it communicates."""
+        """Determine the number of batches of every rank in the current epoch; collective as in `set_epoch`."""
         counts = self._all_counts()
         self._counts = counts
         self._fewest = min(counts) if counts else 0
@@ -349,24 +344,24 @@ class PreparedLoader(ABC):
         if options.uneven == "error" or (options.uneven == "stop" and min(counts) == 0):
             raise uneven_error(options.title, counts, options.uneven)
 
-    # What sub-classes say
+    # For sub-classes
 
     @abstractmethod
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
-        """Tell whatever depends on the epoch."""
+        """Set the epoch in everything that depends on it."""
 
     @abstractmethod
     def _count(self) -> list[int] | int | None:
-        """Return the batches of every rank, where arithmetic gives them; or this rank's own number; or None."""
+        """Return the number of batches of every rank, if it can be computed; or this rank's own number; or None."""
 
     @abstractmethod
     def _open(self, start_batch: int) -> Iterator[Any]:
         """Return the iterator over this rank's real batches from `start_batch` on."""
 
     def filler(self) -> Any:
-        """Return some batch for a rank that has none of its own to replay."""
+        """Return a batch for a rank that has none of its own to replay."""
         raise ConfigurationError(
-            f"{self.options.title}: rank {self.options.rank} has no batch at all, and nothing to pad with. Give every "
+            f"{self.options.title}: rank {self.options.rank} has no batches, and nothing to pad with. Give every "
             'rank data, or pass uneven="stop".'
         )
 
@@ -379,8 +374,8 @@ class PreparedLoader(ABC):
         options = self.options
         if options.world == 1 or options.agree is None:
             return None if counts is None else [counts] * options.world
-        # Each rank has a loader of its own making. All take part, also one without a length: a collective cannot
-        # depend on what one rank knows.
+        # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
+        # rank knows.
         told = [row[0] for row in options.agree([-1 if counts is None else counts])]
         return None if min(told) < 0 else told
 
@@ -388,12 +383,12 @@ class PreparedLoader(ABC):
         resumed = self._restored or start_batch > 0
         batches = self._open(start_batch)
         if resumed or self.options.world > 1:
-            return batches  # nothing left may be right; between ranks, `iterate_groups` finds out together
+            return batches  # an empty remainder may be right; between ranks, `iterate_groups` checks it
         first = [next(batches, _END)]
         if first[0] is _END:
             raise ConfigurationError(
-                f"{self.options.title} is empty: it gave no batch in epoch {self.epoch}. A generator gives its items "
-                "once only: pass an object whose __iter__ begins anew each time."
+                f"{self.options.title} is empty: it gave no batch in epoch {self.epoch}. A generator yields its items "
+                "only once: pass an object whose __iter__ restarts each time."
             )
         return itertools.chain(_drain(first), batches)
 
@@ -405,7 +400,7 @@ class PreparedLoader(ABC):
             yield from itertools.islice(batches, real - 1)
             last = next(batches, _END)
             if last is _END:
-                return  # shorter than it said: the loop finds out by counting
+                return  # shorter than declared: the loop detects it by counting
             yield last
         if last is _END:
             last = self.filler()
@@ -436,25 +431,27 @@ class PreparedLoader(ABC):
             yield last
 
     def _begin(self, start_batch: int) -> None:
-        """Check that the epoch can begin at `start_batch`, and use up a state that was given back."""
+        """Check that the epoch can begin at `start_batch`, and use a restored state."""
         restored, self._restored = self._restored, False
         self.check_resume(start_batch, has_state=restored)
 
     def _need_state(self) -> None:
         if not self.stateful:
-            raise ConfigurationError(f"{self.options.title} keeps no state of its own; its place is `position(batch)`.")
+            raise ConfigurationError(
+                f"{self.options.title} keeps no state of its own; its position is `position(batch)`."
+            )
 
 
 def uneven_error(name: str, counts: list[int], policy: str) -> ConfigurationError:
-    """Return the error for ranks with different numbers of batches, naming the numbers and the ways out."""
+    """Return the error for ranks with different numbers of batches, with the numbers and the possible solutions."""
     return ConfigurationError(
         f"{name}: the ranks have different numbers of batches, {counts}, which uneven={policy!r} does not allow. "
-        'Pass uneven="pad" (ranks that have run out replay a batch with weight 0), or uneven="stop" with at least one '
-        "batch on every rank, or make the number of batches divisible by the number of ranks."
+        'Pass uneven="pad" (ranks without further batches replay one with weight 0), or uneven="stop" with at least '
+        "one batch on every rank, or make the number of batches divisible by the number of ranks."
     )
 
 
 def _drain(items: list[Any]) -> Iterator[Any]:
-    """Yield the items without keeping them."""
+    """Yield the items without keeping references."""
     while items:
         yield items.pop(0)

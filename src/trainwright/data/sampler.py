@@ -1,11 +1,11 @@
-"""Which rank takes which micro-batch, and where to begin: arithmetic on the place in the epoch, never a replay.
+"""Assignment of micro-batches to ranks, and resuming: arithmetic on the position in the epoch, without replay.
 
-Micro-batch m of an epoch goes to rank m mod world. So `world` ranks that accumulate once see, step by step, what one
-rank that accumulates `world` times sees, no sample is visited twice, and the last micro-batch may be short.
+Micro-batch m of an epoch goes to rank m mod world. So `world` ranks without accumulation see in each step what one rank
+with `world` accumulation steps sees, no sample is visited twice, and the last micro-batch may be short.
 
-A *round* is what all ranks take together: round i is the i-th batch of every rank, counted from the epoch's start.
-A resumed epoch has an *anchor*: the round, and the place in the data, where this process group took over. The rounds
-before it belong to whoever ran them, perhaps with another world size; the samples behind it are dealt anew.
+A *round* is one batch of every rank: round i is the i-th batch of every rank, counted from the epoch's start. A resumed
+epoch has an *anchor*: the round, and the position in the data, at which this process group resumed. The rounds before
+it belong to earlier processes, possibly with another world size; the samples after it are divided again.
 """
 
 from __future__ import annotations
@@ -35,16 +35,15 @@ from trainwright.data.seeding import (
 )
 
 _END: Any = object()
-# Indices computed at once by a running sampler: enough to amortise numpy, few enough that a resume starts at once.
+# Indices computed at once by a running sampler: enough to amortise numpy, few enough for a fast resume.
 _CHUNK = 8192
 
-# What the indices bring along: no seed; one for a worker's whole batch; one for each sample, fetched in a worker or in
-# this process.
+# Seeds sent with the indices: none; one per batch of a worker; one per sample, fetched in a worker or in this process.
 Seeding = Literal["none", "batch", "sample in worker", "sample here"]
 
 
 class Dealer(Sampler[Any], ABC):
-    """What the two samplers share: dealing micro-batches to ranks, and the arithmetic of rounds."""
+    """Base class of the samplers: assignment of micro-batches to ranks, and the arithmetic of rounds."""
 
     batch_size: int | None = None
 
@@ -55,7 +54,7 @@ class Dealer(Sampler[Any], ABC):
         self.world = world
         self.seed = seed
         self.seeding: Seeding = seeding
-        # Tells apart the batch seeds of ranks whose loaders are not dealt: each of them has a micro-batch 0.
+        # Separates the batch seeds of ranks with independent loaders: each of them has a micro-batch 0.
         self.stream = 0
         self.epoch = 0
         self._anchor_round = 0
@@ -64,32 +63,34 @@ class Dealer(Sampler[Any], ABC):
     @property
     @abstractmethod
     def micro_batches_left(self) -> int | None:
-        """Micro-batches of this epoch behind the anchor, over all ranks; None when nothing tells."""
+        """Micro-batches of this epoch after the anchor, over all ranks; None if unknown."""
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Turn to `epoch` (0-based); `resume` is what `position` gave when the epoch was left, None for its start."""
+        """Set `epoch` (0-based); `resume` is the `position` at which the epoch was interrupted, None for its start."""
         self.epoch = epoch
         self._anchor_round = int(resume["batch"]) if resume else 0
         self._start_round = self._anchor_round
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """Return what the epoch's order depends on besides its seed, JSON-able: a place means nothing in another."""
+        """Return the values on which the epoch's order depends besides its seed, JSON-compatible: a position is valid
+        only with the same ones.
+        """
 
     def start(self, batch: int) -> None:
         """Let the next iteration begin at this rank's batch `batch` of the epoch (a round), by arithmetic.
 
         Raises:
-            ConfigurationError: the round lies before the anchor that `set_epoch` was given.
+            ConfigurationError: the round is before the anchor of `set_epoch`.
         """
         if batch < self._anchor_round:
             raise ConfigurationError(
-                f"start batch {batch} lies before batch {self._anchor_round}, where this epoch was resumed."
+                f"start batch {batch} is before batch {self._anchor_round}, where this epoch was resumed."
             )
         self._start_round = batch
 
     def counts(self) -> list[int] | None:
-        """Return how many batches each rank has in this epoch, rounds before the anchor included; None when unknown."""
+        """Return the number of batches of each rank in this epoch, with rounds before the anchor; None if unknown."""
         left = self.micro_batches_left
         if left is None:
             return None
@@ -97,34 +98,35 @@ class Dealer(Sampler[Any], ABC):
 
     @property
     def num_rounds(self) -> int | None:
-        """The most batches that any rank has in this epoch; None when unknown."""
+        """The maximal number of batches of a rank in this epoch; None if unknown."""
         left = self.micro_batches_left
         return None if left is None else self._anchor_round + -(-left // self.world)
 
     def has_batch(self, round_index: int) -> bool:
-        """Return whether this rank has a batch of its own in the round; True when the number is unknown."""
+        """Return whether this rank has its own batch in the round; True if the number is unknown."""
         left = self.micro_batches_left
         return left is None or self._first_micro_batch(round_index) + self.rank < left
 
     def real_ranks(self, round_index: int) -> int:
-        """Return how many ranks have a batch of their own in the round; all of them when the number is unknown."""
+        """Return the number of ranks with their own batch in the round; all of them if the number is unknown."""
         left = self.micro_batches_left
         if left is None:
             return self.world
         return min(self.world, max(0, left - self._first_micro_batch(round_index)))
 
     def samples_in_round(self, round_index: int) -> int | None:
-        """Return the number of samples in the round over all ranks, or None when arithmetic does not give it."""
+        """Return the number of samples in the round over all ranks, or None if it cannot be computed."""
         return None
 
     @abstractmethod
     def position(self, batch: int) -> dict[str, int]:
-        """Return the place in the data after `batch` rounds of this epoch, JSON-able, for `set_epoch(resume=...)`."""
+        """Return the position in the data after `batch` rounds of this epoch, JSON-compatible, for
+        `set_epoch(resume=...)`.
+        """
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
-        """Return the indices in this rank's batch of a round, or None where they cannot be drawn once more.
-
-        The iteration that is going on does not notice.
+        """Return the indices in this rank's batch of a round, or None if they cannot be drawn again. A running
+        iteration is not affected.
         """
         alone = self._twin()
         alone.seeding = "none"
@@ -136,7 +138,7 @@ class Dealer(Sampler[Any], ABC):
         return copy.copy(self)
 
     def first(self) -> Any:
-        """Return the indices of the epoch's first batch, whoever's it is; there must be one."""
+        """Return the indices of the epoch's first batch, on any rank; there must be one."""
         alone = copy.copy(self)
         alone.rank, alone.world, alone.seeding = 0, 1, "none"
         Dealer.set_epoch(alone, self.epoch)
@@ -144,21 +146,21 @@ class Dealer(Sampler[Any], ABC):
         return next(iter(alone))
 
     def _rewind(self) -> None:
-        """Forget the anchor's place in the data."""
+        """Reset the anchor's position in the data."""
 
     def __len__(self) -> int:
-        """Return how many batches the next iteration gives this rank; TypeError when unknown."""
+        """Return the number of batches of the next iteration on this rank; TypeError if unknown."""
         counts = self.counts()
         if counts is None:
             raise TypeError("The number of batches is unknown.")
         return max(0, counts[self.rank] - self._start_round)
 
     def _first_micro_batch(self, round_index: int) -> int:
-        """The first micro-batch of a round, counted from the anchor."""
+        """Return the first micro-batch of a round, counted from the anchor."""
         return (round_index - self._anchor_round) * self.world
 
     def _seeded(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
-        """Give this rank's batches their seeds; `first` is the first one's micro-batch, from the epoch's start."""
+        """Yield this rank's batches with their seeds; `first`: micro-batch of the first, from the epoch's start."""
         if self.seeding == "none":
             return batches
         if self.seeding != "batch":
@@ -169,20 +171,19 @@ class Dealer(Sampler[Any], ABC):
 
 
 class ShardedBatchSampler(Dealer):
-    """Index batches of one rank, from an order that is a pure function of (seed, epoch).
-
-    Micro-batch m behind the anchor is the slice [m·batch_size, (m + 1)·batch_size) of the epoch's order; rank r takes
-    m = r, r + world, r + 2·world, … A resume begins anywhere in constant time and looks at no index before.
+    """Index batches of one rank, from an order that is a pure function of (seed, epoch). Micro-batch m after the anchor
+    is the slice [m·batch_size, (m + 1)·batch_size) of the epoch's order; rank r takes m = r, r + world, r + 2·world, …
+    A resume starts at any position in constant time, without computing earlier indices.
 
     Args:
         num_samples: samples in the data set.
         batch_size: samples in a micro-batch; the last one of the epoch may be short.
         shuffle: visit the samples in `ShuffledOrder(num_samples, seed, epoch)`, otherwise in their own order.
-        seed: of the order; the same on every rank.
-        drop_last: leave out a short last micro-batch.
+        seed: seed of the order; the same on every rank.
+        drop_last: skip a short last micro-batch. Default: False.
         rank, world: this rank and the number of data-parallel ranks.
-        single: yield bare indices instead of lists of one; asks for `batch_size=1`.
-        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
+        single: yield single indices instead of lists of one; requires `batch_size=1`. Default: False.
+        seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
 
     Raises:
         ConfigurationError: a number is out of range.
@@ -207,7 +208,7 @@ class ShardedBatchSampler(Dealer):
         if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
             raise ConfigurationError(
                 f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
-                f"{', exactly 1 for bare indices' if single else ''}."
+                f"{', exactly 1 for single indices' if single else ''}."
             )
         self.num_samples = num_samples
         self.batch_size = batch_size
@@ -222,7 +223,7 @@ class ShardedBatchSampler(Dealer):
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Turn to `epoch`; `resume` holds `batch` and `samples` (over all ranks) consumed in it so far, if any."""
+        """Set `epoch`; `resume` holds `batch` and `samples` (over all ranks) consumed in it so far, if any."""
         super().set_epoch(epoch, resume)
         consumed = resume.get("samples", int(resume["batch"]) * self.world * self.batch_size) if resume else 0
         self._anchor_sample = min(self.num_samples, int(consumed))
@@ -237,17 +238,17 @@ class ShardedBatchSampler(Dealer):
         return self._samples_before(round_index + 1) - self._samples_before(round_index)
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return `batch` itself and `samples`, those all ranks have consumed when `batch` rounds are done."""
+        """Return `batch` itself and `samples`, the number consumed by all ranks after `batch` rounds."""
         return {"batch": batch, "samples": self._samples_before(batch)}
 
     def order(self) -> SampleOrder:
-        """Return the present epoch's order."""
+        """Return the current epoch's order."""
         if self.shuffle:
             return ShuffledOrder(self.num_samples, self.seed, self.epoch)
         return SequentialOrder(self.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        # Everything is read now, not while iterating: loader workers run ahead, and set_epoch may be called meanwhile.
+        # All values are read now, not while iterating: loader workers prefetch, and set_epoch may be called meanwhile.
         first = self._first_micro_batch(self._start_round) + self.rank
         batches = self._batches(self.order(), self._anchor_sample, first, self.micro_batches_left)
         drawn: Iterator[Any] = (batch[0] for batch in batches) if self.single else batches
@@ -274,18 +275,17 @@ class ShardedBatchSampler(Dealer):
 
 
 class BatchShard(Dealer):
-    """A user's own batches of indices, kept as they are and dealt to the ranks: micro-batch m goes to rank m mod world.
-
-    Skipping draws the user's indices and drops them; no data is touched. So that every rank, and a resumed run, draws
-    the same indices, the global CPU generators are seeded by (seed, epoch) while the sampler begins (up to its first
-    batch) and restored after, generators that it holds (torch's `generator`, NumPy's, Python's) are seeded likewise,
-    and `set_epoch` is passed on to it.
+    """Unchanged batches of indices of a user's sampler, divided over the ranks: micro-batch m goes to rank m mod world.
+    Skipping draws the user's indices and discards them; no data is fetched. So that every rank, and a resumed run,
+    draws the same indices, the global CPU generators are seeded by (seed, epoch) while the sampler begins (up to its
+    first batch) and restored afterwards, generators that it holds (torch's `generator`, NumPy's, Python's) are seeded
+    likewise, and `set_epoch` is passed on to it.
 
     Args:
-        batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch is to have one.
-        rank, world: this rank and the number of data-parallel ranks. `0, 1`: every batch is this rank's own.
-        seed: of the run.
-        seeding: which seeds the indices bring along; see `trainwright.data.seeding`.
+        batch_sampler: an iterable of index batches (or of single indices); with a length if the epoch has one.
+        rank, world: this rank and the number of data-parallel ranks. `0, 1`: all batches belong to this rank.
+        seed: seed of the run. Default: 0.
+        seeding: seeds sent with the indices; see `trainwright.data.seeding`. Default: `"none"`.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class BatchShard(Dealer):
         ]
         self._others = [held for part in self._parts for held in held_generators(part)]
         self._anchor_micro_batch = 0
-        # torch's own BatchSampler says what its batches hold, unless a subclass changes it.
+        # The contents of the batches of torch's own BatchSampler are known, unless a subclass changes them.
         self._plain = batch_sampler if type(batch_sampler) is BatchSampler else None
         self.batch_size: int | None = None if self._plain is None else self._plain.batch_size
 
@@ -318,7 +318,7 @@ class BatchShard(Dealer):
             return None
 
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
-        """Turn to `epoch` and tell the user's sampler if it listens; `resume` is what `position` gave."""
+        """Set `epoch`, also in the user's sampler if it has `set_epoch`; `resume` is a result of `position`."""
         super().set_epoch(epoch, resume)
         for part in self._parts:
             if sets_epoch(part):
@@ -326,7 +326,7 @@ class BatchShard(Dealer):
         self._anchor_micro_batch = self._consumed_micro_batches(resume) if resume else 0
 
     def indices_in(self, round_index: int) -> list[int | str] | None:
-        """Return the indices in this rank's batch of a round, drawn anew; None from an iterator, which draws once."""
+        """Return the indices in this rank's batch of a round, drawn again; None for an iterator, which draws once."""
         if isinstance(self.batch_sampler, Iterator):
             return None
         before = [generator.get_state() for generator, _ in self._generators]
@@ -340,7 +340,7 @@ class BatchShard(Dealer):
                 generator.state = state
 
     def _twin(self) -> BatchShard:
-        """Return a copy with a copy of the user's sampler, which may keep its place in itself."""
+        """Return a copy with a copy of the user's sampler, which may hold a position."""
         twin = copy.copy(self)
         twin.batch_sampler = copy.copy(self.batch_sampler)
         own = getattr(twin.batch_sampler, "__dict__", {})
@@ -366,7 +366,7 @@ class BatchShard(Dealer):
         return samples
 
     def position(self, batch: int) -> dict[str, int]:
-        """Return `batch` itself and `micro_batches`, those dealt to all ranks when `batch` rounds are done."""
+        """Return `batch` itself and `micro_batches`, the number consumed by all ranks after `batch` rounds."""
         return {"batch": batch, "micro_batches": self._anchor_micro_batch + max(0, self._first_micro_batch(batch))}
 
     def __iter__(self) -> Iterator[Any]:
@@ -379,7 +379,7 @@ class BatchShard(Dealer):
         with isolate_rng():
             seed_global_generators(key)
             batches = iter(self.batch_sampler)
-            # A sampler that is a generator function draws its order when the first batch is asked for.
+            # A sampler that is a generator function draws its order when the first batch is requested.
             head = next(batches, _END)
         if head is _END:
             return iter(())
@@ -395,7 +395,7 @@ class BatchShard(Dealer):
 
 
 def _plain_index(index: object) -> int | str:
-    """Return an index in a form that JSON can hold."""
+    """Return an index in a JSON-compatible form."""
     return operator.index(index) if hasattr(index, "__index__") else str(index)
 
 

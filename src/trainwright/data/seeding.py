@@ -1,7 +1,6 @@
-"""What random augmentation depends on: seeds that travel with the indices of a batch, not with a worker's history.
-
-A loader worker is a process with generators of its own, started anew by a resume. So what it draws must not follow from
-what it drew before: the indices it is sent bring a seed along, and generators take it on when they arrive.
+"""Seeds for random augmentation, sent with the indices of a batch instead of depending on a worker's history. A loader
+worker is a process with its own generators, which a resume starts again. So its random numbers must not depend on
+earlier ones: the indices sent to it carry a seed, which is set when they arrive.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from trainwright.core.rng import isolate_rng
 from trainwright.data.order import derive_key, epoch_key
 
 _WORD = (1 << 64) - 1
-# Streams of an epoch's key, apart from the cipher's own, which takes the first words.
+# Streams of an epoch's key, besides the cipher's own, which uses the first words.
 _BATCH_STREAM = 1 << 32
 _SAMPLE_STREAM = 1 << 33
 _COLLATE_STREAM = 1 << 34
@@ -35,7 +34,7 @@ def seed_global_generators(seed: int) -> None:
 
 
 class HeldGenerator:
-    """NumPy's or Python's generator in the hands of a sampler, with one way to seed either."""
+    """NumPy's or Python's generator held by a sampler, with one way to seed either."""
 
     def __init__(self, generator: Any) -> None:
         self._own = generator
@@ -49,7 +48,7 @@ class HeldGenerator:
 
     @property
     def state(self) -> Any:
-        """Its state, as its own kind has it."""
+        """The generator's state, in its own type."""
         if isinstance(self._own, np.random.Generator):
             return self._own.bit_generator.state
         return self._own.get_state() if isinstance(self._own, np.random.RandomState) else self._own.getstate()
@@ -82,18 +81,17 @@ def sample_key(seed: int, epoch: int, stream: int = 0) -> int:
 
 
 def _arrive(value: object, seed: int) -> Any:
-    """Take the seed on in a loader worker, which unpickles what it is sent just before it fetches it."""
+    """Set the seed in a loader worker, which unpickles its input just before fetching."""
     if get_worker_info() is not None:
         seed_global_generators(seed)
     return value
 
 
 class SeededIndices(list[Any]):
-    """The indices of one batch, with the seed that a loader worker takes on when it is handed them.
-
-    A worker's random augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on
-    how many batches that worker fetched before, and not on a resume in between. Unpickling it inside a worker process
-    seeds `random`, numpy's global generator and torch's CPU generator; what the worker gets is a plain list.
+    """Indices of one batch, with the seed that is set in the loader worker that receives them. A worker's random
+    augmentation so depends on (seed, epoch, micro-batch) alone: not on the number of workers, not on how many batches
+    that worker fetched before, and not on a resume in between. Unpickling it inside a worker process seeds `random`,
+    numpy's global generator and torch's CPU generator; the worker receives a plain list.
     """
 
     def __init__(self, indices: Iterable[Any], seed: int) -> None:
@@ -105,7 +103,7 @@ class SeededIndices(list[Any]):
 
 
 class SeededIndex(int):
-    """The same for a loader that fetches single indices; see `SeededIndices`."""
+    """Single index with a seed, for a loader without batches; see `SeededIndices`."""
 
     seed: int
 
@@ -121,7 +119,7 @@ class SeededIndex(int):
 
 
 class SeededTurn:
-    """The same for a stream, whose workers are sent a turn instead of indices: None, once it has arrived."""
+    """Seed for a stream, whose workers receive a turn instead of indices: None after unpickling."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -131,9 +129,8 @@ class SeededTurn:
 
 
 def seeded(indices: object, seed: int) -> Any:
-    """Return the indices of a batch, or a single index, with the seed that a worker takes on.
-
-    Indices of another kind than a list of them or an integer are returned as they are, for they cannot carry it.
+    """Return the indices of a batch, or a single index, with the seed for the worker. Indices other than lists and
+    integers are returned unchanged, because they cannot carry a seed.
     """
     if type(indices) is list:
         return SeededIndices(indices, seed)
@@ -141,10 +138,9 @@ def seeded(indices: object, seed: int) -> Any:
 
 
 class SampleSeeds(list[Any]):
-    """The indices of one batch, each of which seeds the generators of the process when its turn comes.
-
-    So what is drawn for a sample depends on (seed, epoch, index) alone. What collation draws, once all samples have
-    been fetched, depends on (seed, epoch, the batch's first index).
+    """Indices of one batch, each of which seeds the generators of the process before its sample is fetched. So random
+    numbers for a sample depend on (seed, epoch, index) alone. Those for collation, after all samples have been fetched,
+    depend on (seed, epoch, the batch's first index).
     """
 
     def __init__(self, indices: Iterable[Any], key: int) -> None:
@@ -176,10 +172,10 @@ def sample_seed(key: int, index: Any) -> int:
 
 
 def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterator[Any]:
-    """Yield the batches of indices, or single indices, with seeds of their own for every sample.
+    """Yield the batches of indices, or single indices, with a seed for every sample.
 
     Args:
-        batches: of a sampler.
+        batches: batches of a sampler.
         key: see `sample_key`.
         here: the data is fetched in this process, right after an index is drawn; False: in workers.
     """
@@ -194,9 +190,8 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
 
 
 class OneByOne(Dataset[Any]):
-    """A map-style data set whose samples are fetched one after the other, though it could fetch several at once.
-
-    `__getitems__` is given a whole batch, in which no sample has draws of its own.
+    """Map-style data set whose samples are fetched one after the other, even if it could fetch several at once.
+    `__getitems__` receives a full batch, in which samples have no separate random numbers.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -210,7 +205,7 @@ class OneByOne(Dataset[Any]):
 
 
 class IsolatedFetches(Iterator[Any]):
-    """An iterator that leaves this process's generators as they were before each item was fetched."""
+    """Iterator that restores this process's generators after each fetched item."""
 
     def __init__(self, items: Iterator[Any]) -> None:
         self._items = items
@@ -221,7 +216,7 @@ class IsolatedFetches(Iterator[Any]):
 
 
 def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) -> Iterator[Any]:
-    """Yield `fetch(index)` for each index, fetched under the sample's own seed, leaving the generators alone."""
+    """Yield `fetch(index)` for each index, fetched under the sample's own seed, without changing the generators."""
     for index in indices:
         with isolate_rng():
             seed_global_generators(sample_seed(key, index))
@@ -231,10 +226,9 @@ def fetch_seeded(fetch: Callable[[Any], Any], indices: Iterable[Any], key: int) 
 
 
 class SeededTurns(Sampler[Any]):
-    """What a loader over a stream sends to its workers instead of indices: turns, each with a seed of its own.
-
-    It counts them and keeps the count as its state, so that a loader which restores its sampler's state goes on with
-    the seeds that would have come.
+    """Sampler of a loader over a stream, which sends turns to its workers instead of indices, each with its own seed.
+    It counts them and keeps the count as its state, so that a loader which restores its sampler's state continues with
+    the same seeds.
     """
 
     def __init__(self, batch_size: int | None) -> None:
@@ -243,16 +237,16 @@ class SeededTurns(Sampler[Any]):
         self._next = 0
 
     def turn_to(self, key: int) -> None:
-        """Begin anew with the seeds of another epoch, see `batch_key`."""
+        """Start with the seeds of another epoch, see `batch_key`."""
         self.key = key
         self._next = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many turns have been given out, and their key."""
+        """Return the number of turns so far, and their key."""
         return {"turn": self._next, "key": self.key}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on behind the turns that were given out."""
+        """Continue after the counted turns."""
         self._next, self.key = int(state["turn"]), int(state["key"])
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Loader workers: what each of them does first, and how a run ends them whatever has happened."""
+"""Loader workers: their initialization, and how a run ends them in all cases."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ import torch
 from trainwright.core.errors import ConfigurationError
 
 _SOCKET_BYTES = 107  # of a socket's path, on Linux
-_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # what Python makes in the temporary folder
-_PATIENCE_S = 2.0  # for workers to finish the sample that they read
+_NAME_BYTES = len("/pymp-12345678/listener-12345678")  # created by Python in the temporary folder
+_PATIENCE_S = 2.0  # for workers to finish their current sample
 _LOOK_S = 0.5
-_TOGETHER_S = 1.0  # signals that come within it are one
+_TOGETHER_S = 1.0  # signals within this time count as one
 
 B = TypeVar("B", bound=Iterator[Any])
 
 
 class WorkerStart:
-    """Lets a worker outlive the signals that announce the end of a run, which go to the whole group of processes.
-
-    The process that trains wants to finish its step and to save; it ends its workers itself (see `Workers`). They also
-    end when that process has ended without a word.
+    """Initialization of a worker: it ignores the signals that announce the end of a run, which go to the process group.
+    The training process must finish its step and save; it ends its workers itself (see `Workers`). They also end when
+    that process is killed.
 
     Raises:
-        ConfigurationError: workers could hand no tensor over: the path of the temporary folder is too long.
+        ConfigurationError: workers could not send tensors: the path of the temporary folder is too long.
     """
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
@@ -54,21 +53,20 @@ class WorkerStart:
 
 
 def _check_temporary_folder() -> None:
-    """A worker that cannot open its socket prints an error, and the process that trains waits for it without end."""
+    """Check that workers can open their sockets: otherwise a worker prints an error, and the training process hangs."""
     folder = tempfile.gettempdir()
     spare = _SOCKET_BYTES - _NAME_BYTES - len(os.fsencode(folder))
     way = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no annotation
     if spare < 0 and way == "file_descriptor":
         raise ConfigurationError(
-            f"the path of the temporary folder {folder} is {-spare} bytes too long for loader workers, which hand "
-            "tensors over through sockets in it. Set TMPDIR to a shorter one, or num_workers=0."
+            f"the path of the temporary folder {folder} is {-spare} bytes too long for loader workers, which send "
+            "tensors through sockets in it. Set TMPDIR to a shorter one, or num_workers=0."
         )
 
 
 class _OutlivesFirst:
-    """Ignores a signal, and those that come with it: what a machine tells a group may reach a process twice.
-
-    A worker that does not end when it is told to is sent another.
+    """Signal handler that ignores the first signal, and those shortly after it: a signal to a group may reach a process
+    twice. A worker that does not end is sent another.
     """
 
     def __init__(self) -> None:
@@ -84,32 +82,31 @@ class _OutlivesFirst:
 
 
 def _end_with_parent() -> None:
-    """End this process soon after its parent has been killed. Torch's own watch looks every 5 seconds."""
+    """End this process soon after its parent has been killed. Torch's own check runs every 5 seconds."""
     first, parent = os.getppid(), multiprocessing.parent_process()
     while os.getppid() == first and (parent is None or parent.is_alive()):
         time.sleep(_LOOK_S)
     if hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # torch's loop ends, and tidies up
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # torch's loop ends, and cleans up
         time.sleep(2 * _LOOK_S)
     os._exit(1)
 
 
 class Workers:
-    """The workers of a run's loaders, or of one loader, which `close` ends.
-
-    Torch ends a pass's workers when nothing refers to the pass any more. The traceback of an error does so until the
-    interpreter ends, which would then wait for workers that outlive a signal.
+    """Workers of a run's loaders, or of one loader, which `close` ends. Torch ends a pass's workers when nothing refers
+    to the pass any more. The traceback of an error does so until the interpreter ends, which would then wait for
+    workers that ignore a signal.
     """
 
     def __init__(self, within: Workers | None = None) -> None:
         self._within = within  # a larger set that these belong to
         self._passes: WeakSet[Any] = WeakSet()
-        self._last: Any = None  # of one loader: held until `end_pass`, for torch ends what nobody holds in its own way
+        self._last: Any = None  # of one loader: kept until `end_pass`, else torch ends it in its own way
         self._process = os.getpid()
         _all.add(self)
 
     def keep(self, batches: B) -> B:
-        """Remember a loader's iterator, which is returned."""
+        """Register a loader's iterator, and return it."""
         if getattr(batches, "_workers", None):
             self._passes.add(batches)
             self._last = None if self._within is None else batches
@@ -118,9 +115,8 @@ class Workers:
         return batches
 
     def end_pass(self) -> None:
-        """End the workers of the loader's last pass, which is over or broken off, unless they outlive passes.
-
-        Within seconds, as `close`. Torch does so when the iterator is deleted, where a Ctrl-C is lost, and waits for
+        """End the workers of the loader's last pass, which is finished or interrupted, unless they are persistent.
+        Takes seconds, as `close`. Torch does so when the iterator is deleted, where a Ctrl-C is lost, and waits for
         each worker that reads a sample.
         """
         last, self._last = self._last, None
@@ -130,9 +126,9 @@ class Workers:
             _end([last])
 
     def close(self) -> None:
-        """End the workers of all passes, within seconds also when one of them is stuck in a sample."""
+        """End the workers of all passes, within seconds, even if one of them is stuck in a sample."""
         if os.getpid() != self._process:
-            return  # a copy in a process that was forked: the workers are not its own
+            return  # a copy in a forked process: the workers are not its own
         passes = [batches for batches in self._passes if not batches._shutdown]
         self._last = None
         self._passes.clear()
@@ -145,21 +141,21 @@ class Workers:
 _all: WeakSet[Workers] = WeakSet()
 
 
-@atexit.register  # before multiprocessing's own, which waits for workers without end
+@atexit.register  # before multiprocessing's own, which waits for workers indefinitely
 def _end_all() -> None:
     for workers in list(_all):
         workers.close()
 
 
 def _end(passes: list[Any]) -> None:
-    """End the workers of torch's (or torchdata's) iterators over loaders, and what these hold in this process."""
+    """End the workers of torch's (or torchdata's) iterators over loaders, and release what they hold here."""
     asked: list[Any] = []
     broken: list[Any] = []
     for batches in passes:
-        if batches._worker_pids_set:  # or torch would raise in this process when one of them is killed
+        if batches._worker_pids_set:  # otherwise torch would raise in this process when one of them is killed
             batches._worker_pids_set = False
             torch._C._remove_worker_pids(id(batches))
-        # A worker that was killed may have held a lock for good, which an event or a queue would wait for.
+        # A killed worker may still hold a lock for which an event or a queue would wait.
         whole = all(worker.exitcode in (None, 0) for worker in batches._workers)
         (asked if whole else broken).append(batches)
     for batches in asked:
@@ -181,9 +177,8 @@ def _end(passes: list[Any]) -> None:
 
 
 def _interrupt(workers: list[Any]) -> None:
-    """End workers amid the sample that they read; they still take their files out of the temporary folder.
-
-    One that catches the interrupt, or is in code that does not look for it, is the caller's to kill.
+    """Interrupt workers in their current sample; they still remove their files from the temporary folder. The caller
+    must kill a worker that catches the interrupt, or is in code that does not check for it.
     """
     for worker in workers:
         with contextlib.suppress(ProcessLookupError):
@@ -198,7 +193,7 @@ def _wait_for(workers: list[Any], patience_s: float = _PATIENCE_S) -> None:
 
 
 def _forget(batches: Any) -> None:
-    """Let go of an iterator whose queues cannot be trusted, without using them."""
+    """Release an iterator whose queues are unreliable, without using them."""
     batches._shutdown = True
     if (done := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
         done.set()

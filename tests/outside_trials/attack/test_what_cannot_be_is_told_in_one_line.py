@@ -29,8 +29,8 @@ def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply"),
         (b"a: " + b"{b: " * 20_000 + b"1" + b"}" * 20_000, "nested too deeply"),
-        (b"trainer: &a\n  x: *a\n", "stands within what it refers to"),
-        (b"task: &a [1, *a]\n", "stands within what it refers to"),
+        (b"trainer: &a\n  x: *a\n", "is used inside the value that it refers to"),
+        (b"task: &a [1, *a]\n", "is used inside the value that it refers to"),
         (_BILLION.encode(), "comes to more than"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"a: 2026-13-45\n", "cannot be read"),
@@ -87,7 +87,7 @@ def test_a_checkpoints_name_that_can_be_is_taken(filename: str, tmp_path: Path) 
 @pytest.mark.parametrize("value", ["../../up", "..", "a/../../b", "/etc/x", "a\0b", "..\\up"])
 @pytest.mark.parametrize("argument", ["name", "version"])
 def test_a_logger_does_not_write_outside_of_its_folder(make: Any, argument: str, value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=f"{argument}=.* leads out of the logger's folder"):
+    with pytest.raises(ConfigurationError, match=f"{argument}=.* points outside of the logger's folder"):
         make(tmp_path / "logs", **{argument: value})
     assert not os.listdir(tmp_path)
 

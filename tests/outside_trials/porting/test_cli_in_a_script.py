@@ -288,8 +288,8 @@ def test_configuration_before_the_stage_is_below_its_name(tmp_path: Path) -> Non
         (["fit", "--model.lrr=1"], "Did you mean '--model.lr'?"),
         (["fit", "--model.lr=fast"], "model.lr=fast: expected float."),
         (["fit", "--optimizer=SGD", "--optimizer.momentu=1"], "has no argument 'momentu'. Did you mean 'momentum'?"),
-        (["fitt"], "name what to run: fit, validate, test, predict. Did you mean 'fit'?"),
-        ([], "name what to run: fit, validate, test, predict."),
+        (["fitt"], "name the stage to run: fit, validate, test, predict. Did you mean 'fit'?"),
+        ([], "name the stage to run: fit, validate, test, predict."),
     ],
 )
 def test_a_mistake_is_one_line(words: list[str], says: str) -> None:

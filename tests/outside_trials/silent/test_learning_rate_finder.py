@@ -86,9 +86,9 @@ def test_default_bounds_give_a_rate_that_is_known_to_be_good(
 @pytest.mark.parametrize(
     ("problem", "bounds", "says"),
     [
-        (_characters, {"min_lr": 1e-8, "max_lr": 1e-2}, "at the end of the tested range.*Raise max_lr"),
-        (_regression, {"min_lr": 1e-8, "max_lr": 1e-4}, "falls no more there than batches differ.*Raise max_lr"),
-        (_regression, {"min_lr": 0.02, "max_lr": 1.0}, "at the beginning of the tested range.*Lower min_lr"),
+        (_characters, {"min_lr": 1e-8, "max_lr": 1e-2}, "at the end of the tested range.*Increase max_lr"),
+        (_regression, {"min_lr": 1e-8, "max_lr": 1e-4}, "slope there is not larger than the noise.*Increase max_lr"),
+        (_regression, {"min_lr": 0.02, "max_lr": 1.0}, "at the beginning of the tested range.*Decrease min_lr"),
     ],
 )
 def test_a_suggestion_at_the_edge_of_the_range_or_out_of_noise_is_a_warning(
@@ -105,7 +105,7 @@ def test_a_suggestion_at_the_edge_of_the_range_or_out_of_noise_is_a_warning(
 def test_a_loss_that_never_falls_gives_no_rate_and_leaves_the_attribute() -> None:
     task, loader = _regression()
     task.loss = lambda outputs, targets: 0 * mse_loss(outputs, targets) + 1.0
-    with pytest.warns(TrainwrightWarning, match=r"falls at none of those.*lr stays as it is"):
+    with pytest.warns(TrainwrightWarning, match=r"does not fall.*lr is unchanged"):
         quiet_trainer(max_steps=1, callbacks=LearningRateFinder()).fit(task, loader)
     assert task.lr == 1.0
 

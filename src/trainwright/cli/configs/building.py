@@ -1,4 +1,4 @@
-"""Build the objects that parsed settings describe; an error in a user's constructor stays the user's own error."""
+"""Build the objects of parsed settings; an error in a user's constructor is raised unchanged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ if TYPE_CHECKING:
 
 
 class _Failure(BaseException):
-    """Carry an error of a constructor past jsonargparse, which makes one text of all errors below an optional type."""
+    """Exception that carries a constructor's error through jsonargparse, which joins all errors below an optional type
+    into one text.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -17,9 +19,8 @@ class _Failure(BaseException):
 
 
 class _Constructor:
-    """Call classes; while `carries`, their errors are carried out of the parser.
-
-    A factory (`Callable[[Iterable], Optimizer]`) keeps it and calls it in the run: errors there are plain errors.
+    """Callable that constructs classes; while `carries`, their errors are passed through the parser. A factory
+    (`Callable[[Iterable], Optimizer]`) keeps it and calls it in the run, where errors are raised normally.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class _Constructor:
 
 
 def build(parser: ArgumentParser, settings: Namespace) -> Any:
-    """Return the settings with their objects in place of class paths."""
+    """Return the settings with objects instead of class paths."""
     construct = _Constructor()
     failed: Exception | None = None
     try:

@@ -1,7 +1,7 @@
-"""Give every class that a configuration names inside another its own defaults.
+"""Fill in the own defaults of classes that a configuration names inside others.
 
-A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. When a configuration puts SGD in
-its place, jsonargparse 4.53 hands that 0.5 to SGD as well, as it does with every argument whose name and type fit.
+A task's argument may have a default such as `lambda params: AdamW(params, lr=0.5)`. When a configuration replaces it by
+SGD, jsonargparse 4.53 passes that 0.5 to SGD as well, as it does with every argument whose name and type match.
 Arguments that are written out are not replaced, so the defaults of the named class are written out.
 """
 
@@ -17,14 +17,14 @@ from typing import Any
 
 from trainwright.cli.configs.overrides import find_spec
 
-# Where a bare name of an optimizer or a schedule is looked up.
+# Modules in which a bare name of an optimizer or a schedule is looked up.
 _NAMESPACES = ("torch.optim", "torch.optim.lr_scheduler")
 
 
 def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
     """Write out, in place, the defaults of the classes named inside the arguments of those at `keys`.
 
-    Classes that cannot be found, and defaults that YAML cannot hold, are left to the parser.
+    Classes that cannot be found, and defaults that YAML cannot represent, are left to the parser.
     """
     for key in keys:
         spec = config.get(key)
@@ -35,9 +35,8 @@ def fill_nested_defaults(config: dict[str, Any], keys: Sequence[str]) -> None:
 def place_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], keys: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Move assignments that put a class where the configuration says nothing into it; return those that are left.
-
-    There they get their own defaults from `fill_nested_defaults`, which the parser would not give them.
+    """Move assignments of a class to keys without a value into the configuration; return the other assignments. There
+    `fill_nested_defaults` adds their own defaults, which the parser would not.
     """
     return [(key, text) for key, text in assignments if not _place(config, key.removesuffix(".class_path"), text, keys)]
 
@@ -61,7 +60,7 @@ def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> 
         place = config
     else:
         parent = find_spec(config, above.removesuffix(".init_args").split("."))
-        # Nothing is imported for the sake of a text that may well be a text.
+        # Do not import anything for a value that may be plain text.
         if parent is None or not _takes_a_class(parent["class_path"], name):
             return False
         place = parent.setdefault("init_args", {})
@@ -72,7 +71,7 @@ def _place(config: dict[str, Any], key: str, text: str, keys: Sequence[str]) -> 
 
 
 def _takes_a_class(path: str, argument: str) -> bool:
-    """Tell whether an argument of a class is annotated as something else than text or anything at all."""
+    """Return whether an argument of a class is annotated with a type other than text or `Any`."""
     found = find_class(path)
     if found is None:
         return False
@@ -101,7 +100,7 @@ def _fill_below(node: object) -> None:
 
 
 def own_defaults(found: type) -> dict[str, Any]:
-    """Return the arguments of a class that have a default which YAML can hold, with it."""
+    """Return the arguments of a class with defaults that YAML can represent."""
     parameters = inspect.signature(found).parameters.values()
     return {p.name: _as_yaml(p.default) for p in parameters if p.default is not p.empty and _is_plain(p.default)}
 
@@ -113,7 +112,7 @@ def find_class(path: str) -> type | None:
         try:
             found = getattr(importlib.import_module(namespace), name, None)
         except ImportError:
-            continue  # the parser says what is wrong with the path, and where it stands
+            continue  # the parser reports the error, and its position
         if isinstance(found, type):
             return found
     return None

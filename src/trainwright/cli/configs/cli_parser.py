@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError
 
-AUTOMATIC = "AUTOMATIC"  # `link_to`: CLI makes configure_optimizers from it
+AUTOMATIC = "AUTOMATIC"  # `link_to`: CLI creates configure_optimizers from it
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Type of an argument that makes an optimizer from parameters: `optimizer: OptimizerCallable = torch.optim.Adam`."""
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
@@ -21,12 +21,12 @@ LRSchedulerCallable = Callable[[Optimizer], LRScheduler]
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
-    """torch's ReduceLROnPlateau, with the metric that it watches as an argument, so that a file can name it.
+    """torch's ReduceLROnPlateau with the monitored metric as an argument, so that a file can set it.
 
     Args:
         optimizer: the optimizer.
         monitor: the metric.
-        args, options: of torch's class.
+        args, options: arguments of torch's class.
     """
 
     def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **options: Any) -> None:
@@ -44,7 +44,7 @@ def class_of(cls: Any) -> Any:
 
 
 class ComponentArguments:
-    """Groups of arguments that `CLI` builds and uses, beside those of jsonargparse's own methods."""
+    """Groups of arguments that `CLI` builds and uses, in addition to jsonargparse's own methods."""
 
     callback_keys: tuple[str, ...] = ()
     optimizers: tuple[tuple[str, Any, str], ...] = ()
@@ -53,13 +53,13 @@ class ComponentArguments:
     def add_lightning_class_args(
         self, lightning_class: object, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a class below a key. A callback goes into the Trainer with them.
+        """Add the arguments of a class below a key. A callback is then added to the Trainer.
 
         Args:
             lightning_class: a class or a function that returns its instance.
-            nested_key: where its arguments are: `early_stopping.patience`.
-            subclass_mode: a sub-class may be named, as `class_path` with `init_args`.
-            required: with `subclass_mode`: a class must be named.
+            nested_key: prefix of its arguments: `early_stopping.patience`.
+            subclass_mode: a sub-class may be named, as `class_path` with `init_args`. Default: False.
+            required: with `subclass_mode`: a class must be named. Default: True.
         """
         parser: Any = self
         if isinstance(lightning_class, type) and issubclass(lightning_class, Callback):
@@ -78,10 +78,10 @@ class ComponentArguments:
 
         Args:
             optimizer_class: one class, whose arguments are directly below the key; or a tuple of bases, of which a
-                configuration names a sub-class.
-            nested_key: where they are.
-            link_to: an argument that gets the settings, such as `model.optimizer_init`; `"AUTOMATIC"`: `CLI` makes the
-                task's `configure_optimizers` from them.
+                configuration names a sub-class. Default: `(Optimizer,)`.
+            nested_key: prefix of the arguments. Default: `"optimizer"`.
+            link_to: an argument that gets the settings, such as `model.optimizer_init`; `"AUTOMATIC"`: `CLI` creates
+                the task's `configure_optimizers` from them. Default: `AUTOMATIC`.
         """
         self._add_settings(optimizer_class, nested_key, {"params"})
         self.optimizers = (*self.optimizers, (nested_key, optimizer_class, link_to))
@@ -94,7 +94,7 @@ class ComponentArguments:
     ) -> None:
         """Add the arguments of a learning-rate schedule; see `add_optimizer_args`.
 
-        A schedule that watches a metric is `trainwright.cli.ReduceLROnPlateau`, whose argument names it.
+        A schedule that monitors a metric is `trainwright.cli.ReduceLROnPlateau`, whose argument sets it.
         """
         self._add_settings(lr_scheduler_class, nested_key, {"optimizer"})
         self.schedules = (*self.schedules, (nested_key, lr_scheduler_class, link_to))
@@ -119,7 +119,7 @@ class ComponentArguments:
                 parser.link_arguments(key, link_to, compute_fn=_WithClass(f"{cls.__module__}.{cls.__qualname__}"))
 
     def automatic(self) -> tuple[tuple[str, Any] | None, tuple[str, Any] | None]:
-        """Return key and class of the optimizer and of the schedule that `CLI` makes `configure_optimizers` from."""
+        """Return key and class of the optimizer and of the schedule from which `CLI` creates `configure_optimizers`."""
         chosen: list[tuple[str, Any] | None] = []
         for kind, groups in (("optimizer", self.optimizers), ("lr_scheduler", self.schedules)):
             found = [(key, cls) for key, cls, link_to in groups if link_to == AUTOMATIC]
@@ -133,7 +133,7 @@ class ComponentArguments:
 
 
 class _WithClass:
-    """Turn the settings of a fixed class into those of a named one."""
+    """Function that turns the settings of a fixed class into those of a named one."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -152,7 +152,7 @@ if TYPE_CHECKING:
 
 @cache
 def _parser_class() -> type[Any]:
-    """Make the class when it is first used: jsonargparse is imported then."""
+    """Create the class on first use, which imports jsonargparse."""
     from jsonargparse import ArgumentParser
 
     text = "jsonargparse's parser with the groups that CLI builds and uses."

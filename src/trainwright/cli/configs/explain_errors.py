@@ -1,7 +1,7 @@
-"""Say in one line what is wrong with a setting: the key, the nearest key, the type that is accepted.
+"""Describe an error in a setting in one line: the key, the nearest key, the accepted type.
 
-jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The one that
-comes furthest is what the user meant. A text that is not understood is passed on as it is.
+jsonargparse 4.53 reports every alternative of a type that a value does not fit, nested by indentation. The one that was
+parsed furthest is what the user meant. An unknown message is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_A_PATH = re.compile(r"Expected a dot import path string: (?P<name>.*)")
 
 @dataclass(frozen=True)
 class _Reason:
-    """One reason of the parser, and where in the settings it applies."""
+    """Reason given by the parser, with its position in the settings."""
 
     text: str = ""
     keys: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class _Line:
 
 
 def explain(message: str, known_names: Callable[[str], Sequence[str]] = lambda key: ()) -> str:
-    """Return one line for what the parser says about a value; the message itself where it is not understood."""
+    """Return one line for the parser's message about a value; the message itself if it is not recognized."""
     reasons = [reason for reason in _reasons(_tree(message).below, _Reason()) if reason.keys]
     if not reasons:
         return message
@@ -81,7 +81,7 @@ def _tree(message: str) -> _Line:
 
 def _reasons(lines: Sequence[_Line], place: _Reason) -> Iterator[_Reason]:
     """Yield every reason below `place`."""
-    for line in lines:  # what is said about all alternatives stands beside them
+    for line in lines:  # statements about all alternatives are at the same level
         if match := _UNION.fullmatch(line.text):
             place = replace(place, types=match["types"])
         if line.text.startswith("Given value: "):

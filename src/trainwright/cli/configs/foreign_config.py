@@ -1,4 +1,4 @@
-"""Read configuration files that were written for Lightning: its class paths, and its arguments that say nothing."""
+"""Read configuration files that were written for Lightning: its class paths, and its unused arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNUSED = {"profiler": None, "plugins": None, "model_registry": None, "enable_aut
 
 
 def public_names(module: str) -> Iterable[str]:
-    """Return the names that one of our packages promises; none where there is no such package."""
+    """Return the public names of one of our packages; none if there is no such package."""
     try:
         found: Iterable[str] = import_module(module).__all__
     except ImportError:
@@ -24,7 +24,7 @@ def public_names(module: str) -> Iterable[str]:
 
 
 def own_name(path: str) -> str | None:
-    """Return the full name here of what has the dotted `path` in Lightning or Accelerate; None if it is not here."""
+    """Return the full name of the counterpart of a dotted `path` in Lightning or Accelerate; None without one."""
     module, _, name = path.rpartition(".")
     library = LIBRARIES[path.partition(".")[0]]
     if name in RENAMED[library]:
@@ -36,12 +36,12 @@ def own_name(path: str) -> str | None:
 
 
 def is_unused(name: str, text: str) -> bool:
-    """Tell whether an argument of Lightning's Trainer, given as this text, says that nothing is used."""
+    """Return whether this text as an argument of Lightning's Trainer means "not used"."""
     return name in UNUSED and str(UNUSED[name]) == text
 
 
 def translate_config(config: dict[str, Any]) -> None:
-    """Replace class paths of Lightning by ours, in place, and drop arguments of its Trainer that are unused."""
+    """Replace class paths of Lightning by ours, in place, and remove unused arguments of its Trainer."""
     from trainwright import Trainer
 
     _translate(config, "")

@@ -1,7 +1,6 @@
-"""Configuration files and the command line after them: read, merge, and apply what swaps a class.
-
-What is left for the parser of types is one dict and a list of `--key=value`. The classes of the run are not imported
-here, so that this can be reasoned about (and tested) as plain text and dicts.
+"""Configuration files and the command line after them: read, merge, and apply replacements of classes. The result for
+the parser of types is one dict and a list of `--key=value`. The classes of the run are not imported here, so that this
+can be tested with plain text and dicts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _OPTION = re.compile(r"--(?P<key>[A-Za-z_][\w.]*\+?)")
 _CONFIG_OPTIONS = ("--config", "-c")
 # Options without a value; everything else that begins with two dashes takes one.
 _FLAGS = re.compile(r"-h|--help|--print_config(=.*)?|--[\w.]+\.help(=.*)?")
-# What a configuration may be; those of people have some hundred values, ten deep.
+# Limits of a configuration; usual ones have some hundred values and a depth of ten.
 _MAX_CHARACTERS = 2**22
 _MAX_VALUES = 100_000
 _MAX_DEPTH = 100
@@ -28,7 +27,7 @@ _SPEC_KEYS = ("class_path", "init_args", "dict_kwargs")
 
 @dataclass(slots=True)
 class CommandLine:
-    """What stands after `trainwright fit`."""
+    """Arguments of `trainwright fit`."""
 
     configs: list[Path] = field(default_factory=list)  # later ones win
     assignments: list[tuple[str, str]] = field(default_factory=list)  # dotted key, text
@@ -72,10 +71,9 @@ def _value_of(option: str, words: list[str]) -> str:
 
 
 def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read YAML files and merge them: mappings key by key, later files winning; anything else is replaced as a whole.
-
-    A class specification whose `class_path` a later file changes is replaced as a whole too: arguments of the old
-    class mean nothing to the new one, even where the names agree.
+    """Read YAML files and merge them: mappings key by key, later files winning; anything else is replaced. A class
+    specification whose `class_path` is changed by a later file is replaced completely: arguments of the old class do
+    not apply to the new one, even if the names agree.
     """
     import yaml
 
@@ -89,7 +87,7 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
             raise ConfigurationError(f"--config {path} is not YAML: {error}") from None
         except RecursionError:
             raise ConfigurationError(f"--config {path} is nested too deeply to be a configuration.") from None
-        except (ValueError, OverflowError) as error:  # a date that there is not, an integer of too many digits
+        except (ValueError, OverflowError) as error:  # an invalid date, an integer of too many digits
             if isinstance(error, ConfigurationError):
                 raise
             raise ConfigurationError(f"--config {path} holds a value that cannot be read: {error}") from None
@@ -101,7 +99,7 @@ def read_configs(paths: Sequence[Path]) -> dict[str, Any]:
 
 def _read_text(path: Path) -> str:
     try:
-        if path.exists() and not path.is_file() and not path.is_fifo():  # a shell hands over what a program prints so
+        if path.exists() and not path.is_file() and not path.is_fifo():  # a shell passes output as a fifo
             raise ConfigurationError(f"--config {path} is not a file.")
         with open(path, encoding="utf-8") as file:
             text = file.read(_MAX_CHARACTERS + 1)
@@ -110,12 +108,12 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"--config {path} is not text in UTF-8: {error}.") from None
     if len(text) > _MAX_CHARACTERS:
-        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, which are read.")
+        raise ConfigurationError(f"--config {path} has more than {_MAX_CHARACTERS} characters, the maximum.")
     return text
 
 
 def _check_finite(content: object, path: Path) -> None:
-    """Check that aliases make neither a loop nor more than a configuration can be."""
+    """Check that aliases form no loop, and do not exceed the limits of a configuration."""
     count = 0
     inside: set[int] = set()
 
@@ -123,11 +121,11 @@ def _check_finite(content: object, path: Path) -> None:
         nonlocal count
         count += 1
         if count > _MAX_VALUES:
-            raise ConfigurationError(f"--config {path} comes to more than {_MAX_VALUES} values, which are read.")
+            raise ConfigurationError(f"--config {path} has more than {_MAX_VALUES} values, the maximum.")
         if not isinstance(value, (dict, list, set, tuple)):
             return
         if id(value) in inside:
-            raise ConfigurationError(f"--config {path}: an alias (*name) stands within what it refers to.")
+            raise ConfigurationError(f"--config {path}: an alias (*name) is used inside the value that it refers to.")
         if len(inside) >= _MAX_DEPTH:
             raise RecursionError
         inside.add(id(value))
@@ -154,7 +152,7 @@ def _changes_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def _same_class(old: object, new: object) -> bool:
-    """Tell whether two class paths name one class; a bare name means the class of that name, wherever it lives."""
+    """Return whether two class paths name the same class; a bare name matches the class of that name in any module."""
     if not isinstance(old, str) or not isinstance(new, str):
         return old == new
     return old == new or ("." not in new and old.rpartition(".")[2] == new)
@@ -163,13 +161,12 @@ def _same_class(old: object, new: object) -> bool:
 def swap_classes(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]]
 ) -> tuple[list[tuple[str, str]], list[str]]:
-    """Apply, in `config`, the assignments that give a place which holds a class specification another class.
-
-    The new class starts from its own defaults: the old one's arguments (a learning rate that suits Adam, its weight
-    decay) would otherwise be handed to it wherever the names agree.
+    """Apply, in `config`, the assignments that replace the class of a class specification. The new class starts from
+    its own defaults: otherwise it would get the old one's arguments (a learning rate for Adam, its weight decay)
+    wherever the names agree.
 
     Returns:
-        The assignments that are left, and a sentence for each set of arguments that was dropped.
+        The other assignments, and a sentence for each set of arguments that was discarded.
     """
     left: list[tuple[str, str]] = []
     notes: list[str] = []
@@ -182,16 +179,14 @@ def swap_classes(
             dropped = spec.get("init_args") or {}
             if dropped:
                 told = ", ".join(f"{name}={argument!r}" for name, argument in dropped.items())
-                notes.append(
-                    f"{key}: {spec['class_path']} became {value}, and its arguments were dropped with it ({told})."
-                )
+                notes.append(f"{key}: {spec['class_path']} became {value}, and its arguments were discarded ({told}).")
             spec.clear()
             spec["class_path"] = value
     return left, notes
 
 
 def find_spec(config: object, parts: Sequence[str]) -> dict[str, Any] | None:
-    """Return the class specification at a dotted key, through `init_args` where the key leaves them out."""
+    """Return the class specification at a dotted key, through `init_args` if the key omits them."""
     node = config
     for part in parts:
         if not isinstance(node, dict):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CLASS_KEYS = ("task", "model", "data", "optimizer", "lr_scheduler")
 _GROUP = re.compile(r"Group '(?P<group>[^']*)' does not accept option '(?P<name>[^']*)'")
-_MODEL_KEYS = {"task": "model", "model": "task"}  # what this project and Lightning call the same setting
+_MODEL_KEYS = {"task": "model", "model": "task"}  # names of the same setting in this project and in Lightning
 
 
 def parse(
@@ -34,10 +34,9 @@ def parse(
 
     Args:
         parser: jsonargparse's.
-        config: what the files say; changed in place.
-        line: what overrides it; its files are not read here.
-        known: the top-level keys that a file may hold.
-        classes: key → the class whose arguments are written directly below that key (`model.lr`).
+        config: settings of the files; changed in place. line: overrides; its files are not read here.
+        known: the allowed top-level keys.
+        classes: key → the class whose arguments are written directly below that key (`model.lr`). Default: None.
     """
     import argparse
 
@@ -63,7 +62,7 @@ def parse(
         arguments += [*line.flags, *(f"--{key}={value}" for key, value in assignments)]
         settings = parser.parse_args(arguments)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"the configuration holds what YAML cannot: {error}") from None
+        raise ConfigurationError(f"the configuration has a value that YAML cannot represent: {error}") from None
     except argparse.ArgumentError as error:
         raise ConfigurationError(_explained(parser, str(error), known)) from None
     settings.pop("config", None)
@@ -73,7 +72,7 @@ def parse(
 def _use_own_model_key(
     config: dict[str, Any], assignments: Sequence[tuple[str, str]], known: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Let a file or a command line say `model` where this command says `task`, and the other way round."""
+    """Accept `model` in a file or a command line for the `task` of this command, and vice versa."""
     own = "task" if "task" in known else "model"
     other = _MODEL_KEYS[own]
     if other in config:
@@ -87,7 +86,7 @@ def _use_own_model_key(
 
 
 def _wrap(config: dict[str, Any], classes: Mapping[str, type]) -> None:
-    """Write the settings of a fixed class as those of a class that is named, so that both are treated alike."""
+    """Write the settings of a fixed class as those of a named class, so that both are treated in the same way."""
     for key, cls in classes.items():
         config[key] = {"class_path": f"{cls.__module__}.{cls.__qualname__}", "init_args": config.get(key) or {}}
 
@@ -108,7 +107,7 @@ def _check_top_level(config: dict[str, Any], known: Sequence[str]) -> None:
 
 
 def _explained(parser: ArgumentParser, message: str, known: Sequence[str]) -> str:
-    """Return a parser's message as one line, with the key that was probably meant."""
+    """Return a parser's message as one line, with the nearest key."""
     options = {option for action in parser._actions for option in action.option_strings}
     words = [word.partition("=")[0].strip("'\",") for word in message.split()]
     unknown = [word for word in words if word.startswith("--") and word not in options]

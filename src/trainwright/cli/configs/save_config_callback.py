@@ -1,4 +1,4 @@
-"""Save a run's configuration when it starts to train, and let a sub-class put it elsewhere too."""
+"""Save a run's configuration when training starts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from trainwright.core.task import TaskModule
 
 
 class SaveConfigCallback(Callback):
-    """Write the settings of a run, every default filled in, into `trainer.default_root_dir` when `fit` begins.
-
-    The file reads back with `--config`. A file of that name which no run has written is left alone: the settings then
-    go beside it, into `config.resolved.yaml`.
+    """Callback that writes the settings of a run, with all defaults, into `trainer.default_root_dir` when `fit` begins.
+    The file can be read with `--config`. A file of that name that was not written by a run is kept: the settings are
+    then written to `config.resolved.yaml`.
 
     Args:
-        parser: that of the settings.
+        parser: the parser of the settings.
         config: the settings.
         config_filename: the file's name. Default: `"config.yaml"`.
-        overwrite: replace also a file that no run has written. Default: False.
-        multifile: not served; one file is written.
+        overwrite: replace a file that was not written by a run. Default: False.
+        multifile: not supported; one file is written. Default: False.
         save_to_log_dir: write the file; False: only `save_config` is called. Default: True.
 
     Raises:
@@ -40,7 +39,9 @@ class SaveConfigCallback(Callback):
         save_to_log_dir: bool = True,
     ) -> None:
         if multifile:
-            raise ConfigurationError("SaveConfigCallback(multifile=True): one file is written. Leave it out.")
+            raise ConfigurationError(
+                "SaveConfigCallback(multifile=True): only one file is written. Remove the argument."
+            )
         self.parser = parser
         self.config = config
         self.config_filename = config_filename
@@ -56,4 +57,4 @@ class SaveConfigCallback(Callback):
         self.save_config(trainer, task, stage)
 
     def save_config(self, trainer: Run, task: TaskModule, stage: Stage) -> None:
-        """Put the configuration elsewhere too, such as into a logger; called on the main process. Default: nothing."""
+        """Save the configuration elsewhere, such as in a logger; called on the main process. Default: nothing."""

@@ -1,4 +1,4 @@
-"""Save the settings of a run, every default filled in, as a configuration file that reads back."""
+"""Save the settings of a run, with all defaults, as a configuration file."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ _NOT_SERIALIZABLE = "Unable to serialize instance"  # how jsonargparse 4.53 writ
 
 
 def resolved_yaml(parser: ArgumentParser, settings: Namespace) -> str:
-    """Return the settings as YAML that `--config` reads again.
-
-    A default that YAML cannot hold (a lambda that makes an optimizer) is left out, so that it is the default again.
+    """Return the settings as YAML for `--config`. A default that YAML cannot represent (a lambda that creates an
+    optimizer) is omitted, so that the default applies again.
     """
     import yaml
 
@@ -42,10 +41,9 @@ def _without_unserializable(value: object) -> Any:
 
 
 def save_config(text: str, folder: Path, *, name: str = CONFIG_NAME, overwrite: bool = False) -> Path:
-    """Write a resolved configuration into the run's folder, by one rename, and return where.
-
-    A file of that name which no run has written (the user's own `config.yaml`, when the run's folder is the project's)
-    is left alone, unless `overwrite`, and the resolved one goes beside it.
+    """Write a resolved configuration into the run's folder, by one rename, and return its path. A file of that name
+    that was not written by a run (the user's own `config.yaml`, if the run's folder is the project's) is kept, unless
+    `overwrite`, and the resolved one is written under another name.
     """
     target = folder / name
     if not overwrite and target.exists() and not target.read_text().startswith(_MARK):

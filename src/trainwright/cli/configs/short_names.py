@@ -1,4 +1,4 @@
-"""Let a configuration name our callbacks and loggers without their module: `EarlyStopping` or `early_stopping`."""
+"""Names of callbacks and loggers without their module in configurations: `EarlyStopping` or `early_stopping`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-# Key of `trainer:` → the package whose public classes it takes, and the name of that package's registry.
+# Key of `trainer:` → the package of its classes, and the name of that package's registry.
 _PACKAGES = {
     "callbacks": ("trainwright.callbacks", "CALLBACKS"),
     "logger": ("trainwright.loggers", "LOGGERS"),
@@ -17,7 +17,7 @@ _PACKAGES = {
 def expand_config(config: dict[str, Any]) -> None:
     """Replace short names in `trainer.callbacks` and `trainer.logger` by class paths, in place.
 
-    An item may be a name, or a mapping whose `class_path` is a name; whatever is no name of ours is left as it is.
+    An item may be a name, or a mapping whose `class_path` is a name; unknown names are unchanged.
     """
     settings = config.get("trainer")
     if not isinstance(settings, dict):
@@ -41,7 +41,7 @@ def expand_assignments(assignments: Sequence[tuple[str, str]]) -> list[tuple[str
 
 
 def class_path(key: str, name: str) -> str | None:
-    """Return the full path of the class that `name` means under `trainer.<key>`; None when it is no name of ours."""
+    """Return the full path of the class that `name` means under `trainer.<key>`; None for an unknown name."""
     module, registry_name = _PACKAGES[key]
     package = import_module(module)
     registry = getattr(package, registry_name)

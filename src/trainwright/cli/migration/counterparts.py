@@ -1,4 +1,4 @@
-"""What a name of another library is here, and what to write where it is not."""
+"""Counterparts of other libraries' names, and advice for names without one."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ FACE = "trainwright"
 
 
 def counterpart(path: str) -> str | None:
-    """Return the full name here of a foreign path, a library's own package being this one."""
+    """Return the full name of the counterpart of a foreign path; a library's top package is this one."""
     if canonical(path) in ("lightning", "lightning.pytorch", "accelerate", "accelerate.utils"):
         return FACE
     return own_name(path)
 
 
 def own_object(path: str) -> Any:
-    """Return what a full name here stands for."""
+    """Return the object with a full name."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def is_module(path: str) -> bool:
-    """Tell whether a full name here is that of a module."""
+    """Return whether a full name is that of a module."""
     return path == FACE or inspect.ismodule(own_object(path))
 
 
 def advice(path: str) -> str:
-    """Say what to do about a foreign path that has no counterpart."""
+    """Return the advice for a foreign path without a counterpart."""
     name, library = path.rpartition(".")[2], LIBRARIES[path.partition(".")[0]]
     return answer(name, library) or f"{path} has no counterpart here; see docs/migration.md."
 
 
 def instead(own: str, name: str) -> str:
-    """Say, to end a sentence, what to write for an argument that a class here does not have."""
+    """Return the end of a sentence with the replacement of an argument that a class does not have."""
     if own == "trainwright.Accelerator":
         from trainwright.trainer.accelerator.settings import ELSEWHERE
 

@@ -15,19 +15,19 @@ from trainwright.cli.migration.object_uses import find_unanswered
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
 from trainwright.core.errors import ConfigurationError
 
-_UNSETTLED = 1  # exit code: something is left to do by hand
+_UNSETTLED = 1  # exit code: manual changes are needed
 
 
 def migrate(argv: Sequence[str]) -> int:
     """Rewrite files in place, or show what would change with `--diff`; print what is left to do, with file and line.
 
     Returns:
-        0; 1 where something is left to do.
+        0; 1 if manual changes are needed.
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
         description="Rewrite the imports and names of Lightning and Accelerate in Python files, in place.",
-        epilog="Exit code: 0, or 1 if something is left to do by hand, or 2 for a file that cannot be read.",
+        epilog="Exit code: 0, or 1 if manual changes are needed, or 2 for a file that cannot be read.",
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a Python file")
@@ -44,7 +44,8 @@ def migrate(argv: Sequence[str]) -> int:
                 _write(path, after.code)
             except OSError as error:
                 raise ConfigurationError(
-                    f"{path}: cannot be written ({error.strerror}) and is as it was. Those named above are rewritten."
+                    f"{path}: cannot be written ({error.strerror}) and is unchanged. The files named above are "
+                    "rewritten."
                 ) from None
             print(f"{path}: rewritten")
     left = [(path, each) for path, _, after in done for each in after.unsettled]

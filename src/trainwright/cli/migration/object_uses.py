@@ -1,4 +1,4 @@
-"""What a program asks of the Trainer and the Accelerator that it makes, and what these do not have here."""
+"""Uses of the Trainer and the Accelerator in a program that have no counterpart."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _FOLDERS = ("best_model_path", "last_model_path")
 
 
 def find_unanswered(code: bytes) -> list[Unsettled]:
-    """Return attributes of these objects that are not here, by line, and reads of a checkpoint as if it were a file.
-
-    An object is known by the names that it is assigned to, wherever in the program they are read.
+    """Return attributes of these objects that do not exist here, by line, and reads of a checkpoint as a file. An
+    object is identified by the names that it is assigned to, anywhere in the program.
     """
     tree = ast.parse(code)
     paths = dict(_imported(tree))
@@ -35,7 +34,7 @@ def find_unanswered(code: bytes) -> list[Unsettled]:
 
 
 def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Local name → foreign path, of what is imported from the other libraries."""
+    """Yield local name → foreign path of imports from the other libraries."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] in LIBRARIES:
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
@@ -47,7 +46,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
 
 
 def _made(tree: ast.AST, paths: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Name → `"Trainer"` or `"Accelerator"`, of what is assigned from a call of it."""
+    """Yield name → `"Trainer"` or `"Accelerator"` for names assigned from a call of these classes."""
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or not isinstance(node.value, ast.Call):
             continue
@@ -59,13 +58,13 @@ def _made(tree: ast.AST, paths: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _about(kind: str, name: str) -> str | None:
-    """Say what to do about an attribute that an object of ours does not have; None: it has it."""
+    """Return the advice for an attribute that our object does not have; None if it has it."""
     if kind == "Trainer":
         from trainwright.trainer.lightning_names import INTERNALS
         from trainwright.trainer.trainer import Trainer
 
         if name not in INTERNALS:
-            return None  # also what is assigned in __init__, and what a program sets itself
+            return None  # also attributes assigned in __init__, or set by the program
         return None if hasattr(Trainer, name) else f"trainer.{name} does not exist here: {INTERNALS[name]}."
     from trainwright.processes.partial_state import PartialState
     from trainwright.trainer.accelerator.accelerator import Accelerator

@@ -1,7 +1,6 @@
-"""Rewrite a program's imports of Lightning and Accelerate, and the uses of what they import, as a change of its syntax.
-
-Only what an import of these libraries binds is looked at, scope by scope: equal names of the program's own stay as they
-are, and so do strings, comments and layout. What has no counterpart here is left as it is and reported.
+"""Rewrite a program's imports of Lightning and Accelerate, and the uses of their names, as a change of the syntax tree.
+Only names bound by imports of these libraries are changed, scope by scope: the program's own equal names are not, nor
+strings, comments and layout. Names without a counterpart are unchanged and reported.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 
 @dataclass(frozen=True, order=True)
 class Unsettled:
-    """What a rewrite has left to the reader: a 1-based line, and what to do there."""
+    """Manual change that a rewrite requires: a 1-based line, and what to do there."""
 
     line: int
     text: str
@@ -36,7 +35,7 @@ class Unsettled:
 
 @dataclass
 class Rewritten:
-    """A program after the rewrite: its bytes, and what is left to do, by line."""
+    """Program after the rewrite: its bytes, and the manual changes, by line."""
 
     code: bytes
     unsettled: list[Unsettled] = field(default_factory=list)
@@ -58,7 +57,7 @@ def rewrite(code: bytes) -> Rewritten:
 
 @dataclass(frozen=True)
 class _Bound:
-    """What one import of another library binds to a local name."""
+    """Local name bound by an import of another library."""
 
     local: str
     path: str  # full foreign path of what it stands for
@@ -71,7 +70,7 @@ class _Bound:
 
 
 class _Rewrite:
-    """The rewrite of one module: find what imports bind, decide on new names, replace."""
+    """Rewrite of one module: find bound names, choose new names, replace."""
 
     def __init__(self, library: ModuleType, module: Any) -> None:
         self.cst = library
@@ -83,7 +82,7 @@ class _Rewrite:
         self.scopes = list(dict.fromkeys(scope for scope in scopes if scope is not None))
         self.changes: dict[Any, Callable[[Any], Any]] = {}
         self.unsettled: set[Unsettled] = set()
-        self.plain_imports: set[tuple[Any, tuple[str, ...]]] = set()  # per block, so that none is there twice
+        self.plain_imports: set[tuple[Any, tuple[str, ...]]] = set()  # per block, to avoid duplicates
         self.taken = {assignment.name for scope in self.scopes for assignment in scope.assignments}
 
     def run(self) -> Rewritten:
@@ -122,7 +121,7 @@ class _Rewrite:
                 uses = [access.node for access in assignment.references]
                 texts = [use for use in uses if isinstance(use, (self.cst.SimpleString, self.cst.ConcatenatedString))]
                 inside = tuple(use for use in uses if use in self.parents and use not in texts)
-                if isinstance(node, self.cst.Import):  # a renamed class keeps its name for their sake
+                if isinstance(node, self.cst.Import):  # a renamed class keeps its name because of them
                     for use in texts:
                         self._report(use, f"the annotation in quotes names {path}; write the new name in it.")
                 local = assignment.name.partition(".")[0]
@@ -131,7 +130,7 @@ class _Rewrite:
                 yield _Bound(local, path, counterpart(path), node, inside, outside)
 
     def _foreign_path(self, node: Any, local: str) -> str | None:
-        """Return what an import binds to a local name, if it is another library's."""
+        """Return the path that an import binds to a local name, if it is another library's."""
         if isinstance(node, self.cst.ImportFrom):
             if node.module is None or node.relative or isinstance(node.names, self.cst.ImportStar):
                 return None
@@ -166,7 +165,7 @@ class _Rewrite:
         return {word for text in comments if _TYPE_COMMENT.match(text) for word in re.findall(r"\w+", text)}
 
     def _is_exported(self, node: Any, local: str) -> bool:
-        """Tell whether `import a as a` says that others import the name from this module."""
+        """Return whether `import a as a` re-exports the name from this module."""
         return any(
             alias.asname is not None and alias.evaluated_alias == local == alias.evaluated_name for alias in node.names
         )
@@ -198,7 +197,7 @@ class _Rewrite:
     # Deciding
 
     def _new_names(self, bound: Sequence[_Bound]) -> dict[str, str]:
-        """Return local name → new local name; the old one where a string or a second meaning speaks for it."""
+        """Return local name → new local name; the old one if it is used in a string or with a second meaning."""
         names: dict[str, str] = {}
         for local in {each.local for each in bound}:
             group = [each for each in bound if each.local == local]
@@ -239,7 +238,7 @@ class _Rewrite:
 
     def _chain(self, use: Any) -> list[Any]:
         """Return a name and the attribute accesses around it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
-        while isinstance(use, self.cst.Attribute):  # a dotted import is read through all its parts
+        while isinstance(use, self.cst.Attribute):  # a dotted import is used with all its parts
             use = use.value
         chain = [use]
         while isinstance(above := self.parents[chain[-1]], self.cst.Attribute) and above.value is chain[-1]:
@@ -256,14 +255,14 @@ class _Rewrite:
                 continue
             base = each.own if each.own is not None and each.own != FACE else FACE
             if is_module(own) and length < len(words):
-                break  # what is asked of that module is not there
+                break  # the module has no such attribute
             if own == base or own.startswith(f"{base}."):
                 self._replace_expression(chain[length], local + own.removeprefix(base))
                 self._check_call(chain[length], own)
                 return
             break
         if not words and each.own is not None:
-            self._report(chain[0], f"the module {each.local} is used as an object; look at what is asked of it.")
+            self._report(chain[0], f"the module {each.local} is used as an object; check its attributes.")
             if local != each.local:
                 self._replace_expression(chain[0], local)
             return
@@ -352,7 +351,7 @@ class _Rewrite:
         self.changes[node] = lambda updated: updated.with_changes(names=aliases)
 
     def _replace_statement(self, node: Any, made: Mapping[str, list[Any]], left: list[Any]) -> None:
-        """Put one import for each module in the place of one statement; one alone keeps its layout."""
+        """Replace one statement by one import for each module; a single one keeps its layout."""
         if len(made) + bool(left) == 1 and "" not in made:
             ((module, names),) = made.items()
             path = self.cst.parse_expression(module)
@@ -388,7 +387,7 @@ class _Rewrite:
     # Reporting
 
     def _report_comments(self, node: Any, left: Sequence[Any], made: Mapping[str, Sequence[Any]]) -> None:
-        """Report comments beside names of an import that becomes several; those of the first one stay."""
+        """Report comments next to names of an import that is split; those of the first one are kept."""
         if len(made) + bool(left) == 1 and "" not in made:
             return
         first = next(iter(made.values())) if "" not in made else ()
@@ -399,7 +398,7 @@ class _Rewrite:
                 continue
             for each in _below(alias):
                 if isinstance(each, self.cst.Comment):
-                    self._report(alias, f"the comment {each.value!r} beside it has gone with the rewrite.")
+                    self._report(alias, f"the comment {each.value!r} next to it was removed by the rewrite.")
 
     def _report(self, node: object, text: str) -> None:
         self.unsettled.add(Unsettled(self.positions[node].start.line, text))
@@ -433,7 +432,7 @@ def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _replaced(library: Any, module: Any, changes: Mapping[Any, Callable[[Any], Any]]) -> Any:
-    """Return the module with nodes changed, the inner before the outer."""
+    """Return the module with changed nodes, inner ones first."""
 
     class Replace(library.CSTTransformer):  # type: ignore[misc]  # a class of a package that is imported when used
         def on_leave(self, original: object, updated: object) -> Any:

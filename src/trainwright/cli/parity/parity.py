@@ -1,7 +1,6 @@
-"""`trainwright parity`: train the same steps under several strategies, and say where they first differ.
-
-Every strategy runs in processes of its own, from one seed, on the same micro-batches in each step. The first one named
-is the reference.
+"""`trainwright parity`: train the same steps under several strategies, and report where they first differ. Every
+strategy runs in separate processes, from one seed, on the same micro-batches in each step. The first one named is the
+reference.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from trainwright.cli.parity.parity_tape import Tape
 
 _MODULE = "trainwright.cli.parity.parity_run"
-_SHOWN = 4  # tensors of a step that are shown one by one
+_SHOWN = 4  # number of tensors of a step that are shown
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -31,7 +30,7 @@ def parity(argv: Sequence[str]) -> int:
     """Compare strategies; see `trainwright parity --help`.
 
     Returns:
-        0 when all of them did the same, 1 when one did something else or could not train.
+        0 if all results are equal, 1 if one differs or could not train.
     """
     wanted, rest = _parser().parse_known_args(argv)
     _check(wanted)
@@ -54,7 +53,7 @@ def parity(argv: Sequence[str]) -> int:
             )
             runs.append(_run(plan, label, Path(folder, f"{i}")))
             if isinstance(runs[0], str):
-                print(f"{label} could not train, so that there is nothing to compare with: {runs[0]}")
+                print(f"{label} could not train, so that there is no reference: {runs[0]}")
                 return 1
         return _report(runs, labels, wanted)
 
@@ -62,7 +61,7 @@ def parity(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="trainwright parity",
-        description="Train the same steps under several strategies, and say where they first differ.",
+        description="Train the same steps under several strategies, and report where they first differ.",
         epilog="Further arguments override the configuration: task.lr=0.1 trainer.precision=bf16-mixed",
         allow_abbrev=False,
     )
@@ -72,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help="file.py:Class, package.module:Class, or a configuration file of `trainwright fit`",
     )
     parser.add_argument("--strategies", default="single,ddp", help="names, or module:Class; the first is the reference")
-    parser.add_argument("--data", metavar="CLASS", help="data module, where the task brings no data of its own")
+    parser.add_argument("--data", metavar="CLASS", help="data module, if the task has no data of its own")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps (default: 5)")
     parser.add_argument("--devices", type=int, default=2, help="processes of each strategy that can run several")
     parser.add_argument("--seed", type=int, default=0)
@@ -90,17 +89,17 @@ def _check(wanted: argparse.Namespace) -> None:
     for name in ("atol", "rtol"):
         value = getattr(wanted, name)
         if value is not None and not 0 <= value < math.inf:
-            raise ConfigurationError(f"--{name} {value} is no bound. Write a number of at least 0.")
+            raise ConfigurationError(f"--{name} {value} is not a valid bound. Write a number of at least 0.")
     topology = detect()
     if topology.launcher != "none":
         raise ConfigurationError(
-            f"parity starts the processes of every strategy itself, and a launcher has started it ({topology}). Start "
-            "it without one, and say how many processes with --devices."
+            f"parity starts the processes of every strategy itself, but a launcher has started it ({topology}). Start "
+            "it without a launcher, and set the number of processes with --devices."
         )
 
 
 def _configuration(target: str, data: str | None) -> tuple[dict[str, Any], list[Path]]:
-    """Return the configuration that the target and `--data` stand for, and its files."""
+    """Return the configuration of the target and `--data`, and its files."""
     defaults: dict[str, Any] = {}
     if data is not None:
         defaults["data"] = {"class_path": class_path(data)}
@@ -134,12 +133,12 @@ def _check_assignments(assignments: Sequence[tuple[str, str]]) -> None:
         if key.startswith("trainer.") and key not in known:
             raise ConfigurationError(
                 f"{key} cannot be set here: --steps are trained under --strategies with --devices, without loggers, "
-                f"callbacks and validation. What belongs to a step can be: {', '.join(sorted(known))}."
+                f"callbacks and validation. Arguments of a step can be set: {', '.join(sorted(known))}."
             )
 
 
 def _check_strategies(labels: Sequence[str]) -> list[str]:
-    """Return what to import or look up for each label."""
+    """Return the import path or registry name for each label."""
     from trainwright.strategies.registry import STRATEGIES
 
     if len(labels) < 2:
@@ -156,7 +155,7 @@ def _check_strategies(labels: Sequence[str]) -> list[str]:
 
 
 def _run(plan: Plan, label: str, folder: Path) -> Tape | str:
-    """Run one strategy; returns what it recorded, or what went wrong."""
+    """Run one strategy; return its record, or the error."""
     from trainwright.cli.parity.parity_tape import Tape
     from trainwright.processes.launcher import run_module
 
@@ -179,7 +178,7 @@ def _report(runs: Sequence[Tape | str], labels: Sequence[str], wanted: argparse.
     from trainwright.cli.parity.parity_compare import Tolerance, compare
 
     reference = runs[0]
-    assert not isinstance(reference, str)  # asked before
+    assert not isinstance(reference, str)  # checked before
     facts = reference.facts
     tolerance = Tolerance.of(facts.precision, wanted.atol, wanted.rtol)
     micro_batches = len(reference.steps[1].data) if len(reference.steps) > 1 else 0

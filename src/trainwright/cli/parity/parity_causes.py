@@ -1,4 +1,4 @@
-"""Why two strategies may differ: sentences that follow from what was recorded beside the numbers."""
+"""Explanations of differences between strategies, from the recorded facts."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ _HALVES = ("16-true", "bf16-true", "16-mixed", "bf16-mixed")
 
 
 def explain(comparison: Comparison) -> list[str]:
-    """Return what may be behind the first difference, the likeliest first; empty for runs that are equal."""
+    """Return possible causes of the first difference, most likely first; empty for equal runs."""
     if comparison.equal:
         return []
     found = comparison.found
     kinds = {difference.kind for difference in found}
     if found[0].step == 0:
         return [
-            "The runs begin with other weights. What configure_model or __init__ draws must follow from the seed "
-            "alone, or come from a file."
+            "The initial weights differ. Random values in configure_model or __init__ must depend on the seed alone, "
+            "or come from a file."
         ]
     causes: list[str] = []
     if comparison.other_data:
         causes.append(_other_data(comparison))
     if COPY in kinds:
         causes.append(
-            "Something has changed a parameter on one rank and not on the others: in a hook or training_step, by what "
-            "depends on the rank, or in a buffer of the optimizer."
+            "A parameter was changed on one rank and not on the others: in a hook or training_step that depends on "
+            "the rank, or in a buffer of the optimizer."
         )
     if comparison.reference.facts.synchronized != comparison.other.facts.synchronized:
         causes.append(
@@ -40,13 +40,13 @@ def explain(comparison: Comparison) -> list[str]:
     if kinds == {PARAMETER}:
         causes.append(
             "Loss and gradients agree, so that the optimizers' step differs: clipping, parameter groups, a state that "
-            "one of them lacks, or a schedule that counts something else than steps."
+            "one of them lacks, or a schedule that does not count steps."
         )
     return causes + _general(comparison)
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return what differs and is no fault, and what was not compared."""
+    """Return harmless differences, and values that were not compared."""
     said = []
     facts = comparison.other.facts
     expected = [name for name in comparison.buffers if name in facts.running_statistics]
@@ -54,18 +54,18 @@ def notes(comparison: Comparison) -> list[str]:
     if expected:
         said.append(
             f"running statistics differ ({_some(expected)}): each rank's layers see the micro-batches of that rank, "
-            "and rank 0's are kept. They are not counted; training does not use them, evaluation does."
+            "and rank 0's are kept. They do not count as differences; evaluation uses them, training does not."
         )
     if others:
         said.append(
-            f"buffers differ ({_some(others)}): each rank has its own, and rank 0's are kept. They are not counted "
-            "unless a loss follows from them."
+            f"buffers differ ({_some(others)}): each rank has its own, and rank 0's are kept. They do not count as "
+            "differences unless they affect a loss."
         )
     if comparison.noise:
         some = [f"{count} of {name}" for name, count in comparison.noise.items()]
         said.append(
             f"not compared: elements whose gradients are rounding noise around zero ({_some(some)}), of which "
-            f"{'/'.join(facts.optimizers)} may make whole steps."
+            f"{'/'.join(facts.optimizers)} may make full-sized steps."
         )
     return said
 
@@ -73,8 +73,8 @@ def notes(comparison: Comparison) -> list[str]:
 def _other_data(comparison: Comparison) -> str:
     epoch, _, place = comparison.other_data[0].partition("/")
     return (
-        f"The data differ: micro-batch {place} of epoch {epoch} holds other values. A data set that draws at random "
-        "wants trainer.per_sample_rng=true; a loader with its own order must give the same to any number of ranks."
+        f"The data differ: micro-batch {place} of epoch {epoch} holds other values. For a data set with random values "
+        "set trainer.per_sample_rng=true; a loader with its own order must give the same order on any number of ranks."
     )
 
 
@@ -88,23 +88,23 @@ def _other_backward(comparison: Comparison) -> str:
         )
     return (
         "The losses agree and the gradients do not: a hook on some rank scales or replaces gradients, part of the "
-        "backward pass depends on the rank, or micro-batches were weighted otherwise."
+        "backward pass depends on the rank, or micro-batches have other weights."
     )
 
 
 def _general(comparison: Comparison) -> list[str]:
-    """Return what the task itself is known to do."""
+    """Return possible causes in the task itself."""
     step = comparison.other.steps[comparison.found[0].step]
     rows = {rows for _, rows in step.data.values()}
     said = []
     if step.draws:
         said.append(
-            "training_step draws random numbers. Torch's, numpy's and Python's generators are seeded alike for each "
-            "micro-batch, others are not; and a strategy that cuts activations draws for its pieces."
+            "training_step draws random numbers. Torch's, numpy's and Python's generators are seeded in the same way "
+            "for each micro-batch, others are not; and a strategy that splits activations draws for each part."
         )
     if len(rows) > 1 and not comparison.other.facts.counts_items:
         said.append(
-            f"The micro-batches have {min(rows)} to {max(rows)} rows and weigh the same, since the task does not "
+            f"The micro-batches have {min(rows)} to {max(rows)} rows and have equal weights, because the task does not "
             "define num_items."
         )
     if comparison.other.facts.precision in _HALVES:

@@ -1,4 +1,4 @@
-"""Compare what two strategies have done, step by step, until the first step in which they differ."""
+"""Compare the results of two strategies, step by step, until the first step in which they differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = (LOSS, NORM, GRADIENT, PARAMETER)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far apart two tensors may be: `atol + rtol × the largest absolute element of the reference`.
+    """Allowed difference of two tensors: `atol + rtol × the largest absolute element of the reference`.
 
     A bound for each tensor, not for each element: rounding in a sum is relative to its largest terms.
     """
@@ -26,18 +26,18 @@ class Tolerance:
 
     @classmethod
     def of(cls, precision: str, atol: float | None, rtol: float | None) -> Tolerance:
-        """Return what was asked for, or what rounding in this precision explains."""
+        """Return the requested tolerance, or the default for rounding in this precision."""
         default = {"64-true": cls(1e-10, 1e-8), "32-true": cls(1e-6, 1e-4)}.get(precision, cls(1e-3, 3e-2))
         return cls(default.atol if atol is None else atol, default.rtol if rtol is None else rtol)
 
     def bound(self, reference: torch.Tensor) -> float:
-        """Return the largest absolute difference from `reference` that is allowed."""
+        """Return the largest allowed absolute difference from `reference`."""
         return self.atol + self.rtol * _largest(reference)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two strategies differ."""
+    """Difference between two strategies."""
 
     step: int  # counted from 1; 0 is the initial state
     kind: str  # one of `KINDS`, or `COPY`: another rank's copy of a parameter
@@ -52,13 +52,13 @@ class Difference:
 
     @property
     def what(self) -> str:
-        """What differs, in words."""
+        """The differing value, as text."""
         return f"{self.kind} of {self.name}" if self.name else self.kind
 
 
 @dataclass
 class Comparison:
-    """A strategy beside the reference, over the steps up to the first different one."""
+    """Comparison of a strategy with the reference."""
 
     reference: Tape
     other: Tape
@@ -70,12 +70,12 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs by more than was allowed."""
+        """True if nothing differs by more than is allowed."""
         return not self.found
 
 
 def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
-    """Compare two runs until the first step in which they differ. Reads a step's tensors at a time."""
+    """Compare two runs until the first step in which they differ. Reads the tensors of one step at a time."""
     comparing = _Comparing(Comparison(reference, other), tolerance)
     for step in range(min(len(reference.steps), len(other.steps))):
         comparing.take_step(step)
@@ -91,7 +91,7 @@ def compare(reference: Tape, other: Tape, tolerance: Tolerance) -> Comparison:
 
 
 class _Comparing:
-    """A comparison under way."""
+    """Comparison in progress."""
 
     def __init__(self, result: Comparison, tolerance: Tolerance) -> None:
         self.result = result
@@ -102,7 +102,7 @@ class _Comparing:
         self._step = 0
 
     def take_step(self, step: int) -> None:
-        """Compare one step, in the order in which things come about."""
+        """Compare one step, in the order of computation."""
         result, self._step = self.result, step
         mine, other = result.reference.steps[step], result.other.steps[step]
         ours, theirs = result.reference.tensors(step), result.other.tensors(step)
@@ -129,7 +129,7 @@ class _Comparing:
             like = ours.gradients.get(name, theirs.gradients.get(name))
             if like is None:
                 continue
-            # A parameter that nothing has used has no gradient here and one of zeros there.
+            # An unused parameter may have no gradient, or one of zeros.
             mine = ours.gradients.get(name, torch.zeros_like(like))
             other = theirs.gradients.get(name, torch.zeros_like(like))
             if not self._take(GRADIENT, name, mine, other):
@@ -149,7 +149,7 @@ class _Comparing:
             self._take(PARAMETER, name, mine, other)
 
     def _take(self, kind: str, name: str, mine: torch.Tensor, other: torch.Tensor) -> bool:
-        """Compare two tensors and note what is found; returns whether they differ by more than is allowed."""
+        """Compare two tensors and record the difference; return whether it is more than is allowed."""
         result = self.result
         if mine.shape != other.shape:
             where = f"{result.reference.label}, {tuple(other.shape)} under {result.other.label}"

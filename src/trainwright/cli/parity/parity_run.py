@@ -1,6 +1,6 @@
 """One strategy's run for `trainwright parity`: `python -m trainwright.cli.parity.parity_run FOLDER`, its own process.
 
-The folder holds `plan.json`; the steps are written beside it (see `parity_tape`), or `error.txt` with what went wrong.
+The folder holds `plan.json`; the steps are written into it too (see `parity_tape`), or `error.txt` with the error.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEP_ARGUMENTS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run shall do, JSON-able."""
+    """Plan of one run, JSON-compatible."""
 
     strategy: str  # a name, or "module:name" of a class or function that makes one
     devices: int  # processes, where the strategy can run several
@@ -37,19 +37,19 @@ class Plan:
     assignments: list[list[str]]  # what the command line overrides: key, text
 
     def write(self, folder: Path) -> None:
-        """Leave it where `main` looks for it."""
+        """Write it to the folder from which `main` reads it."""
         (folder / "plan.json").write_text(json.dumps(asdict(self)))
 
 
 def main(folder: Path) -> int:
-    """Run the plan that lies in a folder; returns 0, or 1 with `error.txt` beside it."""
+    """Run the plan of a folder; return 0, or 1 with an `error.txt` there."""
     plan = Plan(**json.loads((folder / "plan.json").read_text()))
     try:
         _record(plan, folder)
     except TrainwrightError as error:
         (folder / "error.txt").write_text(str(error))
         return 1
-    except Exception:  # noqa: BLE001  # whatever the task raised is shown beside the other strategies' results
+    except Exception:  # noqa: BLE001  # any error of the task is shown with the other strategies' results
         (folder / "error.txt").write_text(traceback.format_exc())
         return 1
     return 0
@@ -67,7 +67,7 @@ def _record(plan: Plan, folder: Path) -> None:
     parser, settings = read_settings("fit", line, defaults=plan.defaults)
     given = settings.pop("trainer").as_dict()
     if given.get("callbacks"):
-        print("trainwright: note: the configuration's callbacks are left out of the comparison.", file=sys.stderr)
+        print("trainwright: note: the configuration's callbacks are not used in the comparison.", file=sys.stderr)
     seed_everything(plan.seed)
     built = build(parser, settings)
     strategy, devices = load_strategy(plan)
@@ -93,7 +93,7 @@ def _record(plan: Plan, folder: Path) -> None:
 
 
 def load_strategy(plan: Plan) -> tuple[Any, int]:
-    """Return the strategy to hand to the Trainer, and its number of processes."""
+    """Return the strategy for the Trainer, and its number of processes."""
     from trainwright.strategies.registry import STRATEGIES
     from trainwright.strategies.strategy import Strategy
 
@@ -104,7 +104,7 @@ def load_strategy(plan: Plan) -> tuple[Any, int]:
     made = make() if callable(make) else make
     if not isinstance(made, Strategy):
         raise ConfigurationError(
-            f"--strategies {name}: a {type(made).__name__} is no Strategy. Name one, or its class."
+            f"--strategies {name}: a {type(made).__name__} is not a Strategy. Name a strategy, or its class."
         )
     return made, plan.devices if made.is_distributed else 1
 

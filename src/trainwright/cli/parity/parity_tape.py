@@ -1,7 +1,6 @@
-"""What `trainwright parity` writes down of a run: every step's data, loss, gradients and parameters, in a folder.
-
-`facts.json` says what was trained; `step-00000.safetensors` holds the initial parameters, `step-00001.*` the first
-step's loss, gradients and the parameters after it, and so on. The main rank writes; every rank takes part.
+"""Records of a run for `trainwright parity`: every step's data, loss, gradients and parameters, in a folder.
+`facts.json` describes the run; `step-00000.safetensors` holds the initial parameters, `step-00001.*` the first step's
+loss, gradients and the parameters after it, and so on. The main rank writes; every rank takes part.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PARAMETER, _GRADIENT, _BUFFER = "parameter/", "gradient/", "buffer/"
 
 @dataclass(frozen=True)
 class Facts:
-    """What explains a difference, JSON-able."""
+    """Facts that explain a difference, JSON-compatible."""
 
     task: str
     processes: int
@@ -46,7 +45,7 @@ class Facts:
 
 @dataclass
 class StepRecord:
-    """One optimizer step, JSON-able; its tensors lie in a file beside it."""
+    """Record of one optimizer step, JSON-compatible; its tensors are in a separate file."""
 
     loss: float | None = None  # the mean over everything that the step consumed; None in tasks that optimize by hand
     norm: float | None = None  # of the gradients before clipping; None where the strategy computes none
@@ -57,10 +56,9 @@ class StepRecord:
 
 
 class StepTape(Callback):
-    """Writes a run down, step by step, and makes randomness the same however data is dealt to ranks.
-
-    Before each micro-batch every generator is seeded by its place in the order over all ranks, so that dropout draws
-    the same numbers for the same samples in any number of processes.
+    """Callback that records a run step by step, and makes randomness independent of the number of ranks. Before each
+    micro-batch every generator is seeded by its position in the order over all ranks, so that dropout draws the same
+    numbers for the same samples in any number of processes.
     """
 
     order = Order.FIRST
@@ -79,20 +77,21 @@ class StepTape(Callback):
         dp_size = trainer.strategy.data_ranks.size
         if self.micro_batches % dp_size:
             raise ConfigurationError(
-                f"a step of {self.micro_batches} micro-batches cannot be dealt to {dp_size} data-parallel ranks. Set "
-                f"trainer.accumulate_grad_batches, or --devices, so that {dp_size} divides their product."
+                f"a step of {self.micro_batches} micro-batches cannot be divided over {dp_size} data-parallel ranks. "
+                f"Set trainer.accumulate_grad_batches, or --devices, so that {dp_size} divides their product."
             )
         accumulate = self.micro_batches // dp_size
         if accumulate > 1 and not task.automatic_optimization:
             raise ConfigurationError(
-                f"{type(task).__name__} optimizes by hand, so that {dp_size} data-parallel rank(s) cannot consume the "
-                f"{self.micro_batches} micro-batches of a step. Compare strategies with as many ranks each."
+                f"{type(task).__name__} uses manual optimization, so that {dp_size} data-parallel rank(s) cannot "
+                f"consume the {self.micro_batches} micro-batches of a step. Compare strategies with the same number of "
+                "ranks."
             )
         trainer.accumulate_grad_batches = accumulate
 
     def on_train_start(self, trainer: Any, task: TaskModule) -> None:
         for config in trainer.lr_scheduler_configs:
-            config.paused = config.monitor is not None  # nothing is validated, so that nothing can be watched
+            config.paused = config.monitor is not None  # without validation there is no metric to monitor
         self._write(trainer, task)
         if trainer.is_global_zero:
             (self.folder / "facts.json").write_text(json.dumps(asdict(_facts(trainer, task))))
@@ -149,7 +148,7 @@ class StepTape(Callback):
         return int.from_bytes(hashlib.blake2s(text, digest_size=4).digest(), "little")
 
     def _write(self, trainer: Any, task: TaskModule) -> None:
-        """Write the present step. Collective."""
+        """Write the current step. Collective."""
         main = trainer.is_global_zero
         parameters = trainer.strategy.state.full_parameters(keep=main)
         self._record.strayed = self._compare_copies(trainer, parameters)
@@ -162,7 +161,7 @@ class StepTape(Callback):
         (self.folder / f"{stem}.json").write_text(json.dumps(asdict(self._record)))
 
     def _compare_copies(self, trainer: Any, parameters: Mapping[str, torch.Tensor]) -> list[list[Any]]:
-        """Return the ranks and names of parameters that are not rank 0's, where every rank holds all of them."""
+        """Return the ranks and names of parameters that differ from rank 0's, if every rank holds all of them."""
         if trainer.world_size == 1 or not trainer.strategy.capabilities.whole_weights:
             return []
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
@@ -174,7 +173,7 @@ class StepTape(Callback):
 
 @dataclass
 class Tape:
-    """What a strategy's run has left behind."""
+    """Records of a strategy's run."""
 
     label: str
     folder: Path
@@ -183,7 +182,7 @@ class Tape:
 
     @classmethod
     def read(cls, label: str, folder: Path) -> Self:
-        """Read what `StepTape` wrote, tensors excepted."""
+        """Read the records of `StepTape`, without tensors."""
         steps = [StepRecord(**json.loads(file.read_text())) for file in sorted(folder.glob("step-*.json"))]
         return cls(label, folder, Facts(**json.loads((folder / "facts.json").read_text())), steps)
 
