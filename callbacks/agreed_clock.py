@@ -14,10 +14,10 @@ MAX_STEPS_BETWEEN_CHECKS = 1000
 class AgreedClock:
     """Timer whose end all ranks see at the same step, by rank 0's clock.
 
-    With one process the clock is read at every step. With several, rank 0 is heard only at steps that all ranks know
-    beforehand: at each check it also says after how many steps the next one comes, so that at its present pace half
-    of the remaining time will have passed (at least 1 step, at most 1000). A wait of any length thus costs some
-    twenty broadcasts of two numbers, and all steps between cost one comparison.
+    With one process the clock is read at every step. With several, rank 0 broadcasts only at steps that all ranks know
+    beforehand: each check also sets the number of steps until the next one, so that at the current pace half of the
+    remaining time will have passed (at least 1 step, at most 1000). Any duration thus costs about twenty broadcasts of
+    two numbers, and the steps in between one comparison.
     """
 
     def __init__(self, remaining_s: Callable[[], float]) -> None:

@@ -152,7 +152,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self, num_averaged: int, *, average: Tensors | None = None, current: Tensors | None = None) -> None:
-        """Go on from saved values, which are copied; those that are not given stay as they are."""
+        """Restore saved values, which are copied; values that are not given are unchanged."""
         for values, targets in ((average, self._own), (current, self._live)):
             if values is None:
                 continue

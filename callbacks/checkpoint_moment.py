@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment at which checkpoints may be asked for, broadcast from rank 0 so that all ranks decide alike."""
+    """State of a run at a moment when checkpoints may be requested, broadcast from rank 0 so that all ranks make the
+    same decision.
+    """
 
     epoch: int  # 0-based, for names
     step: int  # completed optimizer steps

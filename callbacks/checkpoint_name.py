@@ -22,7 +22,7 @@ def template_fields(template: str) -> list[str]:
 
 
 def check_template(template: str, owner: str) -> None:
-    """Refuse a template that cannot become one folder's name."""
+    """Check that a template gives a valid folder name."""
     rest = _FIELD.sub("x", template)
     if not template or rest in (".", "..") or "/" in rest or "\\" in rest:
         raise ConfigurationError(

@@ -29,7 +29,7 @@ _TASK_ONLY_EVENTS = tuple(name for name in vars(TaskHooks) if name.endswith(("_m
 
 
 class HookTable:
-    """Who listens to which event: `table.on_train_batch_start` is a tuple of callables."""
+    """Registered hooks of each event: `table.on_train_batch_start` is a tuple of callables."""
 
     def __init__(self, callbacks: Iterable[Callback] = (), task: TaskModule | None = None) -> None:
         ordered = sorted(callbacks, key=lambda callback: callback.order)

@@ -14,7 +14,7 @@ Length = int | str | Duration | datetime.timedelta
 
 
 class KeepEvery:
-    """Knows when a stretch has passed (an int: in steps; None: never), and which checkpoints were kept for one."""
+    """Intervals of training, and the checkpoints that were kept for them."""
 
     def __init__(self, every: Length | None) -> None:
         self.names: list[str] = []

@@ -65,7 +65,7 @@ class ProgressBar(Callback):
         self._evaluating: _Progress | None = None
 
     def _refuse_foreign_names(self) -> None:
-        """Find what sub-classes override of other bars, which nothing here would call."""
+        """Check that sub-classes do not override methods of Lightning's bars, which are never called here."""
         for name in _ELSEWHERE:
             if hasattr(type(self), name):
                 raise ConfigurationError(

@@ -8,7 +8,7 @@ from trainwright.callbacks.monitored import Mode, is_better, worst
 
 
 class TopK:
-    """Names with their scores, at most `k` of them; -1 keeps all."""
+    """Names with their scores, at most `k` of them."""
 
     def __init__(self, k: int, mode: Mode) -> None:
         self.k = k

@@ -1,6 +1,5 @@
-"""Where a run's numbers go: the buffer that `log` fills, the Logger contract and one file for each tracker.
-
-Names are imported when they are first touched; `LOGGERS` holds the short names that a configuration may use.
+"""Logging of metrics: the buffer that `log` fills, the Logger contract and one file for each tracker. Names are
+imported when they are first used; `LOGGERS` holds the short names that a configuration may use.
 """
 
 from __future__ import annotations

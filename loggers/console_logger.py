@@ -11,12 +11,12 @@ from trainwright.loggers.logger import Logger
 
 
 class ConsoleLogger(Logger):
-    """Prints `step 120 | loss 0.1234 | lr 0.001`, one line for each call.
+    """Logger that prints `step 120 | loss 0.1234 | lr 0.001`, one line for each call.
 
     Args:
-        prefix: put before the name of each metric, with a dash.
-        stream: where to; the standard output, as it is at the time of printing, when None.
-        precision: significant digits of a number.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        stream: output stream; None: the standard output at the time of printing. Default: None.
+        precision: significant digits of a number. Default: 4.
     """
 
     def __init__(self, prefix: str = "", *, stream: TextIO | None = None, precision: int = 4) -> None:
@@ -45,6 +45,6 @@ class ConsoleLogger(Logger):
         self._out.write(line + "\n")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the stream behind when it is one of the process's own, which cannot travel."""
+        """Omit the process's own streams, which cannot be pickled."""
         own = self._stream in (sys.stdout, sys.stderr)
         return {**self.__dict__, "_run": None, "_stream": None if own else self._stream}

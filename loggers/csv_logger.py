@@ -17,19 +17,19 @@ HPARAMS_FILE = "hparams.yaml"
 
 
 class CSVLogger(VersionedLogger):
-    """Writes `metrics.csv` (and `hparams.yaml`) into `save_dir/name/version_N`.
+    """Logger that writes `metrics.csv` (and `hparams.yaml`) into `save_dir/name/version_N`.
 
-    The first column is `step`, the others follow in the order of their first appearance; what a row does not have is
-    empty. A name that appears later adds a column: the file is then written anew beside the old one and renamed, so
-    that neither a reader nor a crash loses a row.
+    The first column is `step`, the others follow in the order of their first appearance; missing values are empty. A
+    name that appears later adds a column: the file is then rewritten under another name and renamed, so that neither a
+    reader nor a crash loses a row.
 
     Args:
-        save_dir: parent of all; the run's root folder when None.
-        name: sub-folder for the experiment.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
-        prefix: put before the name of each metric, with a dash.
-        flush_logs_every_n_steps: rows reach the disk when the step has advanced by so many since the last time, and
-            at the end.
+        save_dir: parent folder; None: the run's root folder. Default: None.
+        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        flush_logs_every_n_steps: write rows to the disk when the step has advanced by this number, and at the end.
+            Default: 100.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class CSVLogger(VersionedLogger):
             self._flushed_at = step
 
     def flush(self) -> None:
-        """Write the rows that wait; returns when they are in the file."""
+        """Write pending rows; return when they are in the file."""
         if not self._rows:
             return
         known = set(self._columns)

@@ -1,4 +1,4 @@
-"""What metrics have aggregated of an epoch that is not over, for a checkpoint in its middle and for the resume."""
+"""State of the metrics of an unfinished epoch, for a checkpoint in its middle and the resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = dict[int, list[float]]  # of tensors, by their ids
 
 
 def slot_states(slots: Iterable[MetricSlot]) -> dict[str, State]:
-    """Return what slots hold, by their keys, as trees of plain values; waits for the device, once for each dtype.
+    """Return the states of slots, by their keys, as trees of plain values; waits for the device, once for each dtype.
 
     Pending values stay pending, so that a resumed run adds them up in the same order, to the last bit.
     """
@@ -31,7 +31,7 @@ def _tensors(slot: MetricSlot) -> Iterator[Tensor]:
 
 
 def _read(tensors: Iterable[Tensor]) -> Numbers:
-    """Return the values of tensors by their ids: one copy for each device and dtype, which a Python number holds."""
+    """Return the values of tensors by their ids: one copy for each device and dtype."""
     alike: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for tensor in tensors:
         alike.setdefault((tensor.device, tensor.dtype), {})[id(tensor)] = tensor
@@ -61,7 +61,7 @@ def _slot_state(slot: MetricSlot, numbers: Numbers) -> State:
 
 
 def fill_slot(slot: MetricSlot, state: Mapping[str, Any], device: torch.device) -> None:
-    """Give a slot back what `slot_states` returned for it; what was on a device goes to `device`."""
+    """Restore a slot from the result of `slot_states`; device values are put on `device`."""
     slot.values = _unpack(state["values"], device)
     slot.weights = list(state["weights"])
     slot.weight, slot.host_total, slot.host_extreme = state["weight"], state["host_total"], state["host_extreme"]
@@ -74,14 +74,14 @@ def fill_slot(slot: MetricSlot, state: Mapping[str, Any], device: torch.device) 
 
 
 def make_slot(state: Mapping[str, Any]) -> MetricSlot | None:
-    """Return an empty slot for a state; None if a function of the user's own reduces it, which only `log` knows."""
+    """Return an empty slot for a state; None if it has a custom reduction, which only `log` knows."""
     if state["settings"]["reduction"] is None:
         return None
     return MetricSlot(state["name"], state["suffix"], MetricSettings(**state["settings"]))
 
 
 def merge(states: Sequence[Mapping[str, Any]]) -> State:
-    """Return the state that holds what all of these hold together: several ranks' aggregates on one of them."""
+    """Return the combined state of several ranks' aggregates."""
     merged = {**states[0], "values": _pack([], {}), "weights": [], "totals": {}, "chunks": [], "last": None}
     kind = merged["settings"]["reduction"]
     values = [value for state in states for value in _own_values(state)]
@@ -94,7 +94,7 @@ def merge(states: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _own_values(state: Mapping[str, Any]) -> list[float]:
-    """The numbers whose reduction, by the state's own kind, is what it holds; weighted for sums and means."""
+    """Return the numbers whose reduction, by the state's own kind, gives its value; weighted for sums and means."""
     kind, host = state["settings"]["reduction"], torch.device("cpu")
     pending = [float(value) for value in _unpack(state["values"], host)]
     if kind is None:
@@ -108,7 +108,7 @@ def _own_values(state: Mapping[str, Any]) -> list[float]:
 
 
 def _pack(values: Sequence[float | Tensor], read: Numbers) -> State:
-    """Return values as lists of numbers, one for each kind: of the host, or of a device type and dtype."""
+    """Return values as lists of numbers, one for each kind: the host, or a device type and dtype."""
     kinds: list[str] = []
     numbers: dict[str, list[float]] = {}
     for value in values:
@@ -140,7 +140,7 @@ def _chunk(values: list[Any]) -> Tensor | list[float]:
 
 
 def _place(name: str, device: torch.device) -> torch.device:
-    """Return where a value belongs that was on the device `name`: the host stays the host."""
+    """Return the device for a value that was on the device `name`; the host stays the host."""
     return torch.device("cpu") if name == "cpu" else device
 
 
@@ -160,7 +160,7 @@ def objects_state(module: torch.nn.Module) -> State:
 
 
 def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Give metric objects their states back; returns the names of those that the module does not have."""
+    """Restore the states of metric objects; return the names of those that the module does not have."""
     parts = dict(_metric_parts(module))
     for name, saved in states.items():
         part = parts.get(name)

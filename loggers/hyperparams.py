@@ -1,4 +1,4 @@
-"""Hyper-parameters in the forms that log files can hold."""
+"""Hyper-parameters in forms for log files."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def plain(value: object) -> Any:
 def flatten(params: Mapping[str, Any], *, joiner: str = "/") -> dict[str, Any]:
     """Return `plain(params)` without nesting: `{"optimizer": {"lr": 0.1}}` → `{"optimizer/lr": 0.1}`.
 
-    Entries of a list are numbered when one of them is a dict or list, else the list is one text; an empty dict is the
-    text `{}`.
+    Entries of a list are numbered if one of them is a dict or list, else the list is one string; an empty dict is the
+    string `{}`.
     """
     flat: dict[str, Any] = {}
 

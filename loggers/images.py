@@ -1,4 +1,4 @@
-"""Images in the one form that every backend takes."""
+"""Images in the form that every backend accepts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def to_pixels(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return `image` as an array H×W×C of uint8, C being 1, 3 or 4. A device tensor is read, so this waits.
 
     Args:
-        image: a tensor C×H×W or H×W; an array H×W×C, C×H×W or H×W; or a PIL image. Whole numbers are taken as 0 to
-            255, floats as 0 to 1 (what lies outside is clipped, NaN is black), booleans as black and white.
+        image: a tensor C×H×W or H×W; an array H×W×C, C×H×W or H×W; or a PIL image. Integers are in 0 to 255, floats in
+            0 to 1 (other values are clipped, NaN is black), booleans as black and white.
 
     Raises:
         ConfigurationError: another shape; the message names it.

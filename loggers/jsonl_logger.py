@@ -1,4 +1,4 @@
-"""Metrics as JSON Lines: one object for each call, readable while the run goes on."""
+"""Metrics as JSON Lines: one object for each call, readable during the run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _OWN = ("step", "time")
 
 
 class JSONLinesLogger(VersionedLogger):
-    """Writes `metrics.jsonl` (and `hparams.json`) into `save_dir/name/version_N`.
+    """Logger that writes `metrics.jsonl` (and `hparams.json`) into `save_dir/name/version_N`.
 
     Each call adds the line `{"step": …, "time": <seconds since 1970>, "<name>": …, …}`, complete when the call returns.
     The file is valid JSON throughout: NaN and infinities are the text "NaN", "Infinity" and "-Infinity".
 
     Args:
-        save_dir: parent of all; the run's root folder when None.
-        name: sub-folder for the experiment.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
-        prefix: put before the name of each metric, with a dash.
+        save_dir: parent folder; None: the run's root folder. Default: None.
+        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
     """
 
     _OPEN = ("_file",)

@@ -1,4 +1,4 @@
-"""The contract between a run and a place where its numbers are kept: two methods, and optional ones with defaults."""
+"""The contract of loggers: two methods, and optional ones with defaults."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Status = Literal["success", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told about the run that it is started for.
+    """Facts about a run that are passed to its loggers.
 
     Attributes:
-        root_dir: where it writes, unless it was built with a folder of its own.
+        root_dir: folder for loggers without a folder of their own.
         run_name: a name for the run, or None.
     """
 
@@ -34,7 +34,9 @@ class RunInfo:
 
 
 class Silence:
-    """Takes every call and attribute and does nothing: what `Logger.experiment` is on ranks other than the main one."""
+    """Object that accepts every call and attribute and does nothing: `Logger.experiment` on ranks other than the main
+    one.
+    """
 
     def __getattr__(self, name: str) -> Silence:
         if name.startswith("__"):
@@ -58,27 +60,26 @@ class Silence:
 
 
 class Logger(ABC):
-    """A place where a run's numbers are kept.
+    """Base class of loggers.
 
     The Trainer calls `start` once for each stage, then the others in any order, then `finish`; after `finish` the
-    logger may be started again and goes on where it was. All of it happens on the main rank only, and never inside a
-    step. A method that raises is reported once, and the logger is left out for the rest of the run: see `LoggerGroup`.
-    Used before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
+    logger may be started again and continues its log. All of it happens on the main rank only, and never inside a step.
+    A method that raises is reported once, and the logger is disabled for the rest of the run: see `LoggerGroup`. Used
+    before any Trainer, a logger starts itself, on the main rank of a launcher's processes.
 
-    A sub-class writes the two abstract methods, `start` (calling `super().start(run)`), `flush` and `finish` where it
-    has something to open, to keep back or to close; the rest has defaults. One that was written for Lightning, with
-    `save` and `finalize` instead, is taken as it is. It must pickle before it is started, since it travels to the
+    A sub-class defines the two abstract methods, and `start` (calling `super().start(run)`), `flush` and `finish` if it
+    has something to open, to buffer or to close; the others have defaults. A logger written for Lightning, with `save`
+    and `finalize` instead, can be used unchanged. It must be picklable before it is started, because it is sent to the
     processes that the Trainer starts.
 
     Attributes:
         muted: this is not the main rank: nothing is started or written.
-        wants_graph: the run should hand over the task's graph (`log_graph`) when it begins.
+        wants_graph: the run should pass the task's graph (`log_graph`) when it begins.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let every `log_*` method of a sub-class start it if need be, and do nothing off the main rank.
-
-        A `start` that does not call this class's one has started it nevertheless.
+        """Wrap every `log_*` method of a sub-class to start the logger if needed, and to do nothing on other ranks. A
+        `start` that does not call this class's one counts as started too.
         """
         super().__init_subclass__(**options)
         for name, method in list(vars(cls).items()):
@@ -120,7 +121,7 @@ class Logger(ABC):
         self._run = run
 
     def flush(self) -> None:
-        """Bring what has been logged to where a reader finds it. Blocks on the disk. Default: `save`, if overridden."""
+        """Write logged values so that readers see them. Blocks on the disk. Default: `save`, if overridden."""
         if type(self).save is not Logger.save:
             self.save()
 
@@ -132,7 +133,7 @@ class Logger(ABC):
             self.finalize(status)
 
     def save(self) -> None:
-        """Bring what has been logged to where a reader finds it: Lightning's name for `flush`."""
+        """Write logged values so that readers see them: Lightning's name for `flush`."""
         if type(self).flush is not Logger.flush:
             self.flush()
 
@@ -166,35 +167,35 @@ class Logger(ABC):
         _cannot_log(self, "text")
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the graph of `task.forward(example_input)`; `task.example_input_array` when no input is given."""
+        """Record the graph of `task.forward(example_input)`; `task.example_input_array` if no input is given."""
         _cannot_log(self, "graphs")
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = ()) -> None:
-        """Take notice of a checkpoint folder that has been published, for backends that keep files. Default: nothing.
+        """Record a published checkpoint folder, for backends that store files. Default: nothing.
 
         Args:
             path: the checkpoint's folder.
-            aliases: names for it, such as `"best"` and `"last"`.
+            aliases: names for it, such as `"best"` and `"last"`. Default: `()`.
         """
         return None
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Take notice of a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
+        """Record a checkpoint of a ModelCheckpoint; Lightning's form of `log_checkpoint`. Default: nothing."""
         return None
 
     @property
     def group_separator(self) -> str:
-        """What stands between the parts of a metric's name: `"/"`."""
+        """Separator between the parts of a metric's name: `"/"`."""
         return "/"
 
     @property
     def save_dir(self) -> Path | str | None:
-        """The parent of all that is written; None when there is none, or it is not known yet."""
+        """The parent folder of all output; None if there is none, or it is not known yet."""
         return None
 
     @property
     def root_dir(self) -> Path | str | None:
-        """The folder of all runs of this name; None when there is none, or it is not known yet."""
+        """The folder of all runs of this name; None if there is none, or it is not known yet."""
         return None
 
     @property
@@ -204,23 +205,23 @@ class Logger(ABC):
 
     @property
     def version(self) -> str | int | None:
-        """What tells this run from others of the same name; None until it is known."""
+        """The version that distinguishes this run from others of the same name; None until it is known."""
         return None
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder that this run's log lies in; None when there is none, or it is not known before `start`."""
+        """The folder of this run's log; None if there is none, or it is not known before `start`."""
         return None
 
     @property
     def experiment(self) -> Any:
-        """The backend's own object, started if need be; on ranks other than the main one, one that does nothing."""
+        """The backend's own object, started if needed; on other ranks than the main one, a no-op object."""
         if self.muted:
             return Silence()
         return self._backend() if self._begin() else Silence()
 
     def _begin(self) -> bool:
-        """Start where no Trainer has, below the present folder; returns whether this process logs."""
+        """Start below the current folder if no Trainer has; return whether this process logs."""
         if self.muted:
             return False
         if self._run is None and not self._starting:
@@ -235,16 +236,16 @@ class Logger(ABC):
         return True
 
     def _backend(self) -> Any:
-        """Return what `experiment` is while the logger is started."""
+        """Return the `experiment` of a started logger."""
         return self
 
     @property
     def is_started(self) -> bool:
-        """Whether it stands between `start` and `finish`."""
+        """True between `start` and `finish`."""
         return self._run is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to continue the same curves; JSON-able, without paths."""
+        """Return the state that a resumed run needs to continue the same curves; JSON-compatible, without paths."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

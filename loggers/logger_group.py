@@ -1,4 +1,4 @@
-"""All loggers of a run as one, which no tracker's failure can stop."""
+"""All loggers of a run as one; the failure of a tracker does not stop the run."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ _ESSENTIAL = ("start", "log_metrics", "flush", "finish")
 
 
 class LoggerGroup:
-    """What the Trainer talks to: calls each logger in turn, on the main rank only.
+    """Group of loggers: calls each logger in turn, on the main rank only.
 
     A logger whose backend raises is reported, with a TrainwrightWarning that names it, the method and the error: a full
-    disk or a lost connection never ends a training. One that cannot start, take metrics or flush is left out until the
-    group is started again; of one that fails at something else, such as a graph or an image, only that is missing.
-    Errors of configuration, such as a package that is not installed, do pass through at `start`.
-
-    Nothing here communicates.
+    disk or a lost connection never ends a training. A logger that cannot start, log metrics or flush is disabled until
+    the group is started again; if something else fails, such as a graph or an image, only that is missing.
+    Configuration errors, such as a package that is not installed, are raised by `start`. There is no communication
+    between ranks.
 
     Args:
-        loggers: in the order in which they are called.
-        is_main: whether this is the main rank. On the others nothing is started or written, and each logger's
-            `experiment` does nothing.
+        loggers: in the order in which they are called. Default: `()`.
+        is_main: True on the main rank. On the others nothing is started or written, and each logger's `experiment` does
+            nothing. Default: True.
     """
 
     def __init__(self, loggers: Iterable[Logger] = (), *, is_main: bool = True) -> None:
@@ -51,7 +50,7 @@ class LoggerGroup:
 
     @property
     def active(self) -> list[Logger]:
-        """Those that are called: all but the failed ones on the main rank, none on the others."""
+        """The loggers that are called: all but the failed ones on the main rank, none on the others."""
         return [logger for logger in self.loggers if not self._is_dropped(logger)] if self.is_main else []
 
     @property
@@ -60,10 +59,10 @@ class LoggerGroup:
         return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
 
     def start(self, run: RunInfo) -> None:
-        """Start every logger. Those that choose a numbered folder in the same place choose the same one.
+        """Start every logger. Loggers with numbered folders in the same parent share the number.
 
         Raises:
-            MissingPackageError, ConfigurationError: a logger cannot work as it is set up.
+            MissingPackageError, ConfigurationError: a logger is not configured correctly.
         """
         self._dropped = []
         claimed: dict[Path | None, int | str] = {}
@@ -86,7 +85,7 @@ class LoggerGroup:
         self._each("log_hyperparams", params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record host-side numbers at a step with every logger; nothing when there are none."""
+        """Record host-side numbers at a step with every logger; nothing if there are none."""
         if metrics:
             self._each("log_metrics", metrics, step)
 
@@ -103,13 +102,13 @@ class LoggerGroup:
         self._each("log_text", key, text, step)
 
     def log_graph(self, task: torch.nn.Module, example_input: object = None) -> None:
-        """Record the task's graph with those loggers that were asked to (`wants_graph`)."""
+        """Record the task's graph with the loggers that request it (`wants_graph`)."""
         for logger in self.active:
             if logger.wants_graph:
                 self._call(logger, "log_graph", task, example_input)
 
     def log_checkpoint(self, path: Path, *, aliases: tuple[str, ...] = (), saver: object = None) -> None:
-        """Tell every logger of a checkpoint that has been published; `saver` is the run's ModelCheckpoint, if any."""
+        """Pass a published checkpoint to every logger; `saver` is the run's ModelCheckpoint, if any."""
         for logger in self.active:
             self._call(logger, "log_checkpoint", path, aliases=aliases)
             if saver is not None:
@@ -120,7 +119,7 @@ class LoggerGroup:
         self._each("flush")
 
     def finish(self, status: Status) -> None:
-        """Finish every logger; safe in an exception's path, and to be called twice."""
+        """Finish every logger; safe in an exception's path, and if called twice."""
         self._each("finish", status)
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -128,10 +127,9 @@ class LoggerGroup:
         return [{"logger": type(logger).__name__, **logger.state_dict()} for logger in self.loggers]
 
     def load_state_dict(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Give each logger the next state that was saved by one of its class; call it before `start` if possible.
-
-        Call it when a training is resumed, not for an evaluation: it makes loggers take back what was logged later.
-        Loggers added or removed since the states were saved are no error.
+        """Give each logger the next state that was saved by one of its class; call it before `start` if possible. Call
+        it when a training is resumed, not for an evaluation: it makes loggers remove what was logged later. Loggers
+        added or removed since the states were saved are allowed.
         """
         left = list(states)
         for logger in self.loggers:

@@ -1,9 +1,9 @@
-"""Where `log` puts its values: on the device they came from, until the loop asks for them.
+"""The buffer that `log` fills: values stay on their device until the loop flushes them.
 
-`log` copies a value and appends it; it never waits for a device and never talks to another rank. The loop asks twice:
-`flush_step` every so many steps for the latest values, `flush_epoch` at an epoch's end for the aggregates. Only there
-are values read, with one copy for each device, and only there do ranks talk, in one exchange that every rank takes
-part in, whatever it has logged. Memory does not grow with the number of steps.
+`log` copies a value and appends it; it never waits for a device and never communicates. The loop calls `flush_step`
+every few steps for the latest values, and `flush_epoch` at an epoch's end for the aggregates. Only there are values
+read, with one copy for each device, and only there do ranks communicate, in one exchange that every rank takes part in,
+whatever it has logged. Memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _STAGES: tuple[EpochStage, ...] = ("train", "validate", "test", "predict")
 
 
 class _StageMetrics:
-    """The slots of one stage: by key, and by name for the quick way in."""
+    """Slots of one stage: by key, and by name for fast access."""
 
     def __init__(self) -> None:
         self.slots: dict[str, MetricSlot] = {}
@@ -59,15 +59,15 @@ class _StageMetrics:
 
 
 class MetricBuffer:
-    """Collects what tasks and callbacks log, without waiting and without communicating.
+    """Buffer of the values that tasks and callbacks log, without waiting and without communication.
 
     The loop sets three plain attributes:
 
     Attributes:
-        in_step: whether a training or evaluation step (or a hook of one batch) is running.
-        batch: the present micro-batch, from which a mean's weight is found; None outside. Set it to None again after
-            the batch, or the buffer keeps it alive.
-        dataloader_idx: which of several evaluation loaders the batch came from; None outside.
+        in_step: True during a training or evaluation step (or a hook of one batch).
+        batch: the current micro-batch, which determines the weight in a mean; None outside. Set it to None again after
+            the batch, otherwise the buffer keeps it alive.
+        dataloader_idx: index of the evaluation loader of the batch, if there are several; None outside.
     """
 
     def __init__(self) -> None:
@@ -83,18 +83,17 @@ class MetricBuffer:
         self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the present epoch of training has aggregated so far, by key; waits for the device.
-
-        Metric objects are not in it: see `epoch_state.objects_state`.
+        """Return the aggregates of the current training epoch so far, by key; waits for the device. Metric objects are
+        not included: see `epoch_state.objects_state`.
         """
         slots = self._stages["train"].slots.values()
         return slot_states(slot for slot in slots if slot.has_epoch_values or slot.last is not None)
 
     def load_state_dict(self, states: Mapping[str, Any], device: torch.device) -> None:
-        """Go on with an epoch of training that `state_dict` was asked in; called after `begin`.
+        """Restore the aggregates of a training epoch; called after `begin`.
 
         Args:
-            states: what it returned.
+            states: the result of `state_dict`.
             device: of this rank.
         """
         metrics, self._device = self._stages["train"], device
@@ -109,18 +108,17 @@ class MetricBuffer:
 
     @property
     def stage(self) -> EpochStage | None:
-        """The stage that `log` and the flushes are about; None before the first `begin`."""
+        """The stage of `log` and of the flushes; None before the first `begin`."""
         return self._stage
 
     def begin(self, stage: EpochStage, *, num_dataloaders: int = 1) -> None:
-        """Start an epoch of `stage` and make it the present one.
-
-        Values that an earlier, unfinished epoch of this stage left are dropped; step values that wait for their flush
-        and everything of the other stages stay. After a validation inside a training epoch go back with `switch`.
+        """Start an epoch of `stage` and make it the current one. Values of an earlier, unfinished epoch of this stage
+        are discarded; pending step values and everything of the other stages are kept. After a validation inside a
+        training epoch go back with `switch`.
 
         Args:
             stage: `"train"`, `"validate"`, `"test"` or `"predict"`.
-            num_dataloaders: with more than one, keys end in `/dataloader_idx_N`.
+            num_dataloaders: with more than one, `/dataloader_idx_N` is appended to keys. Default: 1.
         """
         self.switch(stage)
         metrics = self._stages[stage]
@@ -132,7 +130,7 @@ class MetricBuffer:
             self._unclaimed.clear()
 
     def switch(self, stage: EpochStage) -> None:
-        """Make `stage` the present one and change nothing else, as when training goes on after a validation.
+        """Make `stage` the current one and change nothing else, for example when training continues after a validation.
 
         Raises:
             ConfigurationError: no such stage.
@@ -143,12 +141,12 @@ class MetricBuffer:
         self._by_name = self._stages[stage].by_name
 
     def close(self, where: str) -> None:
-        """Refuse to log until the next `begin` or `switch`: in `where`, a hook, nobody would read the value."""
+        """Refuse to log until the next `begin` or `switch`: values logged in the hook `where` would not be read."""
         self._closed, self._by_name = where, {}
 
     @contextlib.contextmanager
     def closed_in(self, where: str) -> Iterator[None]:
-        """Refuse to log for the length of a `with` block; see `close`."""
+        """Refuse to log during a `with` block; see `close`."""
         before = self._closed, self._by_name
         self.close(where)
         try:
@@ -172,31 +170,32 @@ class MetricBuffer:
         rank_zero_only: bool = False,
         metric_attribute: str | None = None,
     ) -> None:
-        """Take one value. No communication, no wait for a device.
+        """Log one value. No communication, no wait for a device.
 
         Args:
             name: the metric's name.
             value: a number, a tensor with one element (copied, without its graph), or a torchmetrics Metric or
                 MetricCollection, which is computed at the epoch's flush and then reset. A collection's results, and
                 others that are a dict, are named `name/key`.
-            prog_bar: also give it to the progress bar.
-            logger: give it to the loggers.
+            prog_bar: also pass it to the progress bar. logger: pass it to the loggers. Default: False.
             on_step: keep the latest value for `flush_step`. Default: in a training step.
             on_epoch: aggregate over the epoch for `flush_epoch`. Default: outside a training step and in evaluation.
                 With both, names end in `_step` and `_epoch`.
             reduce_fx: the epoch's aggregate: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, torch's
-                function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to
-                one number; the last alone needs memory that grows with the epoch.
+                function of that name, or a function from a 1-D float64 host tensor of all values (of all ranks) to one
+                number; only the last needs memory that grows with the epoch. Default: `"mean"`.
             sync_dist: None: reduce epoch values over ranks, leave step values as each rank's own; True: reduce both;
-                False: neither. Metric objects reduce by themselves, unless False.
-            add_dataloader_idx: with several evaluation loaders, end the key in `/dataloader_idx_N`; False: the name is
-                this loader's own, and no other may log it, except for one metric object that aggregates over all.
-            batch_size: the value's weight in a mean; the length of the present batch unless told.
-            rank_zero_only: the value that rank 0 logs is the value on every rank.
-            metric_attribute: accepted for compatibility; metric objects need no name of an attribute.
+                False: neither. Metric objects reduce by themselves, unless False. Default: None.
+            add_dataloader_idx: with several evaluation loaders, append `/dataloader_idx_N` to the key; False: the name
+                belongs to this loader, and no other may log it, except for one metric object that aggregates over all.
+                Default: True.
+            batch_size: the value's weight in a mean; None: the length of the current batch. Default: None.
+            rank_zero_only: the value that rank 0 logs is the value on every rank. Default: False.
+            metric_attribute: accepted for compatibility; metric objects do not need the name of an attribute.
+                Default: None.
 
         Raises:
-            TaskError: the value is no single number, or no epoch has begun.
+            TaskError: the value is not a single number, or no epoch has begun.
             ConfigurationError: options that contradict each other or an earlier call in the same epoch.
         """
         options = (
@@ -244,7 +243,7 @@ class MetricBuffer:
         )
 
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
-        """Find or make the slot for `name`, and check `options` against each other and against earlier calls."""
+        """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
@@ -304,7 +303,7 @@ class MetricBuffer:
         return slot
 
     def _claim(self, slot: MetricSlot, value: object, index: int | None) -> None:
-        """Note that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
+        """Record that one more of several loaders logs a key: an error, unless one metric object is for all of them."""
         if slot.loader is None or index is None or index == slot.loader:
             return
         if not is_metric_object(value):
@@ -343,16 +342,16 @@ class MetricBuffer:
         return iter(self._stages[self._stage].slots.values() if self._stage is not None else ())
 
     def peek(self) -> Flushed:
-        """Return this rank's own step values that wait for `flush_step`; they go on waiting, and are no longer new.
+        """Return this rank's own step values that are pending for `flush_step`; they stay pending, and are no longer
+        new.
 
         Waits for the device. Not collective.
         """
         return self._new.all_steps(list(self._by_slots()))
 
     def peek_new(self) -> Flushed:
-        """Return this rank's own values that nobody has looked at: of steps, and outside of steps of the epoch so far.
-
-        They go on waiting. Waits for the device if there are any. Not collective.
+        """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
+        They stay pending. Waits for the device if there are any. Not collective.
         """
         train = self._stages["train"].slots.values() if self._stage != "train" else ()
         flushed = self._new.of_steps((*train, *self._by_slots()))
@@ -368,8 +367,8 @@ class MetricBuffer:
         Waits for each device once. Collective when `exchange` is given: every rank calls it at the same step.
 
         Args:
-            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, also when
-                nothing was logged. None: one process.
+            exchange: all-gather of a small picklable dict, in the order of the ranks; called exactly once, even if
+                nothing was logged. None: one process. Default: None.
         """
         waiting: list[tuple[MetricSlot, tuple[Entry, float | Tensor]]] = []
         for slot in self._by_slots():
@@ -396,15 +395,15 @@ class MetricBuffer:
         return flushed
 
     def flush_epoch(self, exchange: Exchange | None = None) -> Flushed:
-        """Return the aggregates of the present stage's epoch and start them over.
+        """Return the aggregates of the current stage's epoch and reset them.
 
         Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
-        to see first. Collective when `exchange` is given: every rank calls it at the same place. Metric objects
-        reduce over ranks by themselves, in an order that the exchange has settled; one that only some ranks have
-        logged is computed there without the others, with a warning.
+        to see first. Collective when `exchange` is given: every rank calls it at the same point. Metric objects reduce
+        over ranks by themselves, in an order that the exchange has determined; one that only some ranks have logged is
+        computed there without the others, with a warning.
 
         Args:
-            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them.
+            exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
         entries = epoch_entries(slots)

@@ -1,6 +1,5 @@
-"""One logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
-
-Nothing here waits for a device. Values stay where they are; the host learns them in `HostReads.read`, once a flush.
+"""A logged metric between two flushes: its options, the latest value of a step, the running aggregate of an epoch.
+Nothing here waits for a device. Values stay on their device; the host reads them in `HostReads.read`, once per flush.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _AS_KIND: dict[Any, str] = {
 
 
 class MetricSettings(NamedTuple):
-    """The options of one key, with the defaults filled in."""
+    """Options of one key, with the defaults filled in."""
 
     on_step: bool
     on_epoch: bool
@@ -59,13 +58,13 @@ def parse_reduction(name: str, reduce_fx: Reduction) -> Reduction:
 
 
 def same_function(first: Reduction, second: Reduction) -> bool:
-    """Tell whether two reductions are made from the same code, like a lambda written in the call to `log`."""
+    """Return whether two reductions are made from the same code, like a lambda written in the call to `log`."""
     code = getattr(first, "__code__", None)
     return code is not None and code is getattr(second, "__code__", None)
 
 
 def is_metric_object(value: object) -> bool:
-    """Tell whether `value` is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
+    """Return whether `value` is a torchmetrics Metric or MetricCollection, without importing torchmetrics."""
     return isinstance(value, torch.nn.Module) and hasattr(value, "compute") and hasattr(value, "reset")
 
 
@@ -102,7 +101,7 @@ def to_number(name: str, value: Any) -> float | Tensor:
 
 
 def accumulator_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which values are added up: float64, or float32 where the device has no float64."""
+    """Return the accumulation dtype: float64, or float32 if the device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -114,7 +113,7 @@ def pick(values: Sequence[float], kind: str) -> float:
 
 
 class MetricSlot:
-    """What has been logged under one key, `name + suffix`; the suffix names the dataloader."""
+    """Values logged under one key."""
 
     __slots__ = (
         *("name", "suffix", "settings", "options", "metric", "loader", "on_step", "on_epoch", "is_free"),
@@ -147,7 +146,7 @@ class MetricSlot:
         return reduction if isinstance(reduction, str) else "custom"
 
     def configure(self, settings: MetricSettings) -> None:
-        """Take options for this epoch."""
+        """Set the options for this epoch."""
         self.settings = settings
         self.is_free = False  # True: a new epoch has begun, and the next `log` may choose other options
         self.on_step, self.on_epoch = settings.on_step, settings.on_epoch
@@ -158,7 +157,7 @@ class MetricSlot:
             self.last = None
 
     def clear_epoch(self) -> None:
-        """Forget the epoch's values; a step's value that waits for its flush stays."""
+        """Clear the epoch's values; a pending step value stays."""
         self.values.clear()
         self.weights.clear()
         self.weight: float = 0.0
@@ -180,7 +179,7 @@ class MetricSlot:
             self.last = batch_value if batch_value is not None else metric
 
     def begin_epoch(self) -> None:
-        """Start an epoch: no values, options free; a metric object that was left unfinished starts over."""
+        """Start an epoch: no values, options free; an unfinished metric object is reset."""
         self.clear_epoch()
         self.is_free = True
         self.options = None
@@ -190,7 +189,7 @@ class MetricSlot:
 
     @property
     def has_epoch_values(self) -> bool:
-        """Whether anything was logged for the epoch's aggregate."""
+        """True if anything was logged for the epoch's aggregate."""
         return bool(self.values or self.totals or self.chunks or self.host_extreme is not None)
 
     def fold(self) -> None:
@@ -255,18 +254,18 @@ def _alike(first: float | Tensor, second: float | Tensor) -> bool:
 
 
 class HostReads:
-    """The tensors whose values one flush needs on the host: one stack and one copy for each device."""
+    """Tensors whose values a flush needs on the host: one stack and one copy for each device."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> int:
-        """Ask for a tensor (any shape) and return the index of its values in what `read` returns."""
+        """Request a tensor (any shape) and return the index of its values in the result of `read`."""
         self._tensors.append(tensor)
         return len(self._tensors) - 1
 
     def read(self) -> list[list[float]]:
-        """Return the values of every tensor asked for, flattened, in order. Waits for the devices, once each."""
+        """Return the values of every requested tensor, flattened, in order. Waits for the devices, once each."""
         found: list[list[float]] = [[] for _ in self._tensors]
         by_device: dict[torch.device, list[int]] = {}
         for index, tensor in enumerate(self._tensors):

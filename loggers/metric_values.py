@@ -1,4 +1,4 @@
-"""The values behind slots: what a step logged, what an epoch has aggregated, what metric objects compute."""
+"""Values of slots: those of a step, the aggregates of an epoch, the results of metric objects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is
 
 
 def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
-    """Yield what a slot holds of its last step, one number at a time; the slot has a value."""
+    """Yield the values of a slot's last step, one number at a time; the slot has a value."""
     last = slot.last
     entry = entry_of(slot)
     if slot.metric is None and isinstance(last, (float, Tensor)):
@@ -33,7 +33,7 @@ def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
 
 
 def named_values(slot: MetricSlot, entry: Entry, result: object) -> Iterator[tuple[Entry, float | Tensor]]:
-    """Yield what a metric object gave, one number at a time; the parts of a dict are named `name/key`."""
+    """Yield the results of a metric object, one number at a time; the parts of a dict are named `name/key`."""
     if isinstance(result, dict):
         for key, value in result.items():
             yield entry._replace(name=f"{slot.name}/{key}"), to_number(f"{slot.name}/{key}", value)
@@ -42,14 +42,14 @@ def named_values(slot: MetricSlot, entry: Entry, result: object) -> Iterator[tup
 
 
 def compute_alone(metric: Any) -> Any:
-    """Compute a metric object without other ranks, and without its remembering the result."""
+    """Compute a metric object without other ranks, and without caching the result."""
     with without_ranks(metric):
         return metric.compute()
 
 
 @contextmanager
 def without_ranks(metric: torch.nn.Module) -> Iterator[None]:
-    """Let the metric objects among a module and its parts compute this rank's own values, without the other ranks."""
+    """Let the metric objects in a module compute this rank's own values, without the other ranks."""
     changed: list[tuple[Any, Callable[[], bool] | None, bool]] = []
     parts: list[Any] = [part for part in metric.modules() if hasattr(part, "distributed_available_fn")]
     try:
@@ -104,7 +104,7 @@ def put_combined(
     reductions: dict[str, Reduction],
     when: Literal["step", "epoch"],
 ) -> None:
-    """Enter the reduction of each key's entries, one for each rank that has it."""
+    """Add the reduction of each key's entries, one for each rank that has it."""
     for key, found in entries.items():
         value = combine(found, reductions.get(key))
         if value is not None:
@@ -112,25 +112,27 @@ def put_combined(
 
 
 class NewValues:
-    """This rank's values that nobody has looked at yet: each is read from its device once, and goes on waiting."""
+    """Values of this rank that have not been read yet: each is read from its device once, and stays pending."""
 
     def __init__(self) -> None:
         self.steps: dict[MetricSlot, Any] = {}  # the value of a step that was looked at last; a flush empties it
         self._epochs: dict[MetricSlot, Any] = {}
 
     def of_steps(self, slots: Iterable[MetricSlot]) -> Flushed:
-        """Return the latest values of steps that were logged since the last look. Waits for the device if there are."""
+        """Return the latest values of steps that were logged since the last read. Waits for the device if there are
+        any.
+        """
         new = [slot for slot in slots if slot.last is not None and self.steps.get(slot) is not slot.last]
         self.steps.update((slot, slot.last) for slot in new if not is_metric_object(slot.last))
         return read_steps(new)
 
     def all_steps(self, slots: list[MetricSlot]) -> Flushed:
-        """Return the latest values of steps, also those that were looked at before."""
+        """Return the latest values of steps, including those that were read before."""
         self.steps.update((slot, slot.last) for slot in slots if not is_metric_object(slot.last))
         return read_steps(slots)
 
     def of_epoch(self, slots: Iterable[MetricSlot]) -> Flushed:
-        """Return what the epoch has aggregated so far, on this rank alone, where it has changed since the last look."""
+        """Return the aggregates of the epoch so far, on this rank alone, that have changed since the last read."""
         flushed = Flushed()
         new: list[MetricSlot] = []
         for slot in slots:
@@ -148,14 +150,14 @@ class NewValues:
 
 
 def read_steps(slots: Iterable[MetricSlot]) -> Flushed:
-    """Return this rank's own latest values of steps; they go on waiting. Waits for each device once."""
+    """Return this rank's own latest values of steps; they stay pending. Waits for each device once."""
     flushed = Flushed()
     read_into(flushed, [pair for slot in slots if slot.last is not None for pair in step_values(slot)], "step")
     return flushed
 
 
 def read_into(flushed: Flushed, values: list[tuple[Entry, float | Tensor]], when: Literal["step", "epoch"]) -> None:
-    """Read values from their devices and enter them."""
+    """Read values from their devices, with one copy each, and add them."""
     for entry, value in read_values(values):
         flushed.put(entry, value, when)
 

@@ -1,4 +1,4 @@
-"""The names of loggers that users may write, and what `Trainer(logger=...)` means."""
+"""Short names of loggers, and the meaning of `Trainer(logger=...)`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ LOGGERS: Registry[type[Logger]] = Registry(
 def resolve_loggers(
     spec: bool | str | Logger | Iterable[str | Logger] | None, default_root_dir: str | Path
 ) -> list[Logger]:
-    """Return the loggers that `Trainer(logger=spec)` asks for, not started.
+    """Return the loggers for `Trainer(logger=spec)`, not started.
 
     Args:
         spec: True or None: TensorBoard, or CSV files where tensorboard is not installed; False or an empty list: none;
             a name of `LOGGERS`, a logger, or several of these.
-        default_root_dir: where a logger writes that is asked for by name or by default.
+        default_root_dir: folder for loggers that are requested by name or by default.
 
     Raises:
-        ConfigurationError: an unknown name, or something that is no logger.
+        ConfigurationError: an unknown name, or an object that is not a logger.
     """
     root = Path(default_root_dir)
     if spec is None or spec is True:

@@ -24,21 +24,22 @@ _EVENT_FILES = "events.out.tfevents.*"
 
 
 class TensorBoardLogger(VersionedLogger):
-    """Writes event files (and `hparams.yaml`) into `save_dir/name/version_N`; look at them with `tensorboard --logdir`.
+    """Logger that writes event files (and `hparams.yaml`) into `save_dir/name/version_N`; view them with
+    `tensorboard --logdir`.
 
-    Event files are only ever added to. When a run goes back to an earlier step, a restart mark makes TensorBoard hide
+    Event files are only appended to. When a run goes back to an earlier step, a restart mark makes TensorBoard hide
     what was logged from there on.
 
     Args:
-        save_dir: parent of all; the run's root folder when None.
-        name: sub-folder for the experiment.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
-        log_graph: have the Trainer log the task's graph (it needs `example_input_array`).
+        save_dir: parent folder; None: the run's root folder. Default: None.
+        name: sub-folder for the experiment. Default: `"trainwright_logs"`.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
+        log_graph: have the Trainer log the task's graph (it needs `example_input_array`). Default: False.
         default_hp_metric: log the metric `hp_metric` with the hyper-parameters, so that TensorBoard lists the run in
-            its table of hyper-parameters even when `log_hyperparams` is given no metrics.
-        prefix: put before the name of each metric, with a dash.
-        sub_dir: a folder inside the version's folder for the event files.
-        writer_options: handed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
+            its table of hyper-parameters even if `log_hyperparams` gets no metrics. Default: True.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        sub_dir: a folder inside the version's folder for the event files. Default: None.
+        writer_options: passed to `torch.utils.tensorboard.SummaryWriter`, for example `flush_secs=10`.
     """
 
     NAME_HPARAMS_FILE = HPARAMS_FILE
@@ -63,16 +64,16 @@ class TensorBoardLogger(VersionedLogger):
 
     @property
     def sub_dir(self) -> Path | None:
-        """The folder inside the version's folder that event files go to; None: the version's itself."""
+        """The sub-folder of the version's folder for event files; None: the version's folder itself."""
         return self._sub_dir
 
     @property
     def hparams(self) -> dict[str, Any]:
-        """The hyper-parameters that have been logged, as they are written."""
+        """The logged hyper-parameters, in their written form."""
         return self._hyperparams
 
     def start(self, run: RunInfo) -> None:
-        """Claim the folder; the event file is made by the first entry.
+        """Claim the folder; the event file is created by the first entry.
 
         Raises:
             MissingPackageError: tensorboard is not installed.
@@ -84,7 +85,7 @@ class TensorBoardLogger(VersionedLogger):
         return next(folder.glob(_EVENT_FILES), None) is not None
 
     def last_steps(self) -> dict[str, int]:
-        """Read the last step of each tag from the event files; slow for large ones, and seldom needed."""
+        """Read the last step of each tag from the event files; slow for large ones, and rarely needed."""
         loader = require_package(
             "tensorboard.backend.event_processing.event_file_loader", purpose="TensorBoardLogger", install="tensorboard"
         )
@@ -96,13 +97,13 @@ class TensorBoardLogger(VersionedLogger):
         return found
 
     def remove_from(self, step: int, names: Collection[str] | None = None) -> None:
-        """Have TensorBoard hide everything logged at `step` or later: event files know no finer mark."""
+        """Have TensorBoard hide everything logged at `step` or later: event files have no finer mark."""
         events = require_package("tensorboard.compat.proto.event_pb2", purpose="TensorBoardLogger")
         mark = events.Event(step=step, session_log=events.SessionLog(status=events.SessionLog.START))
         self._backend().file_writer.add_event(mark, step)
 
     def replace(self, step: int, earlier: Mapping[str, int]) -> None:
-        """Hide an earlier run's curves that go on past `step`; a second point at their end, as of a test, stays."""
+        """Hide an earlier run's curves that continue past `step`; a second point at their end, as of a test, stays."""
         if any(last > step for last in earlier.values()):
             super().replace(step, earlier)
             self._previous = {}
@@ -114,8 +115,8 @@ class TensorBoardLogger(VersionedLogger):
 
         Args:
             params: may be nested; the table shows `optimizer/lr`.
-            metrics: values to list the run by; `hp_metric` when None and `default_hp_metric`.
-            step: what `metrics` are logged at.
+            metrics: metrics of the run in the table; None: `hp_metric` with `default_hp_metric`. Default: None.
+            step: the step at which `metrics` are logged. Default: 0.
         """
         self.write_hyperparams(params, HPARAMS_FILE)
         if metrics is None and self._default_hp_metric and not self._continues:
@@ -196,8 +197,8 @@ class TensorBoardLogger(VersionedLogger):
 def _wait_for_a_later_name(folder: Path) -> None:
     """Wait, for less than a second, until a new event file's name sorts after those in `folder`.
 
-    TensorBoard reads the files in the order of their names, which begin with the second of their making, and a restart
-    mark hides what was read before it.
+    TensorBoard reads the files in the order of their names, which begin with the second of their creation, and a
+    restart mark hides what was read before it.
     """
     last = max((path.name for path in folder.glob(_EVENT_FILES)), default="")
     made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]

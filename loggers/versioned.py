@@ -1,4 +1,4 @@
-"""Loggers that write into a folder of their own for each run: `save_dir/name/version_N`."""
+"""Loggers that write into a separate folder for each run: `save_dir/name/version_N`."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _NUMBERED = re.compile(r"version_(\d+)")
 
 
 class VersionedLogger(Logger):
-    """A logger with a folder for each run.
+    """Base class of loggers with a folder for each run.
 
     The folder is `save_dir/name/version_N`, N being one more than the largest there, claimed when the logger is
-    started; or `save_dir/name/<run name>` for a run with a name (with `_1`, `_2`, … when taken). With `version` given,
-    the folder is that one, whatever it holds.
+    started; or `save_dir/name/<run name>` for a run with a name (with `_1`, `_2`, … if taken). With `version`, the
+    folder is that one, whatever it contains.
 
-    The steps of a curve only ever increase. A resumed run (see `load_state_dict`) first removes what the interrupted
-    one has logged past the point from which it continues. Any other run that writes into a folder with a log replaces,
-    with a warning, those curves that it logs at steps that they hold already, and leaves the others.
+    The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes what the interrupted one
+    has logged after the point from which it continues. Any other run that writes into a folder with a log replaces,
+    with a warning, the curves that already have values at its steps, and keeps the others.
 
     Args:
-        save_dir: parent of all; the run's root folder when None.
-        name: sub-folder for the experiment; an empty name means none.
-        version: an int N for `version_N`, or text for a folder of that name; None: a new one.
-        prefix: put before the name of each metric, with a dash.
-        sub_dir: a folder inside the version's folder that log files go to.
+        save_dir: parent folder; None: the run's root folder. Default: None.
+        name: sub-folder for the experiment; an empty name means none. Default: `"trainwright_logs"`.
+        version: an int N for `version_N`, or text for a folder of that name; None: a new one. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        sub_dir: a sub-folder of the version's folder for log files. Default: None.
 
     Raises:
-        ConfigurationError: `name`, `version` or `sub_dir` lead out of the folder that they are in.
+        ConfigurationError: `name`, `version` or `sub_dir` point outside of their parent folder.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class VersionedLogger(Logger):
 
     @property
     def version(self) -> int | str | None:
-        """The version; a logger whose `save_dir` is known claims one when it is asked first."""
+        """The version; a logger with a known `save_dir` claims one at the first access."""
         if self._version is None and self._save_dir is not None and self._run is None:
             self._begin()
         return self._version
 
     @property
     def save_dir(self) -> Path | None:
-        """The parent of all; None when it follows from the run and that has not begun."""
+        """The parent folder; None if it depends on the run and that has not begun."""
         if self._save_dir is not None:
             return self._save_dir
         return self._run.root_dir if self._run is not None else None
@@ -108,7 +108,7 @@ class VersionedLogger(Logger):
 
     @property
     def log_dir(self) -> Path | None:
-        """The folder that log files go to: the version's, or `sub_dir` in it; None until it is known."""
+        """The folder of log files: the version's, or `sub_dir` in it; None until it is known."""
         found = self.version_dir
         return found / self._sub_dir if found is not None and self._sub_dir is not None else found
 
@@ -118,7 +118,7 @@ class VersionedLogger(Logger):
             self._version = version
 
     def start(self, run: RunInfo) -> None:
-        """Claim the version's folder, and find out whether it holds a log to be continued."""
+        """Claim the version's folder, and check whether it holds a log to be continued."""
         if self._run is not None:
             return
         super().start(run)
@@ -130,7 +130,7 @@ class VersionedLogger(Logger):
         self._continues = self.has_log(folder)
 
     def finish(self, status: str) -> None:
-        """Flush and close; started again, the logger goes on in the same folder."""
+        """Flush and close; if started again, the logger continues in the same folder."""
         if self._run is None:
             return
         try:
@@ -145,7 +145,7 @@ class VersionedLogger(Logger):
 
     @abstractmethod
     def has_log(self, folder: Path) -> bool:
-        """Tell whether `folder` holds log files of this kind."""
+        """Return whether `folder` holds log files of this kind."""
 
     @abstractmethod
     def last_steps(self) -> dict[str, int]:
@@ -156,7 +156,7 @@ class VersionedLogger(Logger):
         """Remove from the folder's log everything logged at `step` or later; only the curves `names`, if given."""
 
     def replace(self, step: int, earlier: Mapping[str, int]) -> None:
-        """Make room for curves that an earlier run has logged at `step` or later; name → its last step."""
+        """Remove curves that an earlier run has logged at `step` or later; name → its last step."""
         self.remove_from(step, earlier)
         self.warn_once(
             f"{type(self).__name__} writes into {self.log_dir}, which holds the log of another run; its values of "
@@ -173,7 +173,7 @@ class VersionedLogger(Logger):
         return folder
 
     def advance(self, step: int, names: Collection[str]) -> None:
-        """Take notice that `names` are about to be logged at `step`, and clear the way for them."""
+        """Remove what conflicts with logging `names` at `step`."""
         if self._run is None:
             raise _not_started(self)
         if self._continues:
@@ -203,7 +203,7 @@ class VersionedLogger(Logger):
         return found
 
     def write_hyperparams(self, params: Mapping[str, Any], file: str = "hparams.yaml") -> None:
-        """Add `params` to those written before and write them all as YAML, nested as they are."""
+        """Add `params` to those written before and write them all as nested YAML."""
         yaml = require_package("yaml", purpose=type(self).__name__, install="pyyaml")
         self._hyperparams.update(plain(params))
         write_atomically(self._folder() / file, yaml.safe_dump(self._hyperparams, sort_keys=False))
@@ -213,10 +213,9 @@ class VersionedLogger(Logger):
         return {"version": self._version, "last_step": self._last_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the version that `state` came from (unless another one was asked for) from its last step on.
-
-        What was logged there later belongs to a branch that the resumed run replaces, and is removed when the run
-        logs first. A folder that this logger has claimed for itself and not used is given back.
+        """Continue the version that `state` came from (unless another one was requested) from its last step on. What
+        was logged there later belongs to a branch that the resumed run replaces, and is removed when the run first
+        logs. A folder that this logger has claimed and not used is deleted.
         """
         version = state.get("version")
         ours = self._version
@@ -245,7 +244,7 @@ def _not_started(logger: Logger) -> RuntimeError:
 
 
 def check_below(path: str, what: str) -> None:
-    """Check that a relative path stays below the folder that it is relative to."""
+    """Check that a relative path stays below its folder."""
     steps = path.replace("\\", "/").split("/")
     if os.path.isabs(path) or ".." in steps or "\0" in path:
         raise ConfigurationError(
@@ -254,7 +253,7 @@ def check_below(path: str, what: str) -> None:
 
 
 def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
-    """Make a new folder in `root_dir` that no other process gets, and return its version."""
+    """Create a new folder in `root_dir` for this process alone, and return its version."""
     if run_name:
         check_below(run_name, f"run_name={run_name!r}")
     root_dir.mkdir(parents=True, exist_ok=True)
@@ -274,7 +273,7 @@ def _candidates(root_dir: Path, run_name: str | None) -> Iterator[int | str]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Put `text` into a file so that a reader, and a crash, finds the old content or the new."""
+    """Write a file atomically: readers, also after a crash, see the old content or the new."""
     beside = path.with_name(path.name + ".tmp")
     with open(beside, "w", encoding="utf-8", newline="") as file:
         file.write(text)
@@ -284,7 +283,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cut off a last line that a crash has left without its end, so that the next one starts on a line of its own."""
+    """Remove a last line without its end, which a crash has left, so that the next entry starts on a new line."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

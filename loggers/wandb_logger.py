@@ -19,26 +19,28 @@ _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
 
 class WandbLogger(Logger):
-    """Logs to Weights & Biases, online or offline.
+    """Logger for Weights & Biases, online or offline.
 
-    W&B keeps a run's history for good. When a run is resumed online from a step before its last one, what it logs at
-    steps that the history holds already is left out, so that the curves' steps only ever increase. Offline, W&B cannot
-    resume: each session makes a file of its own with the same run id, and `wandb sync --append` joins them.
+    W&B never deletes a run's history. When a run is resumed online from a step before its last one, values at steps
+    that the history already contains are skipped, so that the steps of the curves always increase. Offline, W&B cannot
+    resume: each session writes a separate file with the same run id, and `wandb sync --append` joins them.
 
     Args:
-        name: the run's display name; the run's own name when None.
-        save_dir: where W&B keeps its files; the run's root folder when None.
-        version: the run's id, by which it is resumed; W&B makes one when None.
-        offline: write files only, for `wandb sync`.
-        id: the same as `version`.
-        project: the project; W&B's own setting or `"uncategorized"` when None.
+        name: the run's display name; None: the run's own name. Default: None.
+        save_dir: folder for W&B's files; None: the run's root folder. Default: `"."`.
+        version: the run's id, by which it is resumed; None: W&B creates one. Default: None.
+        offline: write files only, for `wandb sync`. Default: False.
+        id: the same as `version`. Default: None.
+        project: the project; None: W&B's own setting or `"uncategorized"`. Default: None.
         log_model: upload checkpoints as artifacts: `"all"`: each; True: the last one, at the end; False: none.
-        experiment: a run that exists already; it is used and not finished.
-        prefix: put before the name of each metric, with a dash.
-        dir: the same as `save_dir`.
-        anonymous: let W&B log without an account; its own setting when None.
+            Default: False.
+        experiment: an existing run; it is used and not finished. Default: None.
+        prefix: put before the name of each metric, with a dash. Default: `""`.
+        dir: the same as `save_dir`. Default: None.
+        anonymous: let W&B log without an account; None: its own setting. Default: None.
         checkpoint_name: name of the artifacts of checkpoints. Default: `"model-"` and the run's id.
         add_file_policy: `"mutable"`: W&B copies a checkpoint before it uploads it; `"immutable"`: it does not.
+            Default: `"mutable"`.
         init_options: handed to `wandb.init`, for example `entity`, `group`, `tags`, `config`.
 
     Raises:
@@ -108,7 +110,7 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None until W&B has made one."""
+        """The run's id; None until W&B has created one."""
         return self._id
 
     @property
@@ -122,7 +124,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The W&B run, opened if need be; after `finish` the one that was closed, whose facts can still be read."""
+        """The W&B run, opened if needed; after `finish` the closed one, which can still be read."""
         if self._run is None and self._ended is not None and not self.muted:
             return self._ended
         return super().experiment
@@ -167,11 +169,11 @@ class WandbLogger(Logger):
             self._floor = int(held) if held is not None else None
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add to the run's config, nested as they are."""
+        """Add nested values to the run's config."""
         self._backend().config.update(plain(params), allow_val_change=True)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log values; those at steps that a resumed history holds already are left out."""
+        """Log values; those at steps that a resumed history already contains are skipped."""
         self._log(metrics, step)
 
     def log_image(self, key: str, image: Any, step: int) -> None:
@@ -183,7 +185,7 @@ class WandbLogger(Logger):
         self._log({key: require_package("wandb", purpose="WandbLogger").Image(figure)}, step)
 
     def log_text(self, key: str, text: str, step: int) -> None:
-        """Log a text, as a table with one cell, which W&B shows as it is."""
+        """Log a text, as a table with one cell, which W&B shows unchanged."""
         wandb = require_package("wandb", purpose="WandbLogger")
         self._log({key: wandb.Table(columns=["text"], data=[[text]])}, step)
 
@@ -227,7 +229,7 @@ class WandbLogger(Logger):
         artifact_type: str | None = None,
         use_artifact: bool = True,
     ) -> str:
-        """Download an artifact and return its folder; by default it becomes an input of the run that is open."""
+        """Download an artifact and return its folder; by default it becomes an input of the open run."""
         if use_artifact and not self.muted:
             found = self.use_artifact(artifact, artifact_type)
         else:
@@ -246,7 +248,7 @@ class WandbLogger(Logger):
             self._last_checkpoint = (path, aliases)
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
-        """Have W&B record histograms of gradients or parameters. It reads them in the step, which costs time."""
+        """Have W&B record histograms of gradients or parameters. It reads them in the step, which takes time."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def finish(self, status: Status) -> None:
@@ -271,9 +273,8 @@ class WandbLogger(Logger):
         return {"id": self._id}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the run that `state` came from, unless another id was asked for.
-
-        Call it before `start`: a W&B run that is open cannot become another one.
+        """Resume the run that `state` came from, unless another id was requested. Call it before `start`: an open W&B
+        run cannot be changed to another one.
         """
         found = state.get("id")
         if found is None or found == self._id or not self._is_id_chosen:
@@ -306,5 +307,5 @@ class WandbLogger(Logger):
         self._backend().log_artifact(artifact, aliases=["latest", path.name, *aliases])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the connection behind: a copy in another process opens its own, with the same id."""
+        """Omit the connection: a copy in another process opens its own, with the same id."""
         return {**self.__dict__, "_run": None, "_experiment": None, "_ended": None}

@@ -130,7 +130,7 @@ def test_a_name_that_cannot_be_found_is_one_readable_line(
     assert main(["estimate-memory", "no-such/model"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "'no-such/model' is not a known model that can be found" in error
+    assert "'no-such/model' is not a known model" in error
     assert "pass a folder with the model's config.json" in error
 
 

@@ -56,8 +56,8 @@ def test_a_number_with_a_unit_is_a_length() -> None:
 @pytest.mark.parametrize(
     ("value", "unit", "says"),
     [
-        (500, None, "names no unit"),
-        (0.5, None, "names no unit"),
+        (500, None, "has no unit"),
+        (0.5, None, "has no unit"),
         ("500", None, "not a length"),
         ("steps", None, "not a length"),
         ("", None, "not a length"),

@@ -137,7 +137,7 @@ def test_a_batch_size_that_is_handed_over_is_refused(args: Any, options: Any) ->
     def train(batch_size: int, lr: float = 0.1) -> None:
         pytest.fail("must not run")
 
-    with pytest.raises(TypeError, match=r"hands it already. Call it without: train\(lr=\.\.\.\)"):
+    with pytest.raises(TypeError, match=r"passes already. Call it without: train\(lr=\.\.\.\)"):
         train(*args, **options)
 
 

@@ -27,7 +27,7 @@ def test_an_unknown_name_lists_the_known_and_the_nearest() -> None:
 
 def test_a_name_that_is_taken_needs_overwrite() -> None:
     registry = Registry("logger", {"csv": 1})
-    with pytest.raises(ConfigurationError, match="'csv' is registered already"):
+    with pytest.raises(ConfigurationError, match="'csv' is already registered"):
         registry.register("csv", 2)
     assert registry.get("csv") == 1
     registry.register("csv", 2, overwrite=True)

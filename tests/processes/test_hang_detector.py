@@ -181,7 +181,7 @@ def test_a_rank_that_does_not_answer_is_named_with_where_it_was_last_seen(
     while "A collective fails" not in text:
         text += capfd.readouterr().err
         time.sleep(0.05)
-    assert "rank 1 does not answer: its process is gone or stopped" in text
+    assert "rank 1 does not answer: its process has ended or is stopped" in text
     assert "last seen: fit, step 7" in text
 
 

@@ -393,7 +393,7 @@ def _join_the_script_s_own(folder: str, rank: int) -> list[Any]:
     with state.main_process_first():
         place = [state.process_index, state.num_processes, state.backend, state.topology.launcher]
     state.destroy_process_group()
-    with pytest.raises(ConfigurationError, match="had joined is gone"):
+    with pytest.raises(ConfigurationError, match="used no longer exists"):
         state.wait_for_everyone()
     return [*place, state.num_processes]
 

@@ -87,7 +87,7 @@ def test_arguments_that_cannot_be_meant_are_refused_by_name(arguments: dict[str,
 
 
 def test_a_length_without_unit_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"Duration\(500\) names no unit. Write, for example, Duration"):
+    with pytest.raises(ConfigurationError, match=r"Duration\(500\) has no unit. Write, for example, Duration"):
         Duration(500)
 
 

@@ -1,1 +1,1 @@
-"""Ground floor: plain words that every other part speaks; imports torch and the standard library only."""
+"""Core: types and helpers that every other part uses; imports torch and the standard library only."""

@@ -1,4 +1,4 @@
-"""Lengths and intervals of a run that name their unit: `Duration("500 steps")`, `Duration("0.25 epoch")`."""
+"""Lengths and intervals of a run with their unit: `Duration("500 steps")`, `Duration("0.25 epoch")`."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _CLOCK = re.compile(r"\s*(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})\s*")
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """A length of training with its unit.
+    """Length of training with its unit.
 
     Write `Duration("500 steps")`, `Duration("0.25 epoch")`, `Duration("10 min")`, `Duration("2B tokens")`,
-    `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or hand over a `timedelta`.
+    `Duration("00:12:00:00")` (days:hours:minutes:seconds), `Duration(500, "steps")` or pass a `timedelta`.
 
     Attributes:
-        value: how many, > 0 (0 is allowed: nothing at all).
+        value: the number, > 0 (0 is allowed: none at all).
         unit: `"steps"` (completed optimizer steps), `"batches"` (micro-batches, one per data-parallel rank counted
             once), `"epochs"`, `"samples"` and `"tokens"` (over all ranks), `"seconds"` (wall-clock time in training).
     """
@@ -62,11 +62,11 @@ class Duration:
         return f"{number} {self.unit}"
 
     def elapsed(self, state: TrainState) -> float:
-        """Return how much of this unit the run has consumed; epochs count the finished ones only."""
+        """Return the progress of the run in this unit; only finished epochs count."""
         return float(getattr(state, _FIELDS[self.unit]))
 
     def reached(self, state: TrainState) -> bool:
-        """Tell whether the run has consumed this much."""
+        """Return whether the run has reached this length."""
         return self.elapsed(state) >= self.value
 
 
@@ -88,13 +88,15 @@ def _parse(value: float | int | str | datetime.timedelta | Duration, unit: str |
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if unit is None:
             raise ConfigurationError(
-                f"Duration({value!r}) names no unit. Write, for example, Duration('{value} steps'); units are "
+                f"Duration({value!r}) has no unit. Write, for example, Duration('{value} steps'); units are "
                 "steps, batches, epochs, samples, tokens, seconds."
             )
         name, factor = _unit(unit, f"Duration({value!r}, {unit!r})")
         return float(value) * factor, name
     if not isinstance(value, str):
-        raise ConfigurationError(f"a Duration is made from text such as '500 steps', not from {type(value).__name__}.")
+        raise ConfigurationError(
+            f"a Duration is created from text such as '500 steps', not from {type(value).__name__}."
+        )
     clock = _CLOCK.fullmatch(value)
     if clock:
         days, hours, minutes, seconds = (int(part) for part in clock.groups())
@@ -137,10 +139,8 @@ def parse_time(value: Any, name: str) -> Duration:
 
 
 class Interval:
-    """Tells at step boundaries whether another `every` has passed since the last time.
-
-    An interval that falls inside a group of micro-batches is due at the group's end, and counts on from its own
-    multiples, so that a long group delays one event and not all that follow.
+    """Interval that becomes due at step boundaries. If it ends inside a group of micro-batches it is due at the group's
+    end; further multiples are counted from the original ones, so that a long group delays only one event.
 
     Args:
         every: the length; `None` or a value of 0 means never.
@@ -155,17 +155,17 @@ class Interval:
         self._next = self._span
 
     def align(self, state: TrainState) -> None:
-        """Set the next multiple after `state`, as at the start of a run or after a resume."""
+        """Set the next multiple after `state`, at the start of a run or after a resume."""
         now = getattr(state, self._field)
         self._next = self._span if self._span == float("inf") else (now // self._span + 1) * self._span
 
     @property
     def counts_steps(self) -> bool:
-        """Whether its unit is optimizer steps."""
+        """True if its unit is optimizer steps."""
         return self._field == "step"
 
     def left(self, state: TrainState) -> float:
-        """Return how much of the unit is left until the interval is due."""
+        """Return the remaining length until the interval is due, in its unit."""
         return self._next - float(getattr(state, self._field))
 
     def due(self, state: TrainState) -> bool:

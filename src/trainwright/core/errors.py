@@ -1,6 +1,5 @@
-"""The errors that Trainwright raises, and the words they are made of.
-
-Every message says what was got, what was expected and what to do, with the values and the names of the arguments.
+"""The errors of Trainwright, and helpers for their messages. Every message says what was got, what was expected and
+what to do, with the values and the names of the arguments.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ PREEMPTED = 143  # exit code: 128 + SIGTERM, whatever the signal
 
 
 class TrainwrightError(Exception):
-    """Base of every error that Trainwright raises on purpose."""
+    """Base class of the errors of Trainwright."""
 
 
 class ConfigurationError(TrainwrightError, ValueError):
-    """An argument, a task or a loader cannot mean what was asked; raised before a device or process is touched."""
+    """Invalid argument, task or loader; raised before a device or process is touched."""
 
 
 class TaskError(TrainwrightError, RuntimeError):
-    """A method of the user's task returned or called something that the loop cannot use."""
+    """Invalid return value or call in a method of the user's task."""
 
 
 class CheckpointError(TrainwrightError, RuntimeError):
-    """A checkpoint is missing, damaged, incomplete or does not fit the run that asked for it."""
+    """Checkpoint that is missing, damaged, incomplete or does not fit the run."""
 
 
 class NonFiniteError(TrainwrightError, ArithmeticError):
-    """A loss or a gradient is NaN or infinite, and the run was told to end then; no weight has been changed by it.
+    """Non-finite loss or gradient with `on_nonfinite="raise"`; the weights are unchanged.
 
     Attributes:
-        step: completed optimizer steps; the present one is not among them.
+        step: completed optimizer steps, without the current one.
         epoch: 0-based.
-        ranks: those on which it was found.
-        source: `"loss"`, or `"gradient"` where every loss is finite.
+        ranks: the ranks on which it was found.
+        source: `"loss"`, or `"gradient"` if every loss is finite.
         parameters: names of the parameters whose gradients are not finite.
-        sample_ids: for each rank the indices in the data set of what it consumed; None where the data has none.
+        sample_ids: for each rank the data set indices that it consumed; None if the data has none.
     """
 
     step: int = 0
@@ -51,21 +50,20 @@ class NonFiniteError(TrainwrightError, ArithmeticError):
 
 
 class RollbackError(TrainwrightError, RuntimeError):
-    """A run was to go back to a checkpoint once more than `max_rollbacks` allows."""
+    """More rollbacks than `max_rollbacks` allows."""
 
 
 class BatchSizeError(TrainwrightError, RuntimeError):
-    """Memory runs out even with the smallest batch size."""
+    """Out of memory even with the smallest batch size."""
 
 
 class WorkerError(TrainwrightError, RuntimeError):
-    """A process that the Trainer started has failed; the message holds that process's own traceback and rank."""
+    """Failure of a process that the Trainer started; the message holds its traceback and rank."""
 
 
 class Preempted(SystemExit):
-    """The machine has asked this process to end (SIGTERM, SIGUSR1) and every rank leaves, with exit code 143.
-
-    It is no `Exception`, so that it passes through `except Exception`. The argument is the signal's name.
+    """Preemption by a signal (SIGTERM, SIGUSR1): every rank exits with code 143. It is not an `Exception`, so that it
+    passes through `except Exception`. The argument is the signal's name.
     """
 
     def __init__(self, signal_name: str) -> None:
@@ -74,15 +72,15 @@ class Preempted(SystemExit):
 
 
 class MissingPackageError(TrainwrightError, ImportError):
-    """An optional package is needed and not installed; the message holds the exact `pip install` line."""
+    """Missing optional package; the message holds the exact `pip install` line."""
 
 
 class TrainwrightWarning(UserWarning):
-    """Base of the warnings that Trainwright issues: training goes on, but the reader should look."""
+    """Base class of the warnings of Trainwright; training continues."""
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
-    """Return `" Did you mean 'x'?"` for the closest of `candidates`, or an empty string when none is close."""
+    """Return `" Did you mean 'x'?"` for the closest of `candidates`, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
     return f" Did you mean {close[0]!r}?" if close else ""
 
@@ -96,15 +94,15 @@ def unknown(argument: str, value: object, known: Iterable[str], hint: str = "") 
 
 
 def require_package(module: str, *, purpose: str, install: str | None = None) -> ModuleType:
-    """Import an optional package when it is first used.
+    """Import an optional package on first use.
 
     Args:
         module: the module to import, for example `"wandb"` or `"torch.utils.tensorboard"`.
-        purpose: what needs it, as the subject of a sentence, for example `"WandbLogger"`.
-        install: what to hand to `pip install`; the top-level package's name unless told.
+        purpose: the feature that needs it, as the subject of a sentence, for example `"WandbLogger"`.
+        install: the argument of `pip install`; None: the name of the top-level package. Default: None.
 
     Raises:
-        MissingPackageError: the package is not installed. An error inside an installed package passes through.
+        MissingPackageError: the package is not installed. An error inside an installed package is raised unchanged.
     """
     root = module.partition(".")[0]
     if importlib.util.find_spec(root) is None:

@@ -1,4 +1,4 @@
-"""Every hook that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
+"""Hooks that a task may define, as methods that do nothing: names, order and arguments are Lightning 2.6's.
 
 The order of a `fit`, callbacks always before the task's own:
 
@@ -13,7 +13,7 @@ The order of a `fit`, callbacks always before the task's own:
         validation when it is due, on_train_epoch_end, on_save_checkpoint when a checkpoint is due
     on_train_end, on_fit_end, teardown
 
-Hooks that nobody overrides are never called.
+Hooks that are not overridden are never called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from trainwright.core.tree import Batch, move
 
 StepOutput: TypeAlias = Any
-"""What a user's step returned: a loss, a mapping with one, None, or in evaluation whatever a callback shall see."""
+"""Result of a user's step: a loss, a mapping with one, None, or in evaluation any value for callbacks."""
 
 
 class DataHooks:
@@ -67,7 +67,7 @@ class DataHooks:
 
 
 class TaskHooks(DataHooks):
-    """The hooks of a task; override what you need."""
+    """Hooks of a task; override those you need."""
 
     # Once per run
     def on_fit_start(self) -> None:
@@ -170,32 +170,32 @@ class TaskHooks(DataHooks):
         """Run when modules are put into evaluation mode for a validation."""
 
     def on_validation_model_train(self) -> None:
-        """Run when modules are put back into their former modes after a validation."""
+        """Run when the modes of modules are restored after a validation."""
 
     def on_test_model_eval(self) -> None:
         """Run when modules are put into evaluation mode for testing."""
 
     def on_test_model_train(self) -> None:
-        """Run when modules are put back into their former modes after testing."""
+        """Run when the modes of modules are restored after testing."""
 
     def on_predict_model_eval(self) -> None:
         """Run when modules are put into evaluation mode for predicting."""
 
     def on_predict_model_train(self) -> None:
-        """Run when modules are put back into their former modes after predicting."""
+        """Run when the modes of modules are restored after predicting."""
 
     # Checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add own entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
+        """Add entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read back what `on_save_checkpoint` added, once the task is built, before weights and optimizers.
-
-        `checkpoint["state_dict"]` may be changed; the other entries, Lightning's names among them, can only be read.
+        """Read the entries that `on_save_checkpoint` added; called after the task is built, before weights and
+        optimizers. `checkpoint["state_dict"]` may be changed; the other entries, including those with Lightning's
+        names, are read-only.
         """
 
 
-# Names of older or mistaken interfaces, and what to write instead.
+# Names of older or wrong interfaces, and their replacements.
 RENAMED_HOOKS: dict[str, str] = {
     "on_epoch_start": "on_train_epoch_start",
     "on_epoch_begin": "on_train_epoch_start",
@@ -216,16 +216,16 @@ RENAMED_HOOKS: dict[str, str] = {
 }
 
 _EPOCH_END = (
-    "it was removed from Lightning in 2.0, which collected every output in memory for it. Keep what you need of a step "
-    "in a list of your own (self.outputs.append(...) in {step}), use it in {hook}(self), and clear the list there; or "
+    "it was removed from Lightning in 2.0, which collected every output in memory for it. Collect what you need of a "
+    "step in your own list (self.outputs.append(...) in {step}), use it in {hook}(self), and clear the list there; or "
     "log with self.log(..., on_epoch=True)."
 )
 _STEP_END = (
-    "it was removed from Lightning in 2.0, as it belonged to DataParallel. Move its body to the end of {step}; what is "
-    "to happen after the step belongs in {hook}(self, outputs, batch, batch_idx)."
+    "it was removed from Lightning in 2.0, as it belonged to DataParallel. Move its body to the end of {step}; code "
+    "that runs after the step belongs in {hook}(self, outputs, batch, batch_idx)."
 )
 _KINDS = (("training", "train"), ("validation", "validation"), ("test", "test"), ("predict", "predict"))
-# Hooks that have no successor of the same meaning, and what to do instead.
+# Hooks without a successor of the same meaning, and their replacements.
 REMOVED_HOOKS: dict[str, str] = {
     **{f"{one}_epoch_end": _EPOCH_END.format(step=f"{one}_step", hook=f"on_{on}_epoch_end") for one, on in _KINDS},
     **{f"{one}_step_end": _STEP_END.format(step=f"{one}_step", hook=f"on_{on}_batch_end") for one, on in _KINDS},

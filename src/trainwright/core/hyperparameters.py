@@ -1,4 +1,4 @@
-"""Remember the arguments that a task or data module was built with."""
+"""Save the arguments with which a task or data module was built."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 # Keys of a checkpoint's trainer part.
 HYPER_PARAMETERS = "hyper_parameters"
-HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that the entries were handed over as
+HYPER_PARAMETERS_NAME = "hyper_parameters_name"  # the argument that held the entries
 HYPER_PARAMETERS_ENUMS = "hyper_parameters_enums"  # see `without_enums`
 HYPER_PARAMETERS_LEFT_OUT = "hyper_parameters_left_out"  # name → what it was
 
 
 class Hyperparameters(dict[str, Any]):
-    """A dict whose entries can also be read and written as attributes: `hparams.lr`."""
+    """Dict whose entries can also be read and written as attributes: `hparams.lr`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -44,7 +44,7 @@ class Hyperparameters(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Gives a class `save_hyperparameters()` and `hparams`."""
+    """Mixin with `save_hyperparameters()` and `hparams`."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = HYPER_PARAMETERS
     CHECKPOINT_HYPER_PARAMS_NAME = HYPER_PARAMETERS_NAME
@@ -57,7 +57,7 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> Hyperparameters:
-        """The saved hyper-parameters; empty before `save_hyperparameters`. Changes to it are kept in checkpoints."""
+        """The saved hyper-parameters; empty before `save_hyperparameters`. Changes are saved in checkpoints."""
         found: Hyperparameters | None = vars(self).get("_hparams")
         if found is None:
             found = Hyperparameters()
@@ -66,12 +66,12 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> Hyperparameters:
-        """A copy of the hyper-parameters as they were when they were saved, without what a checkpoint cannot hold."""
+        """A copy of the hyper-parameters at the time they were saved, without values that a checkpoint cannot hold."""
         initial: Hyperparameters | None = vars(self).get("_hparams_initial")
         return copy.deepcopy(initial) if initial is not None else Hyperparameters()
 
     def saved_hyperparameters(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the hyper-parameters, by the checkpoint's own keys."""
+        """Return the hyper-parameters for a checkpoint, by the checkpoint's own keys."""
         kept, left_out = kept_and_left_out(self.hparams)
         plain, enums = without_enums(kept)
         told: dict[str, str] = vars(self).get("_hparams_left_out") or {}
@@ -92,7 +92,7 @@ class HyperparametersMixin:
         }
 
     def remove_ignored_hparams(self, ignore_list: Collection[str]) -> None:
-        """Forget hyper-parameters, so that neither checkpoints nor loggers hold them."""
+        """Remove hyper-parameters, so that neither checkpoints nor loggers hold them."""
         for name in ignore_list:
             self.hparams.pop(name, None)
             (vars(self).get("_hparams_initial") or {}).pop(name, None)
@@ -110,19 +110,19 @@ class HyperparametersMixin:
         too.
 
         Args:
-            args: names of the arguments to keep; all when none is given. The entries of one mapping, or of one
-                `argparse.Namespace`, are taken as they are; if it is an argument of `__init__`, loading a task from a
-                checkpoint hands it over as that argument.
-            ignore: names to leave out.
-            frame: the frame of `__init__`; the caller's unless told.
-            logger: also hand them to the loggers when training starts.
+            args: names of the arguments to keep; all if none is given. The entries of one mapping, or of one
+                `argparse.Namespace`, are saved directly; if it is an argument of `__init__`, loading a task from a
+                checkpoint passes it as that argument.
+            ignore: names to skip. Default: None.
+            frame: the frame of `__init__`; None: the caller's. Default: None.
+            logger: also pass them to the loggers when training starts. Default: True.
 
-        Kept are numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists, tuples, dicts.
-        What a checkpoint cannot hold (a module, a tensor, a function), or would give back as another type (a named
-        tuple), can be read from `self.hparams` and is left out of checkpoints and loggers, with a warning.
+        Checkpoints keep numbers (also of NumPy), text, paths, dates, dtypes, devices, enumerations, sets, lists,
+        tuples, dicts. Other values (a module, a tensor, a function), or those that would be restored as another type (a
+        named tuple), can be read from `self.hparams` and are omitted from checkpoints and loggers, with a warning.
 
         Raises:
-            ConfigurationError: a name that is no argument.
+            ConfigurationError: a name that is not an argument.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         caller = frame or inspect.currentframe()
@@ -149,8 +149,8 @@ class HyperparametersMixin:
         new = [reason for name, reason in left_out.items() if name not in told]
         if new:
             warnings.warn(
-                f"save_hyperparameters: {'; '.join(new)}. self.hparams holds it, checkpoints and loggers do not, and "
-                f"load_from_checkpoint has to be given it. Without this warning: ignore={list(left_out)!r}.",
+                f"save_hyperparameters: {'; '.join(new)}. self.hparams holds it, checkpoints and loggers do not; pass "
+                f"it to load_from_checkpoint. To suppress this warning: ignore={list(left_out)!r}.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -161,7 +161,9 @@ class HyperparametersMixin:
 
 
 def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """Collect the arguments of every `__init__` of `obj` on the stack; those of the outermost (sub-)class win."""
+    """Collect the arguments of every `__init__` of `obj` on the stack; those of the outermost (sub-)class take
+    precedence.
+    """
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         values = inspect.getargvalues(frame)
@@ -180,16 +182,15 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Divide hyper-parameters into those that a checkpoint can hold, and the names of the others with what they are."""
+    """Divide hyper-parameters into those that a checkpoint can hold, and the names of the others with a description."""
     reasons = {name: _reason(value, name) for name, value in values.items()}
     kept = {name: value for name, value in values.items() if reasons[name] is None}
     return kept, {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, list[list[Any]]]:
-    """Return nested hyper-parameters with the names of enumerations' members, and where which class belongs.
-
-    The places are `[[key, index, …], "module:class"]`, JSON-able; `with_enums` puts the members back.
+    """Return nested hyper-parameters with the names of enumerations' members, and the positions of their classes. The
+    positions are `[[key, index, …], "module:class"]`, JSON-compatible; `with_enums` restores the members.
     """
     if isinstance(tree, enum.Enum):
         return tree.name, [[list(path), f"{type(tree).__module__}:{type(tree).__qualname__}"]]
@@ -203,11 +204,11 @@ def without_enums(tree: Any, path: tuple[str | int, ...] = ()) -> tuple[Any, lis
 
 
 def with_enums(tree: Any, places: Sequence[Any]) -> tuple[Any, dict[str, str]]:
-    """Undo `without_enums` with classes that are imported already; nothing that a file names is imported or called.
+    """Undo `without_enums` with already imported classes; names in a file are never imported or called.
 
     Returns:
-        The hyper-parameters, and for each one whose class or member was not found its name and what was looked for;
-        those are not among the hyper-parameters.
+        The hyper-parameters, and the name and description of each one whose class or member was not found; those are
+            not among the hyper-parameters.
     """
     lost: dict[str, str] = {}
     for path, home in places:
@@ -246,9 +247,9 @@ def _find_member(home: str, name: str) -> enum.Enum | None:
 
 
 def _reason(value: Any, path: str) -> str | None:
-    """Return why a checkpoint cannot hold a value, as a sentence's object; None where it can."""
+    """Return why a checkpoint cannot hold a value, as the object of a sentence; None if it can."""
     kind = type(value)
-    # Exact types: a checkpoint gives back no other. NumPy's own numbers and texts are Python's with a name.
+    # Exact types: a checkpoint restores no others. NumPy's own numbers and texts are Python's with a name.
     if value is None or kind in _PLAIN or (isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS):
         return None
     if isinstance(value, enum.Enum):
@@ -277,7 +278,7 @@ _PLAIN = (
 
 
 def _in_plain_words(value: object) -> str:
-    """Say what plain value stands for one whose type a checkpoint would not give back."""
+    """Return how to convert a value whose type a checkpoint would not restore."""
     if isinstance(value, argparse.Namespace):
         return " (vars() makes a dict of it, and save_hyperparameters(namespace) takes its entries)"
     for kind in (dict, list, tuple, str, int, float):

@@ -1,4 +1,4 @@
-"""Look at a model: norms of its gradients, the operations of a forward, and forwards that change no mode."""
+"""Measures of a model: norms of its gradients, and the operations of a forward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainwright.core.tree import is_cut
 
 
 def grad_norm(module: nn.Module, norm_type: float | str, group_separator: str = "/") -> dict[str, torch.Tensor]:
-    """Return the norm of each parameter's gradient and of all together, to be logged. Never waits for the device.
+    """Return the norm of each parameter's gradient and of all together, for logging. Never waits for the device.
 
     Gradients that are sharded over ranks are counted in full; then it is collective.
 
     Args:
-        module: parameters without a gradient are passed over.
+        module: the model; parameters without a gradient are skipped.
         norm_type: the p of the p-norm, above 0, or `"inf"` for the largest magnitude.
-        group_separator: stands between `grad_2.0_norm` and the parameter's name.
+        group_separator: separator of `grad_2.0_norm` and the parameter's name. Default: `"/"`.
 
     Returns:
         `grad_{p}_norm/{name}` → 0-dim tensor on the device, and `grad_{p}_norm_total`; empty without gradients.
@@ -67,9 +67,9 @@ def measure_flops(
     """Count floating-point operations with torch's FlopCounterMode; on the `meta` device it computes nothing.
 
     Args:
-        model: what is measured; it stays as it is, but for gradients where `loss_fn` is given.
+        model: the model; it is not changed, except for gradients with `loss_fn`.
         forward_fn: runs the forward and returns its output.
-        loss_fn: makes a loss of the output, whose backward is counted too.
+        loss_fn: computes a loss from the output, whose backward is counted too. Default: None.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

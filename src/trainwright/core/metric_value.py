@@ -1,4 +1,4 @@
-"""A metric's value on the host: a float that also answers as a tensor with one element does."""
+"""A metric's value on the host: a float with the methods of a tensor with one element."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 
 class MetricValue(float):
-    """A float with the methods of a 0-dim tensor, so that code written for either works.
-
-    It is a float wherever floats are expected: formatting, JSON, comparing, arithmetic. `item()` returns a plain float,
-    `cpu()`, `detach()` and `clone()` the value itself, `numpy()` a 0-dim array; other methods and attributes of
-    tensors, and torch's functions, take it for `torch.tensor(value)`.
+    """Float with the methods of a 0-dim tensor, so that code written for either works. It is a float wherever floats
+    are expected: formatting, JSON, comparing, arithmetic. `item()` returns a plain float, `cpu()`, `detach()` and
+    `clone()` the value itself, `numpy()` a 0-dim array; other methods and attributes of tensors, and torch's functions,
+    treat it as `torch.tensor(value)`.
     """
 
     __slots__ = ()
@@ -44,7 +43,7 @@ class MetricValue(float):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function of torch with plain floats, or with tensors where it takes no floats."""
+        """Call a function of torch with plain floats, or with tensors if it accepts no floats."""
         kwargs = kwargs or {}
         try:
             return func(*_plain(args, float), **_plain(kwargs, float))
@@ -67,5 +66,5 @@ def _plain(tree: Any, make: Callable[[float], Any]) -> Any:
 
 
 def as_values(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with values that also answer as tensors do."""
+    """Return metrics with values that also have the methods of tensors."""
     return {name: MetricValue(value) for name, value in metrics.items()}

@@ -1,8 +1,7 @@
-"""Which process of how many this is, found from the launcher's environment: the only reader of environment variables.
-
-The launchers known are torchrun (and everything that sets its variables), Slurm's srun, MPI (Open MPI, MPICH, Intel
-MPI) and none at all. What was found is a `Topology` together with its evidence, so that a wrong guess can be seen and
-overridden with `Trainer(launcher=...)`.
+"""Rank and world size of this process, detected from the launcher's environment: the only reader of environment
+variables. The known launchers are torchrun (and everything that sets its variables), Slurm's srun, MPI (Open MPI,
+MPICH, Intel MPI) and none. The result is a `Topology` with its evidence, so that a wrong detection is visible and can
+be overridden with `Trainer(launcher=...)`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ _LAUNCHERS = ("auto", "torchrun", "slurm", "mpi", "none")
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where this process stands among its siblings: all of them, and those on its node (`local_…`).
-
-    Raises:
-        ConfigurationError: there is no such place.
-    """
+    """Rank of this process among all processes of a run."""
 
     launcher: LauncherName
     rank: int = 0
@@ -52,14 +47,14 @@ class Topology:
 
 
 def detect(launcher: str = "auto", environ: Mapping[str, str] | None = None) -> Topology:
-    """Find this process's place.
+    """Detect the topology of this process.
 
     Args:
-        launcher: `"auto"`, or the launcher whose variables are to be read whatever else is set; `"none"`: one process.
-        environ: the variables; this process's own unless told.
+        launcher: `"auto"`, or the launcher whose variables to read; `"none"`: one process. Default: `"auto"`.
+        environ: the variables; None: those of this process. Default: None.
 
     Raises:
-        ConfigurationError: an unknown launcher, one whose variables are not there, or values that contradict.
+        ConfigurationError: an unknown launcher, one whose variables are not set, or contradicting values.
     """
     env = os.environ if environ is None else environ
     if launcher not in _LAUNCHERS:
@@ -137,7 +132,7 @@ def _from_slurm(env: Mapping[str, str]) -> Topology | None:
 
 
 def _slurm_not_used(env: Mapping[str, str]) -> str:
-    """Say why Slurm's variables do not mean that srun started this process; empty when they do or are not there."""
+    """Return why Slurm's variables do not mean that srun started this process; empty if they do or are not set."""
     if not any(name.startswith("SLURM_") for name in env):
         return ""
     if "SLURM_STEP_ID" not in env:
@@ -173,12 +168,12 @@ def _from_mpi(env: Mapping[str, str]) -> Topology | None:
 
 
 def check_address(found: Topology) -> None:
-    """Check that a rank knows where rank 0 is, or it would wait for the others in vain."""
+    """Check that a rank knows the address of rank 0; otherwise it would wait forever."""
     alone = found.num_nodes == 1 if found.launcher == "mpi" else found.world_size == 1
     if found.master_addr is None and not alone:
         raise ConfigurationError(
-            f"the variable MASTER_ADDR is not set, so that rank {found.rank} of {found.world_size} does not know where "
-            "rank 0 is. Set it to rank 0's host, and MASTER_PORT to a free port there, on every rank; or pass "
+            f"the variable MASTER_ADDR is not set, so that rank {found.rank} of {found.world_size} does not know the "
+            "address of rank 0. Set it to rank 0's host, and MASTER_PORT to a free port there, on every rank; or pass "
             f"launcher='none' for a run of one process. Found: {', '.join(found.evidence)}."
         )
 
@@ -192,7 +187,7 @@ def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> i
     try:
         return int(text)
     except ValueError:
-        raise ConfigurationError(f"the variable {name}={text!r} is not a whole number.") from None
+        raise ConfigurationError(f"the variable {name}={text!r} is not an integer.") from None
 
 
 def _first_host(nodes: str) -> str | None:
@@ -202,12 +197,12 @@ def _first_host(nodes: str) -> str | None:
 
 
 def started_by_trainer(environ: Mapping[str, str] | None = None) -> bool:
-    """Tell whether a Trainer started this process as one of its ranks."""
+    """Return whether a Trainer started this process as one of its ranks."""
     return STARTED_BY_TRAINER in (os.environ if environ is None else environ)
 
 
 def describe(topology: Topology) -> str:
-    """Return where this process stands and who started it, in words for the user."""
+    """Return a description of this process's rank and launcher for the user."""
     if started_by_trainer():
         return f"rank {topology.rank} of {topology.world_size}, in processes that the Trainer has started"
     return str(topology)
@@ -215,17 +210,17 @@ def describe(topology: Topology) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job that this process belongs to, as its launcher knows it."""
+    """Job of this process, as known to its launcher."""
 
     name: str | None  # the same in every attempt at the job; None when the launcher gives none that is its own
     attempt: int  # how often the launcher has started it again: 0 the first time
 
 
 def job(environ: Mapping[str, str] | None = None) -> Job:
-    """Tell which job this is and whether it is a further attempt: torchrun's restarts, Slurm's requeues."""
+    """Return the job of this process and its attempt: torchrun's restarts, Slurm's requeues."""
     env = os.environ if environ is None else environ
     if "TORCHELASTIC_RESTART_COUNT" in env and STARTED_BY_TRAINER not in env:
-        return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" unless the user gave one
+        return Job(None, _integer(env, "TORCHELASTIC_RESTART_COUNT"))  # its run id is "none" by default
     number = slurm_job(env)
     if number is not None:
         return Job(f"slurm-{number}", _integer(env, "SLURM_RESTART_COUNT", 0))
@@ -233,7 +228,7 @@ def job(environ: Mapping[str, str] | None = None) -> Job:
 
 
 def slurm_job(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the number of the Slurm job that srun started this process for, as scontrol wants it; None elsewhere."""
+    """Return the number of this process's Slurm job under srun, in the form for scontrol; None elsewhere."""
     env = os.environ if environ is None else environ
     if "SLURM_JOB_ID" not in env or _slurm_not_used(env):
         return None
@@ -243,14 +238,14 @@ def slurm_job(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def in_notebook() -> bool:
-    """Tell whether this runs in a Jupyter kernel (not in a terminal's IPython)."""
+    """Return whether this runs in a Jupyter kernel (not in a terminal's IPython)."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")
 
 
 def is_interactive() -> bool:
-    """Tell whether somebody types at this process: a notebook, IPython, or Python's own prompt (also `python -i`)."""
+    """Return whether this process is interactive: a notebook, IPython, or Python's own prompt (also `python -i`)."""
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or (ipython and ipython.get_ipython()) is not None
 
@@ -266,5 +261,5 @@ def variables(prefix: str) -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Return a copy of the whole environment, to hand on to a process that the launcher starts."""
+    """Return a copy of the environment, for a process that the launcher starts."""
     return dict(os.environ)

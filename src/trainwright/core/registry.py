@@ -1,8 +1,6 @@
-"""Names for things that are imported only when somebody asks for them.
-
-A registry maps a short name, such as `"ddp"` or `"csv"`, to a class, or to the text `"module:attribute"` that is
-imported at the first look-up. Adding a strategy, a logger or a callback to the names that users may write in a
-configuration is one line, and an entry that nobody uses costs nothing.
+"""Registries of short names for objects that are imported on first use. A registry maps a short name, such as `"ddp"`
+or `"csv"`, to a class, or to the text `"module:attribute"` that is imported at the first look-up. Adding a strategy, a
+logger or a callback takes one line, and an unused entry costs nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ def import_object(path: str) -> Any:
 
 
 class Registry(Generic[T]):
-    """A table from short names to objects, imported at first use.
+    """Table from short names to objects, imported on first use.
 
     Args:
-        kind: what the entries are, in the singular, for error messages: `"strategy"`.
-        entries: name → object, or name → `"module:attribute"`.
+        kind: the kind of the entries, in the singular, for error messages: `"strategy"`.
+        entries: name → object, or name → `"module:attribute"`. Default: None.
     """
 
     def __init__(self, kind: str, entries: dict[str, T | str] | None = None) -> None:
@@ -38,12 +36,12 @@ class Registry(Generic[T]):
         """Add one entry; a name that is taken is an error unless `overwrite`."""
         if name in self._entries and not overwrite:
             raise ConfigurationError(
-                f"{self.kind} {name!r} is registered already. Choose another name or pass overwrite=True."
+                f"{self.kind} {name!r} is already registered. Choose another name or pass overwrite=True."
             )
         self._entries[name] = entry
 
     def get(self, name: str) -> T:
-        """Return the entry called `name`, importing it if need be."""
+        """Return the entry `name`, importing it if needed."""
         if name not in self._entries:
             known = ", ".join(sorted(self._entries)) or "none"
             raise ConfigurationError(f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}.")

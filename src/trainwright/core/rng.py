@@ -1,4 +1,4 @@
-"""Random number generators: seed them, take their state, put it back."""
+"""Random number generators: seeding, saving and restoring."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
 
     Args:
         seed: 0 ≤ seed < 2³². Default: 0.
-        workers: kept for people who come from Lightning; loader workers are always seeded from torch's generator.
-        verbose: likewise; nothing is printed.
+        workers: accepted for compatibility with Lightning; loader workers are always seeded from torch's generator.
+            verbose: accepted for compatibility; nothing is printed. Default: True.
 
     Every rank calls it with the same seed, so that models start equal.
     """
@@ -53,7 +53,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put back what `rng_state` returned, in this process."""
+    """Restore the state that `rng_state` returned, in this process."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -63,7 +63,7 @@ def set_rng_state(state: dict[str, Any], device: torch.device | None = None) -> 
 
 
 def begin_alike() -> Callable[[], None]:
-    """Return what makes another process's generators those of this one as they are now, on all its devices."""
+    """Return a function that gives another process the current state of this one's generators, on all its devices."""
     return partial(_begin_with, torch.initial_seed(), rng_state())
 
 

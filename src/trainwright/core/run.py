@@ -1,6 +1,5 @@
-"""What a callback, a task or a logger may see of a run, and ask of it: the `Run` protocol.
-
-`Trainer` implements it. Whoever is written against `Run` works under any trainer and can be tested without one.
+"""The `Run` protocol: the interface of a run for callbacks, tasks and loggers. Code written against `Run` works under
+any trainer and can be tested without one.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ Stage = Literal["fit", "validate", "test", "predict"]
 
 @dataclass(slots=True)
 class SchedulerConfig:
-    """One learning-rate schedule and when it steps.
+    """Learning-rate schedule with its interval.
 
     Attributes:
         scheduler: the torch scheduler (anything with `step`, `state_dict` and `load_state_dict`).
         interval: `"step"` (completed optimizer steps) or `"epoch"`.
-        frequency: it steps after every so many intervals.
-        monitor: name of the logged metric that `ReduceLROnPlateau` is given; None for the others.
+        frequency: number of intervals between its steps.
+        monitor: name of the logged metric for `ReduceLROnPlateau`; None for the others.
         strict: a monitored metric that was not logged is an error (True) or a warning (False).
-        name: what LearningRateMonitor calls it.
-        paused: a callback has put it to rest: it does not step, and keeps its state.
+        name: its name in LearningRateMonitor.
+        paused: a callback has paused it: it does not step, and keeps its state.
     """
 
     scheduler: Any
@@ -44,21 +43,19 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class SaveRequest:
-    """A checkpoint that a callback asks for; written at the next step boundary, or after the epoch's end hooks.
+    """Request for a checkpoint; written at the next step boundary, or after the epoch's end hooks.
 
     Attributes:
         name: folder name of the checkpoint, relative to `folder`.
-        folder: where; the run's checkpoint folder when None.
-        weights_only: leave the optimizer, progress and generators out.
-        metrics: the values that retention and `best` go by.
-        remove: folder names of earlier checkpoints of this run, deleted once this one stands.
-        remote: URL of a folder to which the checkpoint is uploaded once it stands; what `remove` names is deleted
-            there too. That of the run's ModelCheckpoint, if it has one, when `folder` is None.
-        link: name of a relative symbolic link in the same folder that is put to this checkpoint once it stands.
-        fresh: the name was free when it was chosen. What lies there once the checkpoint is complete was written by
-            another run, and stays: the save is an error.
-
-    Unless it is `fresh`, a `name` that exists already is replaced once the new checkpoint is complete.
+        folder: parent folder; None: the run's checkpoint folder. weights_only: omit optimizers, progress and
+            generators. metrics: the values that retention and `best` use.
+        remove: folder names of earlier checkpoints of this run, deleted after this one is published.
+        remote: URL of a folder to which the published checkpoint is uploaded; those in `remove` are deleted there too.
+            If `folder` is None: that of the run's ModelCheckpoint, if it has one.
+        link: name of a relative symbolic link in the same folder that is set to this checkpoint after it is published.
+        fresh: the name was free when it was chosen. If it exists when the checkpoint is complete, it was written by
+            another run and is kept: the save is an error. Unless it is `fresh`, an existing `name` is replaced once the
+            new checkpoint is complete.
     """
 
     name: str
@@ -73,7 +70,7 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How steps that were tried out ended, on all ranks together."""
+    """Result of trial steps, on all ranks together."""
 
     fits: bool  # memory was enough on every rank
     batch_size: int | None  # samples that this rank's loader puts into a batch; None when it does not tell
@@ -81,43 +78,42 @@ class Trial:
 
 
 class Rehearsal(Protocol):
-    """Steps that are tried out within a run and leave no trace in it; see `Run.rehearse`."""
+    """Trial steps within a run that do not change it; see `Run.rehearse`."""
 
     def capacity(self) -> int | None:
-        """Return the largest batch that the data can fill on every rank; None when its length is unknown."""
+        """Return the largest batch that the data can fill on every rank; None if its length is unknown."""
 
     def at_end(self, action: Callable[[], None]) -> None:
-        """Call `action` once everything is put back in the end, before loaders are made anew; not after an error."""
+        """Call `action` after everything is restored at the end, before loaders are recreated; not after an error."""
 
     def try_out(self, num_steps: int) -> Trial:
-        """Run some steps of the present stage with loaders made anew, and put everything back.
-
-        In `fit` these are optimizer steps and then as many validation batches, otherwise batches. Collective: every
-        rank calls it, and all hear the same answer; nothing is communicated while steps run.
+        """Run some steps of the current stage with new loaders, and restore everything. In `fit` these are optimizer
+        steps and then the same number of validation batches, otherwise batches. Collective: every rank calls it, and
+        all get the same result; there is no communication while steps run.
 
         Raises:
-            ConfigurationError: the loader cannot be made.
-            TrainwrightError: another rank failed otherwise than by its memory. What failed on this rank is raised here.
+            ConfigurationError: the loader cannot be created. TrainwrightError: another rank failed with another error
+                than out of memory. An error of this rank is raised here.
         """
 
     def train(self, num_steps: int, *, before_step: Callable[[int], None], after_step: Callable[[float], bool]) -> int:
-        """Train some steps, over as many epochs as it takes, and put everything back.
+        """Train some steps, over as many epochs as needed, and restore everything.
 
         Args:
-            num_steps: at most so many.
+            num_steps: maximal number of steps.
             before_step: called before each with its 0-based index.
             after_step: called after each with its loss, the mean over everything that all ranks consumed; True ends
                 it. Reading the loss waits for the device.
 
         Returns:
-            How many steps ran. Collective.
+            The number of completed steps. Collective.
         """
 
 
 class Run(Protocol):
-    """A run as seen from a callback, a task or a logger."""
+    """Interface of a run for callbacks, tasks and loggers."""
 
-    # Where it stands
+    # Progress
     state: TrainState
     stage: Stage | None
     sanity_checking: bool
@@ -126,7 +122,7 @@ class Run(Protocol):
     epoch_closes: bool  # in `on_train_epoch_end`: False when a bound was reached within an epoch that can be resumed
     skipped_batches: list[SkippedData]  # training data that was consumed and changed no weight
 
-    # What it is made of
+    # Parts
     callbacks: list[Any]
     loggers: list[Any]
     optimizers: list[Optimizer]
@@ -147,11 +143,11 @@ class Run(Protocol):
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints go when a request names no folder; the same on every rank during a stage."""
+        """Folder of checkpoints for requests without one; the same on every rank during a stage."""
 
     @property
     def last_step(self) -> StepResult | None:
-        """What the last optimizer step gave; None before the first."""
+        """Result of the last optimizer step; None before the first."""
 
     @property
     def current_epoch(self) -> int:
@@ -163,11 +159,11 @@ class Run(Protocol):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of one training epoch on one rank; infinite when the loader has no length."""
+        """Micro-batches of one training epoch on one rank; infinite if the loader has no length."""
 
     @property
     def train_batch_size(self) -> int | None:
-        """Samples that this rank's loader puts into a micro-batch; None when it does not tell. Loads the data."""
+        """Samples in a micro-batch of this rank's loader; None if unknown. Loads the data."""
 
     @property
     def num_val_batches(self) -> list[int | float]:
@@ -175,47 +171,47 @@ class Run(Protocol):
 
     @property
     def num_eval_batches(self) -> list[int | float]:
-        """Batches of each loader of the evaluation that is running (validation, test or prediction)."""
+        """Batches of each loader of the current evaluation (validation, test or prediction)."""
 
     def batch_indices(self, dataloader_idx: int) -> Iterator[list[int]] | None:
-        """Return the places in the data set of this rank's batches, of the evaluation that runs, from its start on.
-
-        Computed, not fetched; None where only the user's own sampler or data set knows them.
+        """Return the data set indices of this rank's batches in the current evaluation, from its start on. Computed
+        without fetching; None if only the user's own sampler or data set knows them.
         """
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps that `fit` will do in all; infinite when nothing bounds them."""
+        """Total number of optimizer steps of `fit`; infinite without a bound."""
 
     @property
     def has_validation(self) -> bool:
-        """Whether `fit` validates at all (a validation_step, a loader and a limit above 0)."""
+        """True if `fit` validates (a validation_step, a loader and a limit above 0)."""
 
     # Numbers
     @property
     def callback_metrics(self) -> Mapping[str, float]:
-        """The latest value of every logged metric; reading it fetches what was logged since the last flush.
-
-        That waits for the device, once for whoever looks, and never communicates: between two flushes a rank reads its
-        own values. In `on_*_epoch_end` the epoch's aggregates are there too.
+        """The latest value of every logged metric; reading it fetches what was logged since the last flush. That waits
+        for the device, and never communicates: between two flushes a rank reads its own values. In `on_*_epoch_end` the
+        epoch's aggregates are included.
         """
 
     @property
     def logged_metrics(self) -> Mapping[str, float]:
-        """The latest value of every metric that went to the loggers."""
+        """The latest value of every metric sent to the loggers."""
 
     @property
     def progress_bar_metrics(self) -> Mapping[str, float]:
         """The latest value of every metric logged with `prog_bar=True`."""
 
     def log_metric(self, name: str, value: object, options: Mapping[str, Any]) -> None:
-        """Take a value that a task or callback logs; see `TaskModule.log` for the options. Never communicates."""
+        """Log a value of a task or callback; see `TaskModule.log` for the options. Never communicates."""
 
     def log_now(self, metrics: Mapping[str, float]) -> None:
-        """Send host-side numbers to the loggers at the present step, on the main rank; for callbacks' own figures."""
+        """Send host-side numbers to the loggers at the current step, on the main rank; for callbacks' own values."""
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
-        """Put host-side numbers into `callback_metrics`; for callbacks' own figures. Every rank should do it alike."""
+        """Put host-side numbers into `callback_metrics`; for callbacks' own values. Every rank should call it with the
+        same ones.
+        """
 
     # Processes
     @property
@@ -232,7 +228,7 @@ class Run(Protocol):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the main process, which alone writes files and prints."""
+        """True on the main process, the only one that writes files and prints."""
 
     @property
     def device(self) -> torch.device:
@@ -244,25 +240,24 @@ class Run(Protocol):
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
 
-    # Wishes
+    # Requests
     def at_safe_point(self, action: Callable[[], None]) -> None:
-        """Call `action` once, at the end of the present step, when every number of this step is known.
-
-        The safe point of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
-        `callback_metrics` is up to date: waiting actions make the Trainer flush first. Actions run in the order of
-        their asking and before the checkpoints that were asked for are written, so that they may still ask for one,
-        or for a stop. Asked for in `on_train_end`, they run, and what they ask for is written, right after it. Every
-        rank must ask alike.
+        """Call `action` once, at the end of the current step, when every metric of this step is known. The safe point
+        of a step is after its validation; at an epoch's end it is after `on_train_epoch_end`. By then
+        `callback_metrics` is up to date: pending actions make the Trainer flush first. Actions run in the order of
+        their requests and before requested checkpoints are written, so that they may still request one, or a stop.
+        Those requested in `on_train_end` run, and their requests are written, right after it. Every rank must make the
+        same request.
         """
 
     def request_save(self, request: SaveRequest) -> None:
-        """Ask for a checkpoint at the next safe point. Every rank must ask alike; rank 0's request is written."""
+        """Request a checkpoint at the next safe point. Every rank must make the same request; rank 0's is written."""
 
     def remote_names(self, url: str) -> list[str]:
-        """Return the names of what lies below a remote folder, on every rank. Collective; rank 0 asks the network.
+        """Return the names below a remote folder, on every rank. Collective; rank 0 uses the network.
 
         Raises:
-            CheckpointError: the service cannot be reached or refuses, on every rank.
+            CheckpointError: the service cannot be reached or denies access, on every rank.
         """
 
     def save_checkpoint(
@@ -271,32 +266,30 @@ class Run(Protocol):
         """Write a checkpoint now. Collective; call it from a hook at a step boundary, not inside a training step."""
 
     def emergency_save(self, request: SaveRequest) -> None:
-        """Write a checkpoint from `on_exception`, as well as one process can.
-
-        No communication: only the main rank writes, only when its own state is whole (no shards elsewhere) and no
-        optimizer was stepping; otherwise it says why not. An error while writing is reported, not raised, so that it
-        does not hide the exception that ended the run.
+        """Write a checkpoint from `on_exception`, as far as one process can. No communication: only the main rank
+        writes, only if its state is unsharded and no optimizer was stepping; otherwise it reports why not. An error
+        while writing is reported, not raised, so that it does not hide the exception that ended the run.
         """
 
     def request_stop(self, reason: str, *, closes_epoch: bool = True) -> None:
-        """End the run after the present step (respecting min_epochs and min_steps). Every rank must ask alike.
+        """End the run after the current step (respecting min_epochs and min_steps). Every rank must make the same
+        request.
 
         Args:
-            reason: said where the stop has to wait.
-            closes_epoch: an epoch that this cuts short is validated and counts as finished, as at `should_stop`. False:
-                it stays open, as at a bound, and a resume goes on in its middle.
+            reason: reported if the stop has to wait. closes_epoch: the interrupted epoch is validated and counts as
+                finished, as with `should_stop`. False: it stays open, as at a bound, and a resume continues in its
+                middle.
         """
 
     def request_rollback(self, reason: str, *, before_step: int) -> None:
-        """Go back, at the end of the present step, to this run's newest checkpoint of `before_step` steps or fewer.
-
-        The run continues from it as after a resume, in this process, and leaves out what it has consumed since: see
-        `skipped_batches`. Callbacks live through it as through a resume: `setup`, `load_state_dict`, `on_fit_start` and
-        `on_train_start` are called. What has been asked for and not been done yet is dropped. Without such a checkpoint
-        training goes on, with a warning. Every rank must ask alike.
+        """Go back, at the end of the current step, to this run's newest checkpoint of `before_step` steps or fewer. The
+        run continues from it as after a resume, in this process, and skips the data consumed since: see
+        `skipped_batches`. For callbacks it is a resume: `setup`, `load_state_dict`, `on_fit_start` and `on_train_start`
+        are called. Pending requests are discarded. Without such a checkpoint training continues, with a warning. Every
+        rank must make the same request.
 
         Raises:
-            RollbackError: at that point, when the run has gone back `max_rollbacks` times already.
+            RollbackError: at that point, if the run has already gone back `max_rollbacks` times.
         """
 
     def print(self, *values: object, **options: object) -> None:
@@ -305,48 +298,46 @@ class Run(Protocol):
     def pass_training_data(self) -> None:
         """Run `training_step` on one epoch of this rank's training data, without gradients and without logging.
 
-        Modules keep the mode they are in; generators are afterwards as they were. For use in `on_train_end`, for what
-        a forward pass alone measures. Every rank should call it; it communicates only where the task itself does.
+        Modes of modules are not changed; generators are restored. For use in `on_train_end`, for statistics of a
+        forward pass. Every rank should call it; it communicates only if the task itself does.
         """
 
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> AbstractContextManager[Rehearsal]:
-        """Try steps out: whatever they change is as before afterwards, and nothing is logged, saved or heard of.
-
-        Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept in host
-        memory meanwhile (see `trainwright.trainer.search.rewind` for how far that goes); callbacks hear of nothing,
-        loggers are mute, and requests for checkpoints are dropped. The task's own hooks run. Collective.
+        """Run trial steps: all their changes are undone afterwards, nothing is logged or saved, and callbacks are not
+        called. Weights, buffers, optimizers, schedules, generators, `state`, metrics and the task's attributes are kept
+        in host memory meanwhile (see `trainwright.trainer.search.rewind` for the limits); callbacks are not called,
+        loggers are disabled, and requests for checkpoints are discarded. The task's own hooks run. Collective.
 
         Args:
-            alone: each rank runs its steps without the others, so that one that fails leaves none of them waiting.
-            remakes_loaders: the data's loaders are made anew, then and for what follows, because something that they
-                are made from has changed.
+            alone: each rank runs its steps independently, so that a failing one does not block the others.
+            remakes_loaders: the data's loaders are created again, for the trials and afterwards, because their
+                parameters have changed. Default: False.
 
         Raises:
-            ConfigurationError: the strategy cannot run steps alone; or loaders that are to be made anew were handed to
-                the Trainer ready-made.
+            ConfigurationError: the strategy cannot run steps alone; or loaders that must be created again were passed
+                to the Trainer.
         """
 
-    # Optimization, for tasks that do it by hand
+    # Manual optimization
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward with the strategy's precision and gradient averaging."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Keep the gradients of `manual_backward` on this rank for the length of a `with` block."""
+        """Keep the gradients of `manual_backward` on this rank during a `with` block."""
 
     def clip_gradients(self, optimizer: Optimizer, max_value: float | None, algorithm: str | None) -> None:
         """Clip the gradients of one optimizer's parameters."""
 
     def task_optimizers(self) -> Sequence[Any]:
-        """The optimizers as a task that steps them itself should use them."""
+        """The optimizers for a task with manual optimization."""
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return one of the task's tensors, or one cut alike, whole; as it is where nothing is cut.
-
-        Otherwise collective: a copy on the host, whose values the main process alone gets.
+        """Return one of the task's tensors, or one sharded in the same way, unsharded; unchanged without sharding.
+        Otherwise collective: a copy on the host, with values on the main process only.
         """
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
-        """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
+        """Return this process's shard of a full tensor, sharded like the task's tensor `like`. Not collective."""
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks along a new first dimension. Collective."""

@@ -1,7 +1,6 @@
-"""Which arguments a hook or step of the user takes: asked once, before a run, so that no call finds out by failing.
-
-A hook is called with the positional arguments that its base class declares, in that order. `dataloader_idx` comes last
-and only with several loaders, or where it is required. A hook may leave it out, and a step its `batch_idx` too.
+"""Signatures of users' hooks and steps: checked once, before a run. A hook is called with the positional arguments that
+its base class declares, in that order. `dataloader_idx` comes last and only with several loaders, or if it is required.
+A hook may omit it, and a step also its `batch_idx`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ _STEPS: dict[str, tuple[str, ...]] = {
     "test_step": ("batch", "batch_idx", LOADER),
     "predict_step": ("batch", "batch_idx", LOADER),
 }
-# Hooks of tasks that have the name of something a model of the user's may well hold: only methods count.
+# Hooks of tasks whose names may also be attributes of a user's model: only methods count.
 _ONLY_METHODS = ("num_items", "num_tokens")
 
 
 class Taken(NamedTuple):
-    """What a callable takes: the names of its parameters, those that are bound left out, and which are required."""
+    """Parameters of a callable."""
 
     positional: tuple[tuple[str, bool], ...]
     takes_more: bool  # it has `*args`
@@ -33,9 +32,8 @@ class Taken(NamedTuple):
 
 
 def taken_by(function: Callable[..., Any]) -> Taken:
-    """Return what a function, method, partial or other callable takes.
-
-    What a decorator with `*args` stands for is said by the function that it wraps (`functools.wraps`).
+    """Return the parameters of a function, method, partial or other callable. For a decorator with `*args` they are
+    those of the wrapped function (`functools.wraps`).
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)
@@ -54,7 +52,7 @@ def taken_by(function: Callable[..., Any]) -> Taken:
 
 
 def arguments_of(base: type, name: str) -> tuple[str, ...]:
-    """Return the arguments that a hook is called with: those of the base class's own method, less `self`."""
+    """Return the arguments of a hook: those of the base class's own method, without `self`."""
     if name in _STEPS:
         return _STEPS[name]
     return tuple(parameter for parameter, _ in taken_by(getattr(base, name)).positional[1:])
@@ -65,7 +63,7 @@ def _may_leave_out(name: str, names: Sequence[str]) -> Collection[str]:
 
 
 def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
-    """Tell whether a hook called `name` can be called with the arguments `names`."""
+    """Return whether the hook `name` can be called with the arguments `names`."""
     taken, optional = taken_by(function), _may_leave_out(name, names)
     by_keyword = _by_keyword(taken, names)
     given = [each for each in names if each not in by_keyword]
@@ -75,7 +73,7 @@ def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
         all(not required or each in by_keyword for each, required in taken.keyword_only)
         and num_required <= len(given)
         and (taken.takes_more or len(taken.positional) >= num_needed)
-        # One with a default that gets nothing cannot stand before one that gets something.
+        # A parameter without an argument cannot precede one with an argument.
         and all(parameter not in optional for parameter, _ in taken.positional[len(_places(taken, names, optional)) :])
     )
 
@@ -83,10 +81,7 @@ def fits(function: Callable[..., Any], name: str, names: Sequence[str]) -> bool:
 def bind(
     function: Callable[..., Any], name: str, names: Sequence[str], call: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """Return what is called with the positional arguments `names`, with or without a last `dataloader_idx`.
-
-    It is `function`, a hook that `fits`, or `call` in its place; itself wherever it takes them all.
-    """
+    """Return a callable for the positional arguments `names`, with or without a last `dataloader_idx`."""
     called, taken, optional = call or function, taken_by(function), _may_leave_out(name, names)
     several = _picks(taken, names, len(names), optional)
     alone = _picks(taken, names, len(names) - 1, optional) if LOADER in names else several
@@ -96,20 +91,20 @@ def bind(
 
     def adapted(*given: object) -> Any:
         picks = several if len(given) == len(names) else alone
-        given = (*given, 0)  # where a single loader's index is required
+        given = (*given, 0)  # if a single loader's index is required
         return called(*[given[i] for i in picks], **{each: given[i] for each, i in keywords.items()})
 
-    vars(adapted)["__self__"] = getattr(function, "__self__", None)  # whose it is: see HookTable.only_read
+    vars(adapted)["__self__"] = getattr(function, "__self__", None)  # the owner: see HookTable.only_read
     return adapted
 
 
 def _by_keyword(taken: Taken, names: Sequence[str]) -> list[str]:
-    """Return the arguments that a function takes by keyword only; those of a batch may be taken so."""
+    """Return the arguments that a function accepts by keyword only; those of a batch may be."""
     return [each for each, _ in taken.keyword_only if each in names and ("batch_idx" in names or LOADER in names)]
 
 
 def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collection[str]) -> list[int]:
-    """Return the places in `names` of a function's positional arguments; `num_given` of them are there."""
+    """Return the indices in `names` of a function's positional arguments; `num_given` of them are passed."""
     places = _places(taken, names, optional)
     found: list[int] = []
     for at, (place, (_, required)) in enumerate(zip(places, taken.positional, strict=False)):
@@ -124,7 +119,9 @@ def _picks(taken: Taken, names: Sequence[str], num_given: int, optional: Collect
 
 
 def _places(taken: Taken, names: Sequence[str], optional: Collection[str]) -> list[int]:
-    """Return the places in `names` of the positional parameters that get one: those in `optional` go by their names."""
+    """Return the indices in `names` of the positional parameters that get an argument: those in `optional` are matched
+    by name.
+    """
     by_keyword = _by_keyword(taken, names)
     named = [names.index(parameter) for parameter, _ in taken.positional if parameter in optional]
     free = iter([i for i, each in enumerate(names) if each not in by_keyword and i not in named])
@@ -133,7 +130,7 @@ def _places(taken: Taken, names: Sequence[str], optional: Collection[str]) -> li
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """Tell whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance."""
+    """Return whether `obj` has its own method `name`, in a sub-class of `base` or set on the instance."""
     if name in _ONLY_METHODS and not callable(getattr(obj, name)):
         return False
     if name in vars(obj):
@@ -142,15 +139,16 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 
 def own_hook(obj: object, name: str, base: type) -> Callable[..., Any] | None:
-    """Return the hook that `obj` defines itself, to be called with the arguments of `base`'s; None: it does not."""
+    """Return the hook that `obj` defines itself, for the arguments of `base`'s; None if it does not."""
     return bind(getattr(obj, name), name, arguments_of(base, name)) if overrides(obj, name, base) else None
 
 
 def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
-    """Find hooks of a task, callback or data module that cannot be called as they will be.
+    """Check that hooks of a task, callback or data module accept their arguments.
 
     Raises:
-        ConfigurationError: naming the hook, what it declares, what it is called with, and the line to write.
+        ConfigurationError: one does not; the message names the hook, its signature, its arguments, and the line to
+            write.
     """
     for name in hooks:
         if not overrides(obj, name, base):
@@ -164,7 +162,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
         kind = _runs_later(hook, name)
         if kind:
             raise ConfigurationError(
-                f"{owner}.{name} is {kind}, which would never run: a call of it only makes an object. Write it as a "
+                f"{owner}.{name} is {kind}, which would never run: a call of it only creates an object. Write it as a "
                 "plain function."
             )
         if not fits(hook, name, names):
@@ -175,7 +173,7 @@ def check_signatures(obj: object, base: type, hooks: Iterable[str]) -> None:
 
 
 def _runs_later(hook: Callable[..., Any], name: str) -> str | None:
-    """Say what a hook is whose call runs nothing of it; loaders may be generators."""
+    """Return the kind of a hook whose call does not run it; loaders may be generators."""
     function = inspect.unwrap(hook)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         return "an async function"

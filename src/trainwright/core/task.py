@@ -20,21 +20,20 @@ from trainwright.core.registry import import_object
 from trainwright.core.run import Run
 from trainwright.core.tree import Batch
 
-# The format's reader lies a layer above; it is looked up when a checkpoint is loaded, not imported here.
+# The reader of checkpoints is in a higher layer; it is looked up when a checkpoint is loaded, not imported here.
 _LOAD_TASK = "trainwright.checkpoint.load_task:load_task_from_checkpoint"
 _RUNTIME_ATTRIBUTES = ("_run", "_sink")
 
 
 class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
-    """What is to be learned: sub-class it, define `training_step` and `configure_optimizers`, hand it to `Trainer.fit`.
-
-    It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call them as usual. State
-    dicts carry your own parameter names whatever strategy or compiler wraps the step.
+    """Base class of tasks: define `training_step` and `configure_optimizers` in a sub-class, and pass it to
+    `Trainer.fit`. It is a plain `torch.nn.Module`: define layers in `__init__` (or `configure_model`), call them as
+    usual. State dicts have your own parameter names, whatever strategy or compiler wraps the step.
 
     Attributes:
         automatic_optimization: set to False in `__init__` to run backward and the optimizers yourself.
         example_input_array: an example of `forward`'s argument, for model summaries and graphs.
-        strict_loading: whether missing or unexpected weights in a checkpoint are an error.
+        strict_loading: missing or unexpected weights in a checkpoint are an error.
     """
 
     automatic_optimization: bool = True
@@ -46,27 +45,27 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         self._run: Run | None = None
         self._sink: Any = None
 
-    # What the user writes
+    # For the user to define
 
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the loss of one micro-batch: a scalar tensor, or a dict with the key `"loss"`; None skips the batch.
 
-        The loss is the mean over the micro-batch's items; the strategy weighs micro-batches (see `num_items`).
+        The loss is the mean over the micro-batch's items; the strategy weights micro-batches (see `num_items`).
         """
         raise TaskError(f"{type(self).__name__} has no training_step. Define training_step(self, batch, batch_idx).")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Evaluate one validation batch and `log` what matters."""
+        """Evaluate one validation batch and `log` metrics."""
 
     def test_step(self, batch: Batch, batch_idx: int) -> Any:
-        """Evaluate one test batch and `log` what matters."""
+        """Evaluate one test batch and `log` metrics."""
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the prediction for one batch; by default `self(batch)`, or `self(batch[0])` for a tuple or list."""
         return self(batch[0]) if isinstance(batch, (tuple, list)) else self(batch)
 
     def configure_optimizers(self) -> Any:
-        """Return what trains the parameters.
+        """Return the optimizers and learning-rate schedules.
 
         One optimizer; a list of them; `([optimizers], [schedulers])`; a dict `{"optimizer", "lr_scheduler"}` whose
         scheduler may be a dict `{"scheduler", "interval": "epoch"|"step", "frequency", "monitor", "strict", "name"}`;
@@ -78,22 +77,21 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         )
 
     def configure_model(self) -> None:
-        """Build large layers here instead of in `__init__`, so that a strategy can choose where; may run twice."""
+        """Build large layers here instead of in `__init__`, so that a strategy can choose the device; may run twice."""
 
     def configure_callbacks(self) -> Any:
         """Return the callback(s) that belong to this task; each replaces the Trainer's of the same type."""
         return []
 
     def shard_units(self) -> Iterable[nn.Module] | None:
-        """Return the parts that a sharding strategy cuts and gathers one at a time, for example `self.blocks`.
-
-        They must be called as modules (`block(x)`) in the steps. Parameters outside of them are gathered for the whole
-        step. Asked once the model is built; None: the strategy's own arguments say it.
+        """Return the units that a sharding strategy shards and gathers one at a time, for example `self.blocks`. They
+        must be called as modules (`block(x)`) in the steps. Parameters outside of them are gathered for the full step.
+        Called after the model is built; None: the strategy's own arguments define them.
         """
         return None
 
     def tensor_parallel_plan(self, mesh: torch.distributed.device_mesh.DeviceMesh) -> Mapping[str, Any] | None:
-        """Return how layers are split over the ranks of a tensor-parallel group; asked once the model is built.
+        """Return how layers are split over the ranks of a tensor-parallel group; called after the model is built.
 
         Args:
             mesh: torch's `DeviceMesh` of the run, with the axis `"tp"` and those of the data among its names.
@@ -101,16 +99,15 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         Returns:
             Pattern of module names (`"blocks.*.up"`) → a style: `"colwise"`, `"rowwise"`, `"embedding"`,
             `"sequence"`, … (see the strategies' documentation), a torch `ParallelStyle`, or a list of them. None: the
-            strategy's own argument says it, or a ready plan for a model of transformers.
+                strategy's own argument, or a built-in plan for a model of transformers.
         """
         return None
 
     def num_items(self, batch: Batch) -> int | torch.Tensor | None:
-        """Return over how many items `training_step`'s loss of this micro-batch is the mean.
-
-        Override it when micro-batches differ, for example `(batch["labels"] != -100).sum()`: then each step's
-        gradient is the mean over all items that the step consumed, over micro-batches and ranks. By default every
-        micro-batch weighs the same.
+        """Return the number of items over which `training_step`'s loss of this micro-batch is the mean. Override it if
+        micro-batches differ, for example `(batch["labels"] != -100).sum()`: then each step's gradient is the mean over
+        all items that the step consumed, over micro-batches and ranks. By default every micro-batch has the same
+        weight.
         """
         return None
 
@@ -123,16 +120,16 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
             "'input_ids'. Define num_tokens(self, batch)."
         )
 
-    # Optimization, overridable in parts
+    # Optimization; each part can be overridden
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward; override to change how."""
+        """Run backward; override to change it."""
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step one optimizer; override for example to warm a learning rate up."""
+        """Step one optimizer; override, for example, for a learning-rate warm-up."""
         optimizer.step(optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -155,14 +152,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         else:
             scheduler.step(metric)
 
-    # Optimization by hand (automatic_optimization = False)
+    # Manual optimization (automatic_optimization = False)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them when there are several.
+        """Return the optimizer, or the list of several.
 
         Args:
-            use_pl_optimizer: in manual optimization, wrap them so that `step` takes care of precision, hooks and the
-                count of steps; False returns the torch optimizers themselves. Default: True.
+            use_pl_optimizer: in manual optimization, wrap them so that `step` handles precision, hooks and the step
+                count; False returns the torch optimizers themselves. Default: True.
         """
         found = self.trainer.task_optimizers() if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
@@ -173,17 +170,16 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         return None if not found else found[0] if len(found) == 1 else found
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward in a task that optimizes by hand; gradients are averaged over ranks. Collective."""
+        """Run backward in manual optimization; gradients are averaged over ranks. Collective."""
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Keep gradients on this rank in a `with` block around `manual_backward`, for accumulation by hand.
-
-        What has been added up is averaged over ranks by the next `manual_backward` outside of it. Every rank must hold
-        back the same passes. In automatic optimization `accumulate_grad_batches` does this by itself.
+        """Keep gradients on this rank in a `with` block around `manual_backward`, for manual accumulation. The
+        accumulated gradients are averaged over ranks by the next `manual_backward` outside of it. Every rank must use
+        it for the same passes. In automatic optimization `accumulate_grad_batches` does this.
 
         Raises:
-            TaskError: the task does not optimize by hand.
+            TaskError: the task does not use manual optimization.
         """
         return self.trainer.no_sync()
 
@@ -197,7 +193,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Optimizer) -> None:
-        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        """Require gradients for this optimizer's parameters only, until `untoggle_optimizer`."""
         if "_toggled" in self.__dict__:
             raise TaskError("toggle_optimizer: another optimizer is toggled; call untoggle_optimizer first.")
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -219,7 +215,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     @contextlib.contextmanager
     def toggled_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """`toggle_optimizer` for the length of a `with` block."""
+        """Toggle an optimizer during a `with` block; see `toggle_optimizer`."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -247,24 +243,24 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     ) -> None:
         """Log one value; it stays on its device until the next flush. Never communicates, never waits.
 
-        In a step that you call yourself, without a Trainer, the value is dropped with a warning, once.
+        In a step that you call yourself, without a Trainer, the value is discarded with a warning, once.
 
         Args:
             name: the metric's name.
             value: a number, a tensor with one element, or a torchmetrics Metric or MetricCollection.
-            prog_bar: show it in the progress bar.
-            logger: hand it to the loggers.
-            on_step: log this step's value; default: True in a training step, else False.
-            on_epoch: log the epoch's aggregate; default: False in a training step, else True.
-            reduce_fx: how an epoch aggregates: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
-                function of the stacked values.
-            enable_graph: accepted for compatibility; graphs are never kept.
-            sync_dist: reduce over ranks: default: an epoch's aggregate yes, a step's value no.
-            sync_dist_group: accepted for compatibility; all ranks take part.
-            add_dataloader_idx: append `/dataloader_idx_N` when several loaders are evaluated.
-            batch_size: the weight in an epoch's mean; found from the batch unless told.
-            metric_attribute: accepted for compatibility; metrics are found by themselves.
-            rank_zero_only: only the main rank's values count.
+            prog_bar: show it in the progress bar. Default: False.
+            logger: pass it to the loggers. Default: True.
+            on_step: log this step's value. Default: True in a training step, else False.
+            on_epoch: log the epoch's aggregate. Default: False in a training step, else True.
+            reduce_fx: the aggregate of an epoch: `"mean"` (weighted by batch size), `"sum"`, `"min"`, `"max"`, or a
+                function of the stacked values. Default: `"mean"`.
+            enable_graph: accepted for compatibility; graphs are never kept. Default: False.
+            sync_dist: reduce over ranks. Default: an epoch's aggregate yes, a step's value no.
+            sync_dist_group: accepted for compatibility; all ranks take part. Default: None.
+            add_dataloader_idx: append `/dataloader_idx_N` if several loaders are evaluated. Default: True.
+            batch_size: the weight in an epoch's mean. Default: found from the batch.
+            metric_attribute: accepted for compatibility; metrics are found automatically. Default: None.
+            rank_zero_only: only the main rank's values are used. Default: False.
         """
         sink = self._sink
         if sink is None:
@@ -287,14 +283,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     def _drop_logged(self, name: str) -> None:
         if self._run is not None and self._run.stage is not None:
             raise TaskError(
-                f"log({name!r}) in a hook that belongs to no epoch. Call it in a *_step or in a hook between the "
+                f"log({name!r}) in a hook outside of an epoch. Call it in a *_step or in a hook between the "
                 "stage's start and its epoch's end."
             )
         if "_said_dropped" not in self.__dict__:
             object.__setattr__(self, "_said_dropped", True)
             warnings.warn(
-                f"{type(self).__name__}.log({name!r}): no Trainer is running this task; the value is dropped, and so "
-                "is what else it logs by itself.",
+                f"{type(self).__name__}.log({name!r}): no Trainer is running this task; this and further logged "
+                "values are discarded.",
                 TrainwrightWarning,
                 stacklevel=3,
             )
@@ -327,7 +323,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
         return self.trainer.all_gather(data, sync_grads)
 
-    # Where the run stands
+    # The run
 
     @property
     def trainer(self) -> Run:
@@ -338,7 +334,9 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """
         run = self.__dict__.get("_run")
         if run is None:
-            raise TaskError(f"{type(self).__name__} is not attached to a Trainer; this works while one runs it.")
+            raise TaskError(
+                f"{type(self).__name__} is not attached to a Trainer; this is available only while a Trainer runs it."
+            )
         return run  # type: ignore[no-any-return]  # nn.Module keeps its attributes in an untyped dict
 
     @trainer.setter
@@ -347,7 +345,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     @property
     def current_epoch(self) -> int:
-        """0-based index of the present epoch; 0 without a Trainer."""
+        """0-based index of the current epoch; 0 without a Trainer."""
         return self._run.state.epoch if self._run is not None else 0
 
     @property
@@ -367,7 +365,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter or buffer; the CPU when there is none."""
+        """The device of the first parameter or buffer; the CPU if there is none."""
         for tensor in self.parameters():
             return tensor.device
         for buffer in self.buffers():
@@ -376,7 +374,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter; torch's default when there is none."""
+        """The dtype of the first floating-point parameter; torch's default if there is none."""
         for tensor in self.parameters():
             if tensor.is_floating_point():
                 return tensor.dtype
@@ -384,21 +382,21 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the task is on a CUDA device."""
+        """True if the task is on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def fabric(self) -> NoReturn:
-        """Not there: a loop of your own uses `Accelerator`."""
-        raise TaskError("a task has no fabric: there is no Fabric here. Your own loop uses trainwright.Accelerator.")
+        """Not supported: use `Accelerator` for your own loop."""
+        raise TaskError("a task has no fabric: Fabric is not supported. Use trainwright.Accelerator for your own loop.")
 
     @property
     def device_mesh(self) -> NoReturn:
-        """Not there: `tensor_parallel_plan(mesh)` is given the mesh."""
-        raise TaskError("a task has no device_mesh: define tensor_parallel_plan(self, mesh), which is given it.")
+        """Not supported: the mesh is the argument of `tensor_parallel_plan(mesh)`."""
+        raise TaskError("a task has no device_mesh: define tensor_parallel_plan(self, mesh), which gets it.")
 
     def __dir__(self) -> list[str]:
-        """Leave out what cannot be read, for whoever reads every name, as torch does when it traces."""
+        """Exclude names that cannot be read, for code that reads every name, such as torch's tracing."""
         return sorted({*super().__dir__()} - {"fabric", "device_mesh", "trainer" if self._run is None else ""})  # type: ignore[no-untyped-call]  # torch has no types here
 
     @property
@@ -419,7 +417,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         self.eval()
 
     def unfreeze(self) -> None:
-        """Let every parameter take gradients again and put the task into training mode."""
+        """Enable gradients of every parameter again and put the task into training mode."""
         for parameter in self.parameters():
             parameter.requires_grad_(True)
         self.train()
@@ -427,12 +425,12 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     # Exporting
 
     def to_onnx(self, file_path: str | Path | None = None, input_sample: object = None, **options: Any) -> Any:
-        """Write `forward` as an ONNX file, in evaluation mode; `options` are further ones of `torch.onnx.export`.
+        """Write `forward` as an ONNX file, in evaluation mode; `options` are passed to `torch.onnx.export`.
 
         Args:
-            file_path: the file; None: only return the program.
-            input_sample: what `forward` is called with: a tuple, a dict of named arguments, or the only one.
-                Default: `example_input_array`.
+            file_path: the file; None: only return the program. Default: None.
+            input_sample: arguments of `forward`: a tuple, a dict of named arguments, or a single one. Default:
+                `example_input_array`.
 
         Raises:
             ConfigurationError: there is no sample.
@@ -442,14 +440,14 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         return export_onnx(self, file_path, sample, **options)
 
     def to_torchscript(self, *args: object, **options: object) -> NoReturn:
-        """Not there: torch has deprecated TorchScript."""
+        """Not supported: torch has deprecated TorchScript."""
         raise TaskError(
             "to_torchscript does not exist here: torch has deprecated TorchScript. torch.export.export(task, (input,)) "
             "exports forward, and to_onnx writes it as ONNX."
         )
 
     def to_tensorrt(self, *args: object, **options: object) -> NoReturn:
-        """Not there: torch_tensorrt compiles a task as any module."""
+        """Not supported: torch_tensorrt compiles a task like any module."""
         raise TaskError(
             "to_tensorrt does not exist here. A task is a torch module: torch_tensorrt.compile(task.eval(), "
             "inputs=[input]) compiles it."
@@ -471,10 +469,11 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
         Args:
             checkpoint_path: the checkpoint's folder, or its URL (`s3://…`), from which it is downloaded.
-            map_location: device for the weights; the CPU unless told.
+            map_location: device for the weights; None: the CPU. Default: None.
             hparams_file: a YAML or JSON file of hyper-parameters to use instead of those in the checkpoint.
-            strict: whether missing or unexpected weights are an error; `strict_loading` unless told.
-            weights_only: accepted for compatibility; nothing is unpickled whatever it says.
+                Default: None.
+            strict: missing or unexpected weights are an error; None: `strict_loading`. Default: None.
+            weights_only: accepted for compatibility; nothing is unpickled. Default: None.
             overrides: arguments of `__init__` that replace, or add to, the saved hyper-parameters.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 Batch: TypeAlias = Any
-"""What a user's loader yields and a user's step takes: any tree, of which the project asks only what stands here."""
+"""Batch of a user's loader: any tree, which is used only through the functions in this module."""
 
 # Devices to which `non_blocking=True` is unsafe (torch 2.13): host memory can be read before the copy has finished, and
 # a copy to MPS reads host memory that may have been freed or overwritten by then.
@@ -20,16 +20,15 @@ WAITED_FOR = ("cpu", "mps")
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: object) -> Any:
-    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves stay.
-
-    Known containers: list, tuple (named ones too), dict and other mutable mappings, dataclasses. An object that has a
-    `to` method but is no tensor (a PackedSequence, a graph batch) is a leaf: see `move`.
+    """Return `tree` with `fn` applied to every tensor in it; containers keep their types, other leaves are unchanged.
+    Known containers: list, tuple (also named ones), dict and other mutable mappings, dataclasses. An object other than
+    a tensor that has a `to` method (a PackedSequence, a graph batch) is a leaf: see `move`.
     """
     return _map(fn, tree, None)
 
 
 def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], Any] | None) -> Any:
-    """Map tensors with `fn` and, if told, objects that have a `to` method with `movable`."""
+    """Map tensors with `fn` and, if given, objects that have a `to` method with `movable`."""
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     kind = type(tree)
@@ -43,12 +42,12 @@ def _map(fn: Callable[[torch.Tensor], Any], tree: Any, movable: Callable[[Any], 
 
 
 def is_container(tree: object) -> bool:
-    """Tell whether `rebuild` looks into it: lists, tuples, mappings and instances of dataclasses."""
+    """Return whether `rebuild` traverses it: lists, tuples, mappings and instances of dataclasses."""
     return isinstance(tree, (list, tuple, Mapping)) or (dataclasses.is_dataclass(tree) and not isinstance(tree, type))
 
 
 def rebuild(tree: Any, visit: Callable[[Any], Any], *, skip_keys: Collection[Any] = ()) -> Any:
-    """Return `tree` with `visit` applied to each of its parts, one level deep; what is no container as it is."""
+    """Return `tree` with `visit` applied to each of its parts, one level deep; other objects are returned unchanged."""
     kind = type(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return kind(*(visit(value) for value in tree))
@@ -85,14 +84,12 @@ def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
-    """Return `tree` with its tensors on `device`, without waiting for the copy when the source is pinned.
-
-    Copies to the host and to MPS are waited for: their values may be read, and their sources written, at once.
+    """Return `tree` with its tensors on `device`, without waiting for the copy if the source is pinned. Copies to the
+    host and to MPS are synchronous: their values may be read, and their sources written, immediately.
 
     Args:
-        tree: a batch; objects in it that are no tensor but have a `to(device)` method are moved with it.
-        device: where to.
-        float_dtype: floating-point tensors also become this dtype; others keep theirs.
+        tree: a batch; other objects in it with a `to(device)` method are moved too. device: the target.
+        float_dtype: dtype for floating-point tensors; others keep theirs. Default: None.
     """
     beside = device.type not in WAITED_FOR
 
@@ -105,18 +102,16 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
 
 
 def is_cut(value: object) -> bool:
-    """Tell whether a value is a tensor that lies in pieces on several ranks (a DTensor).
-
-    Without importing what it would be, which takes a second and sympy: who has one has imported it.
+    """Return whether a value is a sharded tensor (a DTensor). DTensor is not imported, which takes a second and sympy:
+    if a DTensor exists, it has been imported.
     """
     pieces = sys.modules.get("torch.distributed.tensor")
     return pieces is not None and isinstance(value, pieces.DTensor)
 
 
 def whole_numel(parameter: torch.Tensor) -> int:
-    """Return the number of elements of a parameter when it is whole.
-
-    An engine that holds it elsewhere leaves an empty tensor in its place, and says there what it was (`ds_shape`).
+    """Return the number of elements of a full parameter. An engine that stores it elsewhere replaces it by an empty
+    tensor with its original shape (`ds_shape`).
     """
     shape = getattr(parameter, "ds_shape", parameter.shape)
     return math.prod(shape)

@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, meet and exchange values, and who notices that one of them hangs."""
+"""The processes of a run: launching, process groups, collectives, and hang detection."""

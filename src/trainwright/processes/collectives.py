@@ -1,11 +1,11 @@
 """Operations on tensors and objects across the processes of a script, by Accelerate's names.
 
-They look into lists, tuples (named ones too), mappings and dataclasses; every tensor in them is exchanged by itself.
+They traverse lists, tuples (also named ones), mappings and dataclasses; every tensor in them is exchanged separately.
 All but `send_to_device`, `recursively_apply` and `concatenate` are collective: every process calls them, in the same
-order, with the same structure. They use the processes of `PartialState`, which they make where there is none yet. For
-a process that is alone they are the identity. What the processes hand over is compared first, by one number from each
-on the host: where operations, shapes or dtypes differ, every process gets an error that shows them all, instead of
-what torch's backends make of it (the end of the process, a wait, or wrong values).
+order, with the same structure. They use the processes of `PartialState`, which is created if needed. With a single
+process they are the identity. The arguments of the processes are compared first, by one number from each on the host:
+if operations, shapes or dtypes differ, every process raises an error that shows them all, instead of the behaviour of
+torch's backends (a crash, a hang, or wrong values).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def recursively_apply(
     Args:
         func: called as `func(leaf, *args, **kwargs)`.
         data: nested lists, tuples, mappings and dataclasses.
-        args: handed on.
-        test_type: which leaves; tensors unless told.
-        error_on_other_type: whether other leaves are an error; they stay as they are unless told.
-        kwargs: handed on.
+        args: passed on to `func`.
+        test_type: selects the leaves. Default: tensors.
+        error_on_other_type: raise an error for other leaves instead of keeping them unchanged. Default: False.
+        kwargs: passed on to `func`.
 
     Raises:
         TypeError: a leaf of another type.
@@ -75,13 +75,13 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
-    """Return nested tensors on a device; also other objects that have a `to` method. Not collective.
+    """Return nested tensors, and other objects with a `to` method, on a device. Not collective.
 
     Args:
-        tensor: what is to move.
-        device: where to.
+        tensor: nested tensors. device: the target.
         non_blocking: do not wait for copies from pinned memory, or to the host: read those after a synchronization.
-        skip_keys: keys of mappings whose values stay where they are, at every depth.
+            Default: False.
+        skip_keys: keys of mappings whose values are not moved, at every depth. Default: None.
     """
     place = torch.device(device)
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
@@ -92,7 +92,7 @@ def send_to_device(
         if callable(getattr(part, "to", None)):  # before containers: a PackedSequence is one
             try:
                 return part.to(place, non_blocking=non_blocking)
-            except TypeError:  # it knows no such argument
+            except TypeError:  # it has no such argument
                 return part.to(place)
         return rebuild(part, visit, skip_keys=skipped)
 
@@ -104,14 +104,14 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
     Args:
         data: the structures, at least one.
-        dim: along which the tensors are concatenated.
+        dim: the dimension of concatenation. Default: 0.
 
     Raises:
         ConfigurationError: nothing to concatenate, or structures that differ.
-        TypeError: a leaf that is no tensor.
+        TypeError: a leaf that is not a tensor.
     """
     if not data:
-        raise ConfigurationError("concatenate got nothing to concatenate. Hand over one structure at least.")
+        raise ConfigurationError("concatenate got nothing to concatenate. Pass at least one structure.")
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim)
@@ -138,17 +138,17 @@ def wait_for_everyone() -> None:
 def gather(tensor: Any) -> Any:
     """Return nested tensors with those of all processes, along the first dimension, in the order of the processes.
 
-    Collective. No gradient goes through it.
+    Collective. Gradients do not flow through it.
 
     Args:
         tensor: each tensor of the same shape and dtype on every process, `[n, ...]`; one without a dimension counts as
             `[1]`. For unequal lengths there are `Accelerator.gather_for_metrics` and `pad_across_processes`.
 
     Returns:
-        Tensors `[num_processes * n, ...]`, on every process; for a process that is alone what it handed over, as it is.
+        Tensors `[num_processes * n, ...]`, on every process; with a single process its argument, unchanged.
 
     Raises:
-        TypeError: a leaf that is no tensor.
+        TypeError: a leaf that is not a tensor.
         ConfigurationError: different shapes or dtypes, on every process.
     """
     state = PartialState()
@@ -167,25 +167,24 @@ def gather(tensor: Any) -> Any:
 
 
 def gather_object(object: Any) -> Any:
-    """Return one list of what is in the lists of all processes, in the order of the processes. Collective.
-
-    Through pickle and the host: for what is small.
+    """Return the concatenated lists of all processes, in the order of the processes. Collective. Uses pickle and the
+    host: for small objects.
 
     Args:
         object: a list or tuple of picklable objects, of any length.
 
     Returns:
-        The list; for a process that is alone what it handed over, as it is.
+        The list; with a single process its argument, unchanged.
 
     Raises:
-        TypeError: no list or tuple.
+        TypeError: neither a list nor a tuple.
     """
     state = PartialState()
     if state.num_processes == 1:
         return object
     told = state.joined().gather_object(object if isinstance(object, (list, tuple)) else type(object))
     wrong = {rank: kind for rank, kind in enumerate(told) if isinstance(kind, type)}
-    for rank, kind in wrong.items():  # on every process: the others do not wait for this one in their next exchange
+    for rank, kind in wrong.items():  # on every process: the others must not wait for this one in their next exchange
         raise TypeError(
             f"gather_object takes a list, and got {kind.__name__} on process {rank}. Write gather_object([value])."
         )
@@ -197,10 +196,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
     Args:
         tensor: each tensor of the same shape and dtype on every process.
-        from_process: whose values all get.
+        from_process: the source of the values. Default: 0.
 
     Raises:
-        TypeError: a leaf that is no tensor.
+        TypeError: a leaf that is not a tensor.
         ConfigurationError: no such process; or different shapes, dtypes or processes to send, on every process.
     """
     state = PartialState()
@@ -225,14 +224,14 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
     Args:
         object_list: picklable objects.
-        from_process: whose list all get.
+        from_process: the source of the list. Default: 0.
 
     Raises:
         ConfigurationError: no such process.
     """
     state = PartialState()
     if state.num_processes > 1:
-        hint = "One process sends, and all name it."
+        hint = "One process sends, and all must name it."
         compare_calls(state.joined(), f"broadcast_object_list(…, {from_process})", "a list", hint)
         _check_process(from_process, state)
         object_list[:] = state.joined().broadcast_object(list(object_list), from_process)
@@ -240,17 +239,16 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Return nested tensors, each the mean or sum over all processes. Collective; the arguments stay as they are.
-
-    No gradient goes through it when there are several processes.
+    """Return nested tensors, each the mean or sum over all processes. Collective; the arguments are not changed. With
+    several processes gradients do not flow through it.
 
     Args:
         tensor: each tensor of the same shape and dtype on every process.
-        reduction: `"mean"`, `"sum"`, or `"none"`: each process keeps its own.
-        scale: what the result is multiplied with.
+        reduction: `"mean"`, `"sum"`, or `"none"`: each process keeps its own. Default: `"mean"`.
+        scale: factor of the result. Default: 1.0.
 
     Raises:
-        TypeError: a leaf that is no tensor, or the mean of tensors of whole numbers over several processes.
+        TypeError: a leaf that is not a tensor, or the mean of integer tensors over several processes.
         ConfigurationError: an unknown reduction; or different shapes, dtypes or reductions, on every process.
     """
     if reduction not in _REDUCTIONS:
@@ -267,7 +265,7 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
             return leaf.clone() if scale == 1.0 else leaf * scale
         if reduction == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(
-                f"reduce got a tensor of {leaf.dtype}, which has no mean. Hand over tensor.float(), or sum."
+                f"reduce got a tensor of {leaf.dtype}, which has no mean. Pass tensor.float(), or use 'sum'."
             )
         total = leaf.detach().contiguous().clone()
         dist.all_reduce(total, group=processes.group_for(leaf.device))
@@ -278,18 +276,16 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-    """Return nested tensors, each filled up to the longest of all processes along one dimension. Collective.
-
-    Sizes are exchanged on the host, once for the whole structure.
+    """Return nested tensors, each padded to the longest of all processes along one dimension. Collective. Sizes are
+    exchanged on the host, once for the structure.
 
     Args:
         tensor: each tensor with the same number of dimensions on every process.
-        dim: which dimension; tensors that do not have it stay as they are.
-        pad_index: the value to fill with.
-        pad_first: fill in front instead of behind.
+        dim: the dimension; tensors without it are unchanged. pad_index: the padding value. pad_first: pad at the front
+            instead of the end. Default: 0.
 
     Raises:
-        TypeError: a leaf that is no tensor.
+        TypeError: a leaf that is not a tensor.
         ConfigurationError: different numbers of tensors or dimensions, or another `dim`, on every process; in debug
             mode different dtypes too.
     """
@@ -318,7 +314,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
 
 
 def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
-    """Return the leaves of `tree`, depth first; raises a TypeError for those that are no tensors."""
+    """Return the leaves of `tree`, depth first; raise a TypeError for leaves that are not tensors."""
     found: list[torch.Tensor] = []
 
     def note(leaf: torch.Tensor) -> None:
@@ -332,9 +328,8 @@ def _tensors(operation: str, tree: object) -> list[torch.Tensor]:
 def _ready(
     operation: str, state: PartialState, tree: object, argument: object = None, *, lengths_differ: bool = False
 ) -> Processes:
-    """Return the processes for an operation on these tensors, once all are known to do the same. Collective.
-
-    Wrong types and calls that differ are found before anything is sent, on every process: half an exchange would leave
+    """Return the processes for an operation on these tensors, after checking that all make the same call. Collective.
+    Wrong types and different calls are found before anything is sent, on every process: a partial exchange would leave
     the others waiting.
     """
     refused: TypeError | None = None

@@ -1,4 +1,4 @@
-"""Which accelerators there are and which of them a run uses."""
+"""The available accelerators and those that a run uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xpu")
 
 
 def device_type(accelerator: str) -> str:
-    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` take what the machine has."""
+    """Return torch's device type for an `accelerator=` argument; `"auto"` and `"gpu"` select the available one."""
     if accelerator not in _ACCELERATORS:
         raise unknown("accelerator", accelerator, _ACCELERATORS)
     if accelerator == "cpu":
@@ -35,8 +35,8 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
     """Return the device indices of this node for a `devices=` argument: one process each.
 
     Args:
-        devices: a count, `-1` or `"auto"` for all there are (one on the CPU), a list of indices, or text such as
-            `"2"` or `"0,3"`.
+        devices: a count, `-1` or `"auto"` for all (one on the CPU), a list of indices, or text such as `"2"` or
+            `"0,3"`.
         kind: torch's device type.
     """
     available = None if kind == "cpu" else torch.accelerator.device_count()
@@ -72,7 +72,7 @@ def device_indices(devices: int | str | list[int], kind: str) -> list[int]:
 def kernel_choice(
     benchmark: bool | None, deterministic: bool | str | None, detect_anomaly: bool = False
 ) -> Iterator[None]:
-    """Choose between fast and repeatable kernels for the whole process, for the length of a stage."""
+    """Choose between fast and deterministic kernels for the process, during a stage."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     timed_before = torch.backends.cudnn.benchmark
     if benchmark is not None:

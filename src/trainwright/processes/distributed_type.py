@@ -1,4 +1,4 @@
-"""How the processes of a script work together."""
+"""The kind of distribution of a script."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from enum import Enum
 
 
 class DistributedType(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
-    """How processes work together; a member equals its name.
-
-    A `PartialState` says `NO`, `MULTI_CPU`, `MULTI_GPU` or `MULTI_XPU`, an `Accelerator` also `DEEPSPEED` or `FSDP`.
-    The others are there for scripts that compare with them.
+    """Kind of distribution; a member equals its name. A `PartialState` has `NO`, `MULTI_CPU`, `MULTI_GPU` or
+    `MULTI_XPU`, an `Accelerator` also `DEEPSPEED` or `FSDP`. The others exist for scripts that compare with them.
     """
 
     NO = "NO"

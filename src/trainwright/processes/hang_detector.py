@@ -1,17 +1,13 @@
-"""A watch beside every rank of a distributed run: who has failed, who is gone, and where a run stands that hangs.
+"""Monitor of every rank of a distributed run: detects failed and killed ranks, and reports a run that hangs. A
+collective does not report why it does not return. Each rank therefore has a daemon thread with its own connection to
+the store of the process group. It never takes part in a collective, never touches a device, and reads the Trainer's
+counters, so that it adds no work to a step. The threads communicate through these keys of the store:
 
-A collective tells nobody why it does not return. Each rank therefore has a daemon thread with a connection of its own
-to the store that the processes met at. It never takes part in a collective, never touches a device, and reads what the
-Trainer has counted instead of being told, so that a step pays nothing for it.
-
-What the threads say to each other, as keys of the store:
-
-    events         grows whenever one of the next two is written; the one key that is read at every beat
-    failure        the rank that failed first, with its traceback
-    stall/N        the rank that stands still for the N-th time; every rank answers with at/N/RANK, one prints them all
-    beat/RANK      where a rank was last seen, and whether it is saving
-    node/NODE      the processes of a node: each looks after the others there
-    gone/RANK, left/RANK   a process has ended without a word; a rank has left the run, and need not be waited for
+    events grows whenever one of the next two is written; the only key that is read at every beat failure the rank that
+    failed first, with its traceback stall/N the rank that caused the N-th hang report; every rank answers with
+    at/N/RANK, one prints them all beat/RANK the last known position of a rank, and whether it is saving node/NODE the
+    processes of a node: each monitors the others there gone/RANK, left/RANK a process was killed or crashed; a rank has
+    left the run, and is not waited for
 """
 
 from __future__ import annotations
@@ -45,24 +41,24 @@ from trainwright.processes.standing import (
 )
 
 _BEAT_S = 0.5
-_RANKS_PER_BEAT_S = 256  # more ranks look less often, so that the one store keeps up
-_GRACE_S = 2.0  # for a survivor to notice by itself, once the failed rank is out of the way
-_PATIENCE_S = 15.0  # for a failed rank to get out of the way; longer only while it saves
-_ANSWER_S = 4.0  # for ranks to say where they stand
-_ECHO_S = 2.5  # how long an error of a collective waits for the failure that has caused it
+_RANKS_PER_BEAT_S = 256  # more ranks check less often, so that the store is not overloaded
+_GRACE_S = 2.0  # for a surviving rank to notice itself, after the failed rank has ended
+_PATIENCE_S = 15.0  # for a failed rank to end; longer only while it saves
+_ANSWER_S = 4.0  # for ranks to report their positions
+_ECHO_S = 2.5  # how long an error of a collective waits for the failure that caused it
 
 
 class HangDetector:
-    """The watch of one rank during one stage.
+    """Monitor of one rank during one stage.
 
     Args:
-        store: where the ranks have met, with a prefix that no other stage uses; a connection of its own.
-        rank, world_size: this rank among how many.
-        position: returns how far this rank is; called from the thread, so it only reads.
-        hang_timeout_s: seconds without a move after which a rank is asked about; None: never.
-        timeout_s: after how many seconds a collective fails; for the report's words.
+        store: store of the process group, with a prefix for this stage; a separate connection.
+        rank, world_size: this rank and the number of ranks. position: returns the progress of this rank; called from
+            the thread, so it must only read.
+        hang_timeout_s: seconds without progress after which a report is requested; None: never.
+        timeout_s: seconds after which a collective fails; shown in the report.
         store_dies_with_rank_0: rank 0's process serves the store (not torchrun's agent).
-        interrupt_only: this is the user's own process, which shall not be ended but get a WorkerError.
+        interrupt_only: this is the user's own process, which must not be ended but gets a WorkerError.
     """
 
     def __init__(
@@ -80,35 +76,34 @@ class HangDetector:
         self._thread = threading.Thread(target=self._run, name="trainwright-hang-detector", daemon=True)
         self._wake, self._told = threading.Event(), threading.Event()
         self._stopping = False
-        self._error: BaseException | None = None  # what this rank leaves the run with
+        self._error: BaseException | None = None  # the error with which this rank leaves the run
         self._mark = ProcessMark.mine()
         self._known_gone: set[int] = set()
-        # Where it stands
+        # Progress
         self._last, self._moved_at = position(), time.monotonic()
         self._beats = self._events = self._stalls = 0
         self._stall_of_mine: tuple[Position, float] | None = None
-        self._covered: Position | None = None  # what has been reported already
+        self._covered: Position | None = None  # already reported
         self._report_due: tuple[int, float] | None = None
         # A failure elsewhere
         self._failure: Failure | None = None
         self._failure_seen_at = self._out_of_the_way_at = self._interrupted_at = 0.0
         self._failed_beat: tuple[bytes, float] = (b"", 0.0)
 
-    # Called by the thread that trains
+    # Called by the training thread
 
     def start(self) -> None:
-        """Begin to watch. Communicates with the store only; does not wait for other ranks."""
-        # A thread that is inside the store while the interpreter is taken down would abort the process.
+        """Start monitoring. Communicates with the store only; does not wait for other ranks."""
+        # A thread that uses the store during interpreter shutdown would abort the process.
         atexit.register(self.close)
         self._thread.start()
 
     def leave(self, error: BaseException) -> None:
-        """Tell the others what this rank leaves the run with. Waits for the store, some seconds at most.
-
-        The error gets a note if another rank has failed first.
+        """Report the error with which this rank leaves the run. Waits for the store, some seconds at most. The error
+        gets a note if another rank has failed first.
 
         Raises:
-            WorkerError: the error is only how this rank was interrupted, since another one has failed.
+            WorkerError: the error is only the interrupt of this rank after another one has failed.
         """
         self._error = error
         self._wake.set()
@@ -121,7 +116,7 @@ class HangDetector:
         error.add_note(f"This followed the failure of another rank:\n{found.text}")
 
     def close(self) -> None:
-        """End the watch. Waits for the store, some seconds at most; does nothing the second time."""
+        """Stop monitoring. Waits for the store, some seconds at most; does nothing the second time."""
         atexit.unregister(self.close)
         self._stopping = True
         self._wake.set()
@@ -148,7 +143,7 @@ class HangDetector:
 
     @property
     def _shared(self) -> Any:
-        assert self._store is not None  # it is dropped only when the thread ends or goes on without it
+        assert self._store is not None  # it is released only when the thread ends or continues without it
         return self._store
 
     def _introduce(self) -> None:
@@ -165,7 +160,7 @@ class HangDetector:
             self._look(now)
         self._look_after_neighbours()
         self._beats += 1
-        # What a rank does besides training is looked at only when others may have to wait for it.
+        # The activity of a rank besides training is checked only when others may have to wait for it.
         saving = self._failure is not None and activity_of(frames_of(self._thread_id)) == "saving"
         self._shared.set(f"beat/{self._rank}", json.dumps([self._beats, str(self._last), saving]))
         if self._error is None:
@@ -194,7 +189,7 @@ class HangDetector:
     # A rank that fails
 
     def _tell(self) -> None:
-        """Post this rank's own end, unless it is the echo of another's, which then becomes known here."""
+        """Post this rank's own failure, unless it is the consequence of another's, which is then known here."""
         error = self._error
         if isinstance(error, (SystemExit, KeyboardInterrupt)):
             self._shared.set(f"left/{self._rank}", f"{type(error).__name__}: {error}")
@@ -206,13 +201,13 @@ class HangDetector:
                 if self._failure is not None or time.monotonic() >= deadline:
                     break
                 time.sleep(0.1)
-            own = error.__traceback__  # its first frame is the watch's
+            own = error.__traceback__  # its first frame is the monitor's
             text = "".join(traceback.format_exception(type(error), error, own and (own.tb_next or own)))
             self._post_failure(Failure(self._rank, f"rank {self._rank}:\n{text}"))
         self._told.set()
 
     def _post_failure(self, failure: Failure) -> None:
-        """Make this the run's failure unless there is one already; learn which it is."""
+        """Post this as the run's failure unless there is one already, and read which it is."""
         if self._failure is None:
             first = self._shared.compare_set("failure", "", failure.to_json())
             self._shared.add("events", 1)
@@ -223,7 +218,9 @@ class HangDetector:
         self._shared.add("seen", 1)
 
     def _say_farewell(self) -> None:
-        """The last act of a rank that failed: nobody need wait for it; if it serves the store, all have heard."""
+        """Record that a failed rank has finished: others need not wait for it; if it serves the store, all have been
+        notified.
+        """
         if not self._told.is_set():
             self._tell()
         self._shared.set(f"left/{self._rank}", "failed")
@@ -236,7 +233,7 @@ class HangDetector:
                 self._look_after_neighbours()
 
     def _look_after_neighbours(self) -> None:
-        """Speak for the processes of this node that have ended without a word."""
+        """Report the processes of this node that were killed or have crashed."""
         for line in self._shared.get(f"node/{self._mark.node}").decode().splitlines():
             rank, pid, started = json.loads(line)
             mark = ProcessMark(self._mark.node, pid, started)
@@ -249,15 +246,14 @@ class HangDetector:
                 text = f"rank {rank}: its process {pid} on {node} has ended without a traceback (killed, or crashed)."
                 self._post_failure(Failure(rank, text, gone=True))
 
-    # A rank that survives
+    # A surviving rank
 
     def _is_time_to_end(self, now: float) -> bool:
-        """Whether the main thread had its chance: to notice by itself, and the failed rank to finish first.
-
-        A survivor must not be the first to exit, or its launcher would end the failed rank while it still saves.
+        """Return whether the main thread had time to notice itself, and the failed rank to finish first. A surviving
+        rank must not exit first, otherwise its launcher would end the failed rank while it still saves.
         """
         failure = self._failure
-        assert failure is not None  # asked before
+        assert failure is not None  # checked before
         rank = failure.rank
         known = failure.gone or self._shared.check([f"gone/{rank}"]) or self._shared.check([f"left/{rank}"])
         if known and not self._out_of_the_way_at:
@@ -271,9 +267,9 @@ class HangDetector:
         return not saves and now - self._failure_seen_at >= _PATIENCE_S
 
     def _end(self) -> None:
-        """End this process, whose main thread may be in a collective that nobody will complete."""
+        """End this process, whose main thread may be in a collective that will never complete."""
         failure = self._failure
-        assert failure is not None  # asked before
+        assert failure is not None  # checked before
         if self._interrupt_only:
             now = time.monotonic()
             if not self._interrupted_at:
@@ -289,7 +285,7 @@ class HangDetector:
         os._exit(1)
 
     def _go_on_without_store(self) -> None:
-        """The process that served the store has ended: rank 0, which is certain, or torchrun's agent on its node."""
+        """Handle the end of the process that served the store: rank 0, or torchrun's agent on its node."""
         self._store = None
         if self._failure is None and self._store_dies_with_rank_0:
             self._failure = Failure(0, "rank 0: its process, which served the store, has ended.", gone=True)
@@ -305,7 +301,7 @@ class HangDetector:
             self._wake.wait(self._beat_s)
             self._wake.clear()
 
-    # A rank that stands still
+    # A rank that hangs
 
     def _watch_for_stall(self, now: float) -> None:
         still_s = now - self._moved_at
@@ -318,16 +314,16 @@ class HangDetector:
         self._look(now)
 
     def _answer(self, now: float) -> None:
-        """Say where this rank stands."""
+        """Report the position of this rank."""
         number, self._stalls, self._covered = self._stalls, self._stalls + 1, self._last
         standing = standing_of(self._rank, self._last, now - self._moved_at, self._thread_id)
         self._shared.set(f"at/{number}/{self._rank}", json.dumps(asdict(standing)))
         self._shared.add(f"answers/{number}", 1)
-        # Rank 0 prints; the next one does if even rank 0's thread is silent.
+        # Rank 0 prints; the next one does if rank 0's thread does not answer.
         self._report_due = number, now + _ANSWER_S * (1 + min(self._rank, 3))
 
     def _report_when_due(self, now: float) -> None:
-        """Print a report that this rank has answered to, once all have or the time for it is over."""
+        """Print a report after all ranks have answered, or their time is over."""
         if self._report_due is None:
             return
         number, due = self._report_due
@@ -347,7 +343,7 @@ class HangDetector:
             else:
                 silent[rank] = self._last_seen(rank)
         if initiator in answers:
-            assert self._hang_timeout_s is not None  # a stall is only looked for then, and every rank is set alike
+            assert self._hang_timeout_s is not None  # checked only then, and all ranks have the same settings
             limits = {"hang_timeout_s": self._hang_timeout_s, "timeout_s": self._timeout_s}
             _say(hang_report(initiator, answers, silent, **limits))
 
@@ -357,14 +353,14 @@ class HangDetector:
         elif self._shared.check([f"left/{rank}"]):
             state = f"it has left the run ({self._shared.get(f'left/{rank}').decode()})"
         else:
-            state = "its process is gone or stopped, or something in it holds Python's lock"
+            state = "its process has ended or is stopped, or something in it holds Python's lock"
         if not self._shared.check([f"beat/{rank}"]):
             return state
         return f"{state}; last seen: {json.loads(self._shared.get(f'beat/{rank}'))[1]}"
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether an error looks like what a collective raises when a peer's connection breaks."""
+    """Return whether an error looks like that of a collective whose peer's connection breaks."""
     signs = ("onnection", "pair.cc", "roken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

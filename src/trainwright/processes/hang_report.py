@@ -1,4 +1,4 @@
-"""The words of the hang detector: one report for a run that stands still, and what is said of a rank that failed."""
+"""Messages of the hang detector: the report for a run that hangs, and the description of a failed rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.processes.standing import Standing
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that has failed, in the words that the others are told."""
+    """Failed rank, as described to the others."""
 
     rank: int
     text: str  # its traceback, or how it is known to be gone
@@ -24,7 +24,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Failure:
-        """Read what `to_json` returned."""
+        """Read the result of `to_json`."""
         return cls(**json.loads(text))
 
     @property
@@ -41,14 +41,16 @@ def hang_report(
     hang_timeout_s: float,
     timeout_s: float,
 ) -> str:
-    """Say of every rank where it stands."""
+    """Return a report of the position of every rank."""
     waiting = [standing for standing in answers.values() if standing.waits_in]
     absent = [standing for standing in answers.values() if not standing.waits_in]
     half_s = hang_timeout_s / 2
     moving = [s.rank for s in answers.values() if s.rank != initiator and s.still_s < half_s]
     lines = [f"trainwright: rank {initiator} has not moved for {answers[initiator].still_s:.0f} s (hang_timeout)."]
     if moving:
-        lines.append(f"  {ranks_text(moving)} moved in the last {half_s:.0f} s: slow, or waited for in vain.")
+        lines.append(
+            f"  {ranks_text(moving)} moved in the last {half_s:.0f} s: slow, or the others wait for them in vain."
+        )
     if not absent and len({standing.waits_in for standing in waiting}) > 1:
         lines.append("  The ranks wait in different collectives, so that none of these can complete.")
     lines += [_line(alike) for alike in _groups(waiting)]
@@ -56,13 +58,13 @@ def hang_report(
     lines += [_line(alike, missed) for alike in _groups(absent)]
     lines += [f"  rank {rank} does not answer: {silent[rank]}" for rank in sorted(silent)]
     lines.append(f"  A collective fails after {timeout_s:.0f} s (timeout of the process group).")
-    for first, *_ in [*_groups(absent), *_groups(waiting)]:  # a thousand equal stacks tell no more than one
+    for first, *_ in [*_groups(absent), *_groups(waiting)]:  # one of several equal stacks is enough
         lines.append(f"rank {first.rank}, {first.process}, {first.stacks.rstrip()}")
     return "\n".join(lines)
 
 
 def _groups(standings: Iterable[Standing]) -> list[list[Standing]]:
-    """Put ranks that stand alike together."""
+    """Group ranks with equal positions."""
 
     def kind(standing: Standing) -> tuple[str, ...]:
         return standing.waits_in, standing.doing, standing.position, standing.place

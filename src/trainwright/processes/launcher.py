@@ -1,8 +1,8 @@
 """Start the other processes of a run from this one: the only writer of environment variables.
 
-The process that called the Trainer becomes rank 0 and keeps the results; the others are fresh interpreters that
-receive the work through cloudpickle. Nothing of the calling script is run again: it needs no `__main__` guard, and
-classes defined in a notebook work.
+The process that called the Trainer becomes rank 0 and keeps the results; the others are new interpreters that receive
+the work through cloudpickle. The calling script is not run again: it needs no `__main__` guard, and classes defined in
+a notebook work.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
 from trainwright.core.host.folders import held, is_held
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
 
-_GRACE_S = 10.0  # how long the others may take to end by themselves once one has failed, or all leave together
-_LEFT_ALONE_S = 0.5  # once this process has left them: they wait for it in vain
-_JUST_MADE_S = 30.0  # a folder so young may not be held yet
+_GRACE_S = 10.0  # how long the others may take to end after one has failed, or all leave together
+_LEFT_ALONE_S = 0.5  # after this process has left them: they wait for it in vain
+_JUST_MADE_S = 30.0  # a folder this new may not be held yet
 _PREFIX = "trainwright-work-"
-_started: list[_Children] = []  # by the call of `run_in_processes` that is under way
+_started: list[_Children] = []  # one for each running call of `run_in_processes`
 
 
 def set_variable(name: str, value: str) -> None:
-    """Set one variable of this process's environment if it is not set: for settings that libraries read there."""
+    """Set one variable of this process's environment if it is not set, for settings of libraries."""
     os.environ.setdefault(name, value)
 
 
@@ -51,10 +51,10 @@ def run_in_processes(
     """Run `work()` in this process as rank 0 and in `num_processes - 1` new ones, and return rank 0's result.
 
     Args:
-        work: picklable by cloudpickle; finds its rank in the variables that torchrun would set.
+        work: picklable by cloudpickle; reads its rank from the variables that torchrun would set.
         num_processes: processes on this node, ≥ 2.
-        by_value: objects whose classes may live in modules that a fresh interpreter cannot import.
-        before: called first in the new processes; picklable likewise.
+        by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
+        before: called first in the new processes; also picklable. Default: None.
     """
     payload = _serialize((before, work), by_value)
     port = _free_port()
@@ -88,7 +88,7 @@ def run_in_processes(
 
 
 def _remove_left_over() -> None:
-    """Remove what calls of this user have left whose process was killed, with all that it had started."""
+    """Remove folders of this user's earlier calls that were killed with all the processes they had started."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another process removes it too
             found = folder.lstat()
@@ -98,16 +98,15 @@ def _remove_left_over() -> None:
 
 
 def run_module(module: str, arguments: list[str]) -> int:
-    """Run `python -m module` in a process of its own that imports what this one can; returns its exit code.
-
-    What it prints goes to this process's stderr. Blocks until it has ended.
+    """Run `python -m module` in a separate process with the same import path; return its exit code. Its output goes to
+    this process's stderr. Blocks until it has ended.
     """
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.run(command, env=_with_own_path({}), stdout=2, check=False).returncode
 
 
 def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
-    """Return this process's variables and more, for a process that shall find the same modules."""
+    """Return this process's variables with additions, for a process with the same import path."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**environment(), **variables, "PYTHONPATH": path}
 
@@ -118,7 +117,7 @@ def failure_of_started() -> str | None:
 
 
 class _Children:
-    """The processes that were started, and what became of them."""
+    """Started processes, and their results."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -146,21 +145,21 @@ class _Children:
         return None
 
     def blame(self, error: BaseException) -> None:
-        """Raise another process's failure if rank 0's error is only its echo (a broken connection)."""
+        """Raise another process's failure if rank 0's error is only its consequence (a broken connection)."""
         if not isinstance(error, RuntimeError):
             return
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             found = self.failure()
             if found is not None:
-                # Not chained: what comes first on the screen shall be the cause, and the echo is not it.
+                # Not chained: the cause must be printed first.
                 raise WorkerError(f"a process that the Trainer started has failed:\n{found}") from None
             if "onnection" not in str(error):
                 return
             time.sleep(0.05)
 
     def wait(self) -> None:
-        """Wait for all to end; a failed one is an error."""
+        """Wait for all to end; raise the error of a failed one."""
         for process in self._started.values():
             process.wait()
         found = self.failure()
@@ -168,7 +167,7 @@ class _Children:
             raise WorkerError(f"a process that the Trainer started has failed:\n{found}")
 
     def stop(self, grace_s: float) -> None:
-        """End whatever still runs, after so many seconds by force."""
+        """End running processes, after this many seconds by force."""
         running = [process for process in self._started.values() if process.poll() is None]
         for process in running:
             process.terminate()
@@ -183,7 +182,7 @@ class _Children:
 
 @contextlib.contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Set variables for the length of a `with` block."""
+    """Context manager that sets variables during a `with` block."""
     before = {name: variable(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,4 +1,4 @@
-"""The processes of a script that keeps its own loop: which one this is, who goes first, who runs and gets what."""
+"""The processes of a script with its own loop: rank, order, and division of work and data."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from trainwright.processes.distributed_type import DistributedType
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
 
-_JOINED = "torch.distributed's process group, which the script had made"
+_JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")
 _LONGEST_LOOK_S = 0.1
-_turns = itertools.count()  # of going first; never begun anew, since a user's store outlives a state
+_turns = itertools.count()  # of going first; never reset, because a user's store outlives a state
 
 
 _TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
@@ -35,43 +35,40 @@ _TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "
 
 @dataclass(frozen=True)
 class _GroupOptions:
-    """What the user wants of the process group; None: no wish."""
+    """Options of the process group; None: the default."""
 
     backend: str | None = None
     timeout: timedelta | None = None
 
 
 class PartialState:
-    """Where this process stands among those of its script, and what they do together; Accelerate's names.
-
-    All instances share one state. The first one finds this process's place by its launcher's variables and, when there
-    are several processes, makes torch's default group, or joins the one that the script has made: every process must
-    call it, and it blocks until all have come. It makes this process's accelerator the current one. A process that is
-    alone opens nothing and communicates nothing. The group stays open until the process ends; a `Trainer` in the same
-    script uses it and leaves it open.
+    """State of this process among those of its script, and operations across them, with Accelerate's names. All
+    instances share one state. The first one detects this process's rank from its launcher's variables and, with several
+    processes, creates torch's default group, or uses the one that the script has created: every process must call it,
+    and it blocks until all have joined. It makes this process's accelerator the current one. A single process opens no
+    group and does not communicate. The group stays open until the process ends; a `Trainer` in the same script uses it
+    and does not close it.
 
     Args:
-        cpu: stay on the CPU where there is an accelerator.
-        kwargs: `backend` (gloo on the CPU and the vendor's library on accelerators unless told), `timeout` (how long a
+        cpu: use the CPU even if there is an accelerator. Default: False.
+        kwargs: `backend` (default: gloo on the CPU and the vendor's library on accelerators), `timeout` (how long a
             collective may take: a timedelta, seconds, or text such as `"30 min"`), `init_method` (`"env://"` alone).
 
     Attributes:
-        device: of this process; on a node's accelerators they are dealt by `local_process_index`.
-        backend: of torch's default group; None for a process that is alone.
+        device: device of this process; a node's accelerators are assigned by `local_process_index`. backend: backend of
+            torch's default group; None for a single process.
         distributed_type: see `DistributedType`.
-        num_processes: on all nodes.
-        process_index: among them; also `local_process_index`, on this node.
-        debug: whether `pad_across_processes` compares dtypes over processes too (shapes and dtypes that have to be the
-            same are always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's
-            `ACCELERATE_DEBUG_MODE`) to 1.
-        fork_launched: whether the variable `FORK_LAUNCHED` says that a notebook forked this process.
-        processes: what the processes say to each other on the host.
-        topology: this process's place, with its evidence.
+        num_processes: number on all nodes. process_index: index among them; also `local_process_index`, on this node.
+        debug: `pad_across_processes` compares dtypes over processes too (shapes and dtypes that must be equal are
+            always compared); set it, or the variable `TRAINWRIGHT_DEBUG_MODE` (or Accelerate's `ACCELERATE_DEBUG_MODE`)
+            to 1.
+        fork_launched: the variable `FORK_LAUNCHED` is set: a notebook forked this process. processes: the communication
+            of the processes on the host. topology: this process's topology, with its evidence.
 
     Raises:
-        ConfigurationError: an unknown or unusable argument, one that contradicts the state that there is, or more
-            processes on this node than accelerators.
-        TimeoutError: some processes have not come.
+        ConfigurationError: an unknown or unusable argument, one that contradicts the existing state, or more processes
+            on this node than accelerators.
+        TimeoutError: some processes have not joined.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -88,7 +85,7 @@ class PartialState:
     topology: Topology
     _cpu: bool
     _options: _GroupOptions
-    _world: Any  # torch's default group when this state was made; None where there was none
+    _world: Any  # torch's default group when this state was created; None without one
     _joined: bool
     _first_store: Any
 
@@ -126,32 +123,32 @@ class PartialState:
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget the shared state, of all instances. The process group stays as it is."""
+        """Reset the shared state of all instances. The process group is not changed."""
         PartialState._shared_state.clear()
 
     @property
     def initialized(self) -> bool:
-        """Whether there is a state."""
+        """True if there is a state."""
         return bool(self.__dict__)
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there are several processes."""
+        """True with several processes."""
         return self.distributed_type != DistributedType.NO and self.num_processes > 1
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first process of all nodes."""
+        """True on the first process of all nodes."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
+        """True on the first process of its node."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process of all nodes."""
+        """True on the last process of all nodes."""
         return self.process_index == self.num_processes - 1
 
     @property
@@ -170,20 +167,19 @@ class PartialState:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its share of `inputs`, in their order; the first ones get one more where it does not go up.
-
-        Not collective; every process hands over the same. Three over two processes are two and one; where there are
-        fewer than processes, the last ones get empty shares. A process that is alone gets all, as it is.
+        """Give each process its share of `inputs`, in order; if it is not divisible, the first ones get one more. Not
+        collective; every process passes the same inputs. Three over two processes are two and one; with fewer inputs
+        than processes, the last ones get empty shares. A single process gets all inputs, unchanged.
 
         Args:
-            inputs: a list, a tuple, a tensor (cut along its first dimension; it stays where it is), a
-                `datasets.Dataset`, or a dict of these, nested ones too, all of one length.
-            apply_padding: repeat the last sample of a share until all are equally long; an empty share gets the last
-                of all. No inputs at all stay none.
+            inputs: a list, a tuple, a tensor (split along its first dimension; its device does not change), a
+                `datasets.Dataset`, or a dict of these, also nested, all of one length.
+            apply_padding: repeat the last sample of a share until all are equally long; an empty share gets the last of
+                all. Without inputs all shares are empty. Default: False.
 
         Raises:
             ConfigurationError: the values of a dict have different lengths.
-            TypeError: something that cannot be cut, a text for example.
+            TypeError: an object that cannot be split, for example a string.
         """
         yield share_of(inputs, self.process_index, self.num_processes, pad=apply_padding)
 
@@ -191,7 +187,7 @@ class PartialState:
     def main_process_first(self) -> Iterator[None]:
         """Run the body on the main process, and then on all others. Collective.
 
-        An error of the main process is raised there, and as a `WorkerError` by all that wait for it.
+        An error of the main process is raised there, and as a `WorkerError` on all that wait for it.
 
         Raises:
             TimeoutError: the main process took longer than the group's `timeout`.
@@ -206,21 +202,21 @@ class PartialState:
             yield
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Make a function that runs on the first process alone and returns None on the others. A decorator."""
+        """Decorate a function so that it runs on the first process only and returns None on the others."""
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Make a function that runs on the first process of each node alone. A decorator."""
+        """Decorate a function so that it runs on the first process of each node only."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """Make a function that runs on the last process alone. A decorator."""
+        """Decorate a function so that it runs on the last process only."""
         return self._only(function, lambda: self.is_last_process)
 
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """Make a function that runs on one process alone; a process that is alone runs it. A decorator.
+        """Decorate a function so that it runs on one process only; a single process always runs it.
 
         Raises:
             ConfigurationError: no index, or one that no process has.
@@ -235,12 +231,11 @@ class PartialState:
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """Make a function that runs on one process of each node alone; a process that is alone runs it. A decorator.
+        """Decorate a function so that it runs on one process of each node only; a single process always runs it.
 
         Args:
-            function: what is to run.
-            local_process_index: which one; on a node that has no such process nobody runs it.
-            local_process_idx: the same by the name that it also has.
+            function: the function. local_process_index: index of the process; on a node without it the function is not
+                run. local_process_idx: another name of it. Default: None.
 
         Raises:
             ConfigurationError: no index.
@@ -250,16 +245,17 @@ class PartialState:
         return self._only(function, lambda: not self.use_distributed or self.local_process_index == index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each node alone; arguments as for Python's `print`."""
+        """Print on the first process of each node only; arguments as for Python's `print`."""
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 -- the user's own line
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Close a process group of torch's. Not collective, but every process should; waits for what is under way.
+        """Close a process group of torch. Not collective, but every process should call it; waits for pending
+        operations.
 
         Args:
-            group: which; the default group, and with it all others, unless told. A process that is alone has none.
-                What is done together after that opens a new one.
+            group: the group; None: the default group, and with it all others. A single process has none. Later
+                collective operations open a new one. Default: None.
         """
         if self.fork_launched and group is None:
             return
@@ -267,16 +263,16 @@ class PartialState:
             dist.destroy_process_group(group)
 
     def joined(self) -> Processes:
-        """Return the processes for something that all of them do; collective when their group has to be made anew.
+        """Return the processes for a collective operation; collective itself if their group must be created again.
 
         Raises:
-            ConfigurationError: the group was one of the script's own and is gone.
+            ConfigurationError: the group was created by the script and no longer exists.
         """
         self._refresh()
         if not self._joined:
             if _JOINED in self.topology.evidence:
                 raise ConfigurationError(
-                    "the process group that PartialState had joined is gone. Do what needs all processes before "
+                    "the process group that PartialState used no longer exists. Call collective operations before "
                     "destroy_process_group(), or start the script with a launcher such as torchrun."
                 )
             self.processes.open(self.device)
@@ -295,10 +291,9 @@ class PartialState:
 
     @contextlib.contextmanager
     def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
-        """Let one process go first. It says through the store how that went, so that nobody waits for one that failed.
-
-        The barrier after it, which the first one enters last, is what Accelerate's users know: who went first goes on
-        when all have come.
+        """Let one process go first. It reports its result through the store, so that others do not wait for a failed
+        one. The barrier afterwards, which the first one enters last, is that of Accelerate: the first process continues
+        when all have arrived.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -321,14 +316,13 @@ class PartialState:
             yield
 
     def _refresh(self) -> None:
-        """Find this process's place anew where the group is another one than before. Not collective.
-
-        A Trainer that starts processes, or makes a group for each stage, changes it under a state that was there.
+        """Detect the topology again if the group has changed. Not collective. A Trainer that starts processes, or
+        creates a group for each stage, changes it under an existing state.
         """
         world = _default_group()
         if world is self._world:
             return
-        if world is None and _JOINED in self.topology.evidence:  # nothing else knows of the others
+        if world is None and _JOINED in self.topology.evidence:  # nothing else has information about the others
             self._world, self._joined = None, False
             return
         placed = _place(self._cpu, self._options)
@@ -337,23 +331,23 @@ class PartialState:
             self.backend = dist.get_backend()
 
     def _compare(self, cpu: bool, options: _GroupOptions) -> None:
-        """Refuse wishes that come too late."""
+        """Check that options do not contradict the existing state."""
         if cpu and self.device.type != "cpu":
             raise ConfigurationError(
-                f"cpu=True, but the processes' state has been made on {self.device}. Pass cpu=True where PartialState "
-                "is made first."
+                f"cpu=True, but the state has been created on {self.device}. Pass cpu=True where PartialState is "
+                "created first."
             )
         if self.num_processes == 1:
             return
         if options.backend is not None and options.backend != self.backend:
             raise ConfigurationError(
-                f"backend={options.backend!r}, but the process group has been made with {self.backend!r}. Pass it "
-                "where PartialState is made first."
+                f"backend={options.backend!r}, but the process group has been created with {self.backend!r}. Pass it "
+                "where PartialState is created first."
             )
         if options.timeout is not None and options.timeout != self.processes.timeout:
             raise ConfigurationError(
-                f"timeout={options.timeout}, but the process group has been made with {self.processes.timeout}. Pass "
-                "it where PartialState is made first."
+                f"timeout={options.timeout}, but the process group has been created with {self.processes.timeout}. "
+                "Pass it where PartialState is created first."
             )
 
 
@@ -366,20 +360,20 @@ def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
             )
     if kwargs.get("init_method") not in (None, "env://"):
         raise ConfigurationError(
-            f"init_method={kwargs['init_method']!r}: PartialState meets by the launcher's variables, 'env://'. For "
-            "another way call torch.distributed.init_process_group first: PartialState joins that group."
+            f"init_method={kwargs['init_method']!r}: PartialState uses the launcher's variables, 'env://'. For another "
+            "method call torch.distributed.init_process_group first: PartialState uses that group."
         )
     timeout = kwargs.get("timeout")
     return _GroupOptions(kwargs.get("backend"), None if timeout is None else length_of_time("timeout", timeout))
 
 
 def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
-    """Return the fields of a state, found without communicating; its processes have not met yet."""
+    """Return the fields of a state, without communication; its processes have not connected yet."""
     topology = _topology()
     alone = topology.world_size == 1
     device = _device(topology, "cpu" if cpu else device_type("auto"), options.backend)
     if options.backend == "nccl" and device.type != "cuda" and not alone:
-        raise ConfigurationError(f"backend='nccl' needs CUDA devices, but this process is on {device}. Leave it out.")
+        raise ConfigurationError(f"backend='nccl' needs CUDA devices, but this process is on {device}. Remove it.")
     processes = Processes(topology) if alone else ProcessGroup(
         topology, timeout=options.timeout, backend=options.backend, hang_timeout=None
     )  # fmt: skip
@@ -403,7 +397,7 @@ def _place(cpu: bool, options: _GroupOptions) -> dict[str, Any]:
 
 
 def _topology() -> Topology:
-    """Return this process's place by its launcher, or by the process group where that says otherwise."""
+    """Return this process's place by its launcher, or by the process group if that differs."""
     found = detect()
     if not dist.is_initialized():
         return found
@@ -416,12 +410,12 @@ def _topology() -> Topology:
 
 
 def _device(topology: Topology, kind: str, backend: str | None) -> torch.device:
-    if kind == "cpu" or (kind == "mps" and topology.world_size > 1):  # nothing crosses processes from there
+    if kind == "cpu" or (kind == "mps" and topology.world_size > 1):  # no communication between processes from there
         return torch.device("cpu")
     if kind == "mps":
         return torch.device(kind)
     available, index = torch.accelerator.device_count(), topology.local_rank
-    # A launcher may show each process its own device alone; only gloo lets processes share one that they all see.
+    # A launcher may show each process only its own device; only with gloo can processes share a device.
     if index >= available > 1 and backend != "gloo":
         raise ConfigurationError(
             f"{topology.local_world_size} processes on this node, but {available} {kind} devices. Start at most "
@@ -439,7 +433,7 @@ def _flag(name: str) -> bool:
 
 
 def _unpickled(cpu: bool, options: _GroupOptions) -> PartialState:
-    """Return the state of the process that reads a pickled one: its own. It meets the others when it has to."""
+    """Return the unpickling process's own state. It connects to the others when needed."""
     state = object.__new__(PartialState)
     state.__dict__ = PartialState._shared_state
     if not state.initialized:
@@ -448,11 +442,10 @@ def _unpickled(cpu: bool, options: _GroupOptions) -> PartialState:
 
 
 def _leave() -> None:
-    """Close the group that a state has made, when the interpreter ends.
-
-    Nothing may hold the group then: one that is freed only as the interpreter is taken down is aborted now and then in
-    the middle of ending its threads (torch 2.13, gloo: "terminate called without an active exception"). After an
-    uncaught error nothing that is under way is waited for: the others may never complete it.
+    """Close the group that a state has created, when the interpreter ends. No reference to the group may remain:
+    freeing it only during interpreter shutdown sometimes aborts the process while its threads end (torch 2.13, gloo:
+    "terminate called without an active exception"). After an uncaught error pending operations are not waited for: the
+    others may never complete them.
     """
     state = PartialState._shared_state
     processes = state.get("processes")
@@ -465,22 +458,21 @@ def _leave() -> None:
 
 
 def _wait_for(store: Any, turn: str, timeout: timedelta) -> None:
-    """Wait until the process that goes first has said how it went.
-
-    By looking, not by a collective: what goes first may take hours, and Ctrl-C must end it.
+    """Wait until the process that goes first has reported its result. By polling, not by a collective: it may take
+    hours, and Ctrl-C must end the wait.
     """
     start_s, look_s = time.monotonic(), 0.001
     while not store.check([turn]):
         if time.monotonic() - start_s > timeout.total_seconds():
             raise TimeoutError(
-                f"the process that goes first was not done within {timeout}. Where that is usual, make "
-                "PartialState(timeout=...) longer."
+                f"the process that goes first was not done within {timeout}. If that is expected, increase "
+                "PartialState(timeout=...)."
             )
         time.sleep(look_s)
         look_s = min(2 * look_s, _LONGEST_LOOK_S)
     failure = store.get(turn).decode()
     if failure:
-        raise WorkerError(f"nobody goes on, since the process that went first has failed. {failure}")
+        raise WorkerError(f"the process that went first has failed. {failure}")
 
 
 def _check_index(name: str, index: int | None, num_processes: int | None) -> None:

@@ -1,4 +1,4 @@
-"""The processes of a run and what they say to each other on the host; one process needs none of it."""
+"""The processes of a run and their communication on the host."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ T = TypeVar("T")
 
 
 class Helpers(Protocol):
-    """What other ranks do while rank 0 works for all."""
+    """Work of other ranks while rank 0 works for all."""
 
     def serve(self) -> None:
-        """Do what rank 0 asks for, until it has no more to do."""
+        """Carry out rank 0's requests until it dismisses the helpers."""
 
     def dismiss(self) -> None:
-        """On rank 0: have the others go on."""
+        """On rank 0: let the others continue."""
 
 
 class Processes:
-    """A run of one process: every exchange is the identity. Base of the real thing."""
+    """Processes of a run with one process: every exchange is the identity. Base class of `ProcessGroup`."""
 
     timeout = DEFAULT_TIMEOUT
 
@@ -64,17 +64,15 @@ class Processes:
 
     @contextlib.contextmanager
     def reunited(self, device: torch.device) -> Iterator[Processes]:
-        """Give the processes that are left of this run for something that all of them do together. Collective.
-
-        During a stage these are all of them. After one they meet once more, unless the Trainer had started the others:
-        those have ended, and this process is alone.
+        """Yield the remaining processes of this run for a collective operation. Collective. During a stage these are
+        all of them. After a stage they connect again, unless the Trainer had started the others: those have ended, and
+        this process is the only one.
         """
         yield self
 
     def recall(self, key: str, value: str) -> str | None:
-        """Return what the job's first attempt gave as `value` for `key`; this is that attempt when nothing is there.
-
-        Only torchrun's agent keeps anything between attempts: None elsewhere. Blocks for a round trip to it.
+        """Return the `value` of the job's first attempt for `key`; without one, this is the first attempt and its value
+        is stored. Only torchrun's agent stores values between attempts: None elsewhere. Blocks for a round trip to it.
         """
         topology = self.topology
         if topology.launcher != "torchrun" or not _agent_serves() or topology.master_addr is None:
@@ -84,23 +82,20 @@ class Processes:
         return kept.decode()
 
     def own_store(self, corner: str) -> Any:
-        """Return a connection to the run's key-value store for one other thread alone, below a prefix. Not collective.
-
-        None for a process without others.
+        """Return a connection to the run's key-value store for one other thread, under a prefix. Not collective. None
+        for a single process.
         """
         return None
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        """Tell the other ranks when the body fails, hear of theirs, and report where all stand when one stands still.
-
-        Not collective. Does not wait for other ranks, also when the body raises; a WorkerError says that this process
-        was interrupted since another one has failed. `position` is called from another thread, and must only read.
+        """Report failures of the body to the other ranks and theirs to this one, and report the positions of all if one
+        hangs. Not collective. Does not wait for other ranks, even if the body raises.
         """
         yield
 
     def group_for(self, device: torch.device) -> Any:
-        """Return torch's group that takes tensors on this device; None is its default group. Not collective."""
+        """Return torch's group for tensors on this device; None is its default group. Not collective."""
         return None
 
     def gather_object(self, value: Any) -> list[Any]:
@@ -123,15 +118,16 @@ class Processes:
         return flag
 
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
-        """Do on rank 0 what reads or writes checkpoints for all, and have every rank hear what came of it. Collective.
+        """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
+        Collective.
 
         Args:
-            work: called on rank 0 alone; what it returns must pickle.
+            work: called on rank 0 only; its result must be picklable.
             what: completes "rank 0 could not ..." on the other ranks.
-            helpers: what `work` has the other ranks do meanwhile.
+            helpers: work of the other ranks meanwhile. Default: None.
 
         Raises:
-            OSError, CheckpointError, ConfigurationError, MissingPackageError: what `work` raised on rank 0; a
+            OSError, CheckpointError, ConfigurationError, MissingPackageError: the error of `work` on rank 0; a
                 CheckpointError that quotes it on the others.
         """
         problem: Exception | None = None
@@ -155,15 +151,14 @@ class Processes:
 
 
 class ProcessGroup(Processes):
-    """The processes of a distributed run, joined through torch.distributed.
+    """Processes of a distributed run, connected through torch.distributed.
 
     Args:
-        topology: this process's place.
-        timeout: how long a collective may take before it is an error.
-        backend: torch.distributed's backend; chosen by device unless told: gloo on the host, and the vendor's own
-            library beside it on accelerators, so that objects never pass through the device.
-        hang_timeout: how long a rank may stand still before it is reported where all ranks stand; `"auto"`: half of
-            `timeout`, ten minutes at most; None: that is never reported.
+        topology: topology of this process. timeout: how long a collective may take before it is an error.
+        backend: torch.distributed's backend; None: chosen by device: gloo on the host, and also the vendor's own
+            library on accelerators, so that objects never pass through the device. Default: None.
+        hang_timeout: time without progress of a rank after which the positions of all ranks are reported; `"auto"`:
+            half of `timeout`, ten minutes at most; None: never. Default: `"auto"`.
     """
 
     def __init__(
@@ -222,7 +217,7 @@ class ProcessGroup(Processes):
                 self.close()
 
     def _meet(self, store: Any) -> None:
-        """Wait for all ranks here, where Ctrl-C works and the missing ones can be named."""
+        """Wait for all ranks here, where Ctrl-C works and missing ranks can be reported."""
         store.append("arrived", f"{self.rank} ")
         start_s, look_s, told = time.monotonic(), 0.005, False
         while not store.check(["everyone"]):
@@ -245,7 +240,7 @@ class ProcessGroup(Processes):
 
     @contextlib.contextmanager
     def watched(self, position: Callable[[], Position]) -> Iterator[None]:
-        if not self._made_here:  # the user's own group: its store may be of any kind, and its end is the user's
+        if not self._made_here:  # the user's own group: its store may be of any kind, and the user closes it
             yield
             return
         self._detector = HangDetector(
@@ -280,12 +275,12 @@ class ProcessGroup(Processes):
             self._detector = None
 
     def abandon(self) -> None:
-        """Leave the others as a failed process must, without waiting for what is under way."""
+        """Leave the others after a failure, without waiting for pending operations."""
         self._failed = True
         self.close()
 
     def own_store(self, corner: str) -> Any:
-        # Torch has no public name for the store of a group that the user has made.
+        # Torch has no public name for the store of a group that the user has created.
         store: Any = self._store if self._made_here else dist.distributed_c10d._get_default_store()
         return PrefixStore(corner, store.clone())
 
@@ -318,21 +313,21 @@ class ProcessGroup(Processes):
 
 
 def length_of_time(name: str, value: float | datetime.timedelta | Duration | str) -> datetime.timedelta:
-    """Return what a timeout says: a timedelta, seconds, a Duration, or text such as `"30 min"`."""
+    """Return a timeout as a timedelta, from seconds, a timedelta, a Duration, or text such as `"30 min"`."""
     if isinstance(value, datetime.timedelta):
         return value
     duration = Duration(value, "seconds") if isinstance(value, (int, float)) else Duration(value)
     if duration.unit != "seconds" or duration.value <= 0:
-        raise ConfigurationError(f"{name}={value!r} is no length of time. Write seconds, or for example '30 min'.")
+        raise ConfigurationError(f"{name}={value!r} is not a length of time. Write seconds, or for example '30 min'.")
     return datetime.timedelta(seconds=duration.value)
 
 
 def _abandon_groups() -> None:
-    """Forget all process groups without waiting for what is in flight, as leaving a failed run must.
+    """Release all process groups without waiting for pending operations, after a failed run.
 
     Freeing a gloo group waits until its last collective is over, which the others may never complete (torch 2.13: an
-    all-reduce that a backward pass had begun, the group's timeout long). They are therefore never freed, not even when
-    the interpreter ends; the operating system closes their connections then. Other backends abort what is in flight.
+    all-reduce of a backward pass, for the group's timeout). They are therefore never freed, not even when the
+    interpreter ends; the operating system closes their connections then. Other backends abort pending operations.
     """
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
@@ -343,13 +338,12 @@ def _abandon_groups() -> None:
 
 
 def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
-    """Return the connection to the store that rank 0, or torchrun's agent, serves.
-
-    It outlives the stage: others may still read from it as they leave. In a process that a launcher started it is kept
-    for good: a rank that begins its next stage while rank 0 still ends the last one would write into a server that is
-    about to go away, and both would wait for good. Stages whose processes the Trainer starts have a port each; there,
-    the last one's processes have ended when the next begins. A process that is alone takes a port of its own, so that
-    any number of them run beside each other on a machine.
+    """Return the connection to the store that rank 0, or torchrun's agent, serves. It outlives the stage: others may
+    still read from it as they leave. In a process that a launcher started it is kept until the process ends: a rank
+    that begins its next stage while rank 0 still ends the last one would write into a server that is shutting down, and
+    both would wait forever. Stages whose processes the Trainer starts have separate ports; there, the last one's
+    processes have ended when the next begins. A single process uses its own port, so that any number of them can run on
+    a machine.
     """
     port_unless_told = 29500 if topology.world_size > 1 else 0
     host, port = topology.master_addr or "127.0.0.1", topology.master_port or port_unless_told

@@ -1,4 +1,4 @@
-"""Which part of a list, a tensor, a data set or a dict of them is a process's."""
+"""Shares of a list, a tensor, a data set or a dict of them for each process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 
 
 def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -> Any:
-    """Return the part of `inputs` that is one process's: consecutive samples, one more for the first processes."""
+    """Return the share of `inputs` of one process: consecutive samples, one more for the first processes."""
     length = _length(inputs, "inputs")
     if num_processes == 1:
         return inputs
@@ -25,20 +25,20 @@ def share_of(inputs: Any, rank: int, num_processes: int, *, pad: bool = False) -
 
 
 def _length(inputs: Any, name: str) -> int:
-    """Return the common length of whatever can be cut in `inputs`."""
+    """Return the common length of the values in `inputs`."""
     if isinstance(inputs, Mapping):
         lengths = {key: _length(value, f"{name}[{key!r}]") for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
-            raise ConfigurationError(f"{name} has values of different lengths ({shown}). They must be equally long.")
+            raise ConfigurationError(f"{name} has values of different lengths ({shown}). They must have equal lengths.")
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
         raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Give it one.")
     if isinstance(inputs, (list, tuple, torch.Tensor)) or callable(getattr(inputs, "select", None)):
         return len(inputs)
     raise TypeError(
-        f"{name} is of type {type(inputs).__name__}, which cannot be split between processes. Hand over a list, a "
-        "tuple, a tensor, a datasets.Dataset, or a dict of these."
+        f"{name} is of type {type(inputs).__name__}, which cannot be split between processes. Pass a list, a tuple, a "
+        "tensor, a datasets.Dataset, or a dict of these."
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a rank stands: what the Trainer has counted, and what its main thread is doing, read from another thread."""
+"""Position of a rank: the Trainer's counters, and the activity of its main thread, read from another thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WRAPPERS = ("wrapper", "decorate_context", "<lambda>")
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank has come; it has moved when any of these has changed."""
+    """Progress of a rank; it has moved if any of these has changed."""
 
     step: int  # completed optimizer steps
     batch: int  # micro-batches consumed by this rank
@@ -30,7 +30,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Standing:
-    """A rank's answer to the question where it stands, JSON-able."""
+    """Reported position of a rank; JSON-compatible through `to_dict`."""
 
     rank: int
     position: str  # `str` of its Position
@@ -43,7 +43,7 @@ class Standing:
 
 
 def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -> Standing:
-    """Read where the thread that trains stands, without stopping it. Callable from any thread."""
+    """Read the position of the training thread, without stopping it. Callable from any thread."""
     frames = frames_of(thread_id)
     return Standing(
         rank=rank,
@@ -58,7 +58,7 @@ def standing_of(rank: int, position: Position, still_s: float, thread_id: int) -
 
 
 def frames_of(thread_id: int) -> list[FrameType]:
-    """Return a thread's frames, innermost first; none when it has ended."""
+    """Return a thread's frames, innermost first; none if it has ended."""
     frame = sys._current_frames().get(thread_id)
     frames = []
     while frame is not None:
@@ -70,7 +70,7 @@ def frames_of(thread_id: int) -> list[FrameType]:
 def collective_of(frames: list[FrameType]) -> str:
     """Return the name of the collective that a thread is in, or an empty string.
 
-    A backward pass counts as one, since gradients cross ranks in it, where Python cannot see.
+    A backward pass counts as one, because gradients are averaged over ranks in it, outside of Python.
     """
     found = ""
     for frame in frames:
@@ -86,7 +86,7 @@ def collective_of(frames: list[FrameType]) -> str:
 
 
 def activity_of(frames: list[FrameType]) -> str:
-    """Return what a Trainer's thread is busy with besides computing; empty when that cannot be told."""
+    """Return a Trainer thread's activity besides computing; empty if unknown."""
     for frame in frames:
         module = _module(frame)
         if module.startswith(("trainwright.checkpoint", "trainwright.trainer.checkpoints.safe_point")):
@@ -124,7 +124,7 @@ def _place(frame: FrameType) -> str:
 
 @dataclass(frozen=True)
 class ProcessMark:
-    """What tells a process from every other one, also from a later one with its number."""
+    """Mark that distinguishes a process from every other one, including later ones with its number."""
 
     node: str  # equal for processes that see each other: host, and namespace of process numbers where there are such
     pid: int
@@ -139,7 +139,7 @@ class ProcessMark:
         return cls(node, pid, status[1] if status is not None else "")
 
     def is_gone(self) -> bool:
-        """Tell whether the process has ended, whether or not its parent has heard; asked on its own node."""
+        """Return whether the process has ended, even if its parent has not reaped it; call it on its own node."""
         if self.started:
             status = _kernel_status(self.pid)
             return status is None or status[0] in "ZX" or status[1] != self.started
@@ -147,16 +147,16 @@ class ProcessMark:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return True
-        except PermissionError:  # it is there, and another user's
+        except PermissionError:  # it exists, and belongs to another user
             return False
         return False
 
 
 def _kernel_status(pid: int) -> tuple[str, str] | None:
-    """Return a process's state letter and start time; None when it is not there (or there is no /proc)."""
+    """Return a process's state letter and start time; None if it does not exist (or there is no /proc)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    fields = text.rpartition(")")[2].split()  # the name before it may contain anything
     return fields[0], fields[19]

@@ -1,4 +1,4 @@
-"""A process that the Trainer started: `python -m trainwright.processes.worker WORK ERROR PARENT`."""
+"""Process that the Trainer started: `python -m trainwright.processes.worker WORK ERROR PARENT`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_S = 0.2
 
 
 def end_with(parent: int, folder: Path) -> None:
-    """End this process soon after `parent` has been killed: rank 0 was it, and removes nothing of `folder` any more."""
+    """End this process soon after `parent` (rank 0) has been killed, and remove `folder` instead of rank 0."""
     while os.getppid() == parent:
         time.sleep(_LOOK_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -26,22 +26,21 @@ def end_with(parent: int, folder: Path) -> None:
 
 
 def main(work_file: str, error_file: str) -> int:
-    """Run the pickled work; leave the traceback in `error_file` if it fails. Returns the exit code.
-
-    The file was written by the parent process moments ago, in a folder that only this user can read.
+    """Run the pickled work; write the traceback to `error_file` if it fails. Return the exit code. The file was just
+    written by the parent process, in a folder that only this user can read.
     """
     try:
         before, work = pickle.loads(Path(work_file).read_bytes())
         if before is not None:
             before()
         work()
-    except Preempted:  # agreed by all, the parent too
+    except Preempted:  # agreed by all, including the parent
         return PREEMPTED
-    except BaseException:  # noqa: BLE001  # whatever ended it belongs in the parent's message
+    except BaseException:  # noqa: BLE001  # any error belongs in the parent's message
         text = f"rank {variable('RANK')}:\n{traceback.format_exc()}"
         partial = Path(error_file + ".partial")
         partial.write_text(text)
-        partial.rename(error_file)  # a reader sees all of it or nothing
+        partial.rename(error_file)  # atomic for readers
         return 1
     return 0
 
@@ -52,5 +51,5 @@ if __name__ == "__main__":
     code = main(sys.argv[1], sys.argv[2])
     sys.stdout.flush()
     sys.stderr.flush()
-    # A communication thread that still runs while the interpreter is taken down would abort the process.
+    # A communication thread that still runs during interpreter shutdown would abort the process.
     os._exit(code)

@@ -15,7 +15,7 @@ def _batch() -> list[torch.Tensor]:
 
 
 def _calls_by_hand(task: RegressionTask) -> None:
-    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*value is dropped") as seen:
+    with pytest.warns(TrainwrightWarning, match=r"log\('train_loss'\).*no Trainer.*values are discarded") as seen:
         loss = task.training_step(_batch(), 0)
     assert loss.requires_grad
     assert len(seen) == 1

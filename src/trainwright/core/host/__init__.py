@@ -1,1 +1,1 @@
-"""The host: its memory, its folders and addresses, and which process speaks."""
+"""The host: memory, folders and addresses, and output of the main process."""

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parse and format amounts of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
     Args:
         size: bytes, or text with a unit: `"10GiB"` (powers of 1024), `"10GB"` (powers of 1000), `"512B"`; P, T, G, M
-            and K, capitals or not. A small b in a decimal unit means bits: `"10Gb"` is 1.25 GB.
+            and K, in upper or lower case. A lower-case b in a decimal unit means bits: `"10Gb"` is 1.25 GB.
 
     Raises:
         ConfigurationError: neither, or negative.
@@ -25,7 +25,7 @@ def convert_file_size_to_int(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match is None:
         raise ConfigurationError(
-            f"`size` {size!r} is not in a valid format. Write whole bytes, not negative, or text with a unit, "
+            f"`size` {size!r} is not in a valid format. Write an integer number of bytes >= 0, or text with a unit, "
             "such as '5GB' or '10.5GiB'."
         )
     number, prefix, binary, unit = match.groups()
@@ -34,7 +34,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Return bytes for people to read: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
+    """Format bytes: `"1.61 GiB"`, `"85.0 MiB"`, `"12 B"`."""
     value, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if abs(value) < 1000:  # and not 1024: "1023.9 KiB" is harder to read than "1.0 MiB"

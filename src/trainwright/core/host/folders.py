@@ -1,4 +1,4 @@
-"""Folders: which can be written, which are addresses elsewhere, and locks that end with the process that holds them."""
+"""Folders: checks for write access, URLs, and locks that end with the process that holds them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from trainwright.core.errors import ConfigurationError
 
 
 def check_writable(folder: Path) -> None:
-    """Try whether a folder, which may not be there yet, can be made and written into. Leaves nothing behind.
-
-    A folder that is there and open to this process is not touched: its time of change stays.
+    """Check that a folder, which may not exist yet, can be created and written into, without leaving files. An existing
+    folder with write access is not touched: its modification time does not change.
     """
     folder = folder.absolute()
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):  # also false on a read-only disk
@@ -29,8 +28,7 @@ def check_writable(folder: Path) -> None:
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigurationError(
-            f"nothing can be written into {folder}: {nearest}: {why}. Pass another dirpath or "
-            "Trainer(default_root_dir=…)."
+            f"cannot write into {folder}: {nearest}: {why}. Pass another dirpath or Trainer(default_root_dir=…)."
         ) from error
 
 
@@ -38,17 +36,17 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::|://)")
 
 
 def is_url(path: object) -> TypeGuard[str]:
-    """Tell whether `path` is text such as `s3://bucket/run`, and not a place on this machine's disk."""
+    """Return whether `path` is a URL such as `s3://bucket/run` rather than a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def last_part(url: str) -> str:
-    """Return what stands behind the last slash: a checkpoint's name."""
+    """Return the part after the last slash: a checkpoint's name."""
     return url.rstrip("/").rpartition("/")[2]
 
 
 def local_folder(root: Path, url: str) -> Path:
-    """Return the folder below `root` that stands for `url`: readable, and another one for every URL."""
+    """Return the folder below `root` for `url`: readable, and unique for every URL."""
     url = url.rstrip("/")
     words = re.sub(r"[^A-Za-z0-9_.]+", "-", url.rpartition("@")[2]).strip("-.")[-60:]  # no password in a path
     return root / f"{words}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
@@ -66,10 +64,9 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
-    """Let one process at a time through this block, of those that name the same folder.
-
-    Blocks until the others are through, for so many seconds at most: one that was stopped holds nobody up for ever. On
-    file systems without locks nobody waits.
+    """Run this block in one process at a time, among those that use the same folder. Blocks until the others have
+    finished, for at most this many seconds, so that a stopped process does not block others forever. On file systems
+    without locks it does not block.
     """
     with _lockable(folder) as lock:
         end = time.monotonic() + patience_s
@@ -85,7 +82,7 @@ def alone_in(folder: Path, *, patience_s: float = 10.0) -> Iterator[None]:
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a living process holds `folder`."""
+    """Return whether a running process holds `folder`."""
     with _lockable(folder) as lock:
         try:
             lock("LOCK_EX")

@@ -1,4 +1,4 @@
-"""Running out of memory: tell it from other errors, give back what is not used, and try again with less."""
+"""Detect out-of-memory errors, release cached memory, and retry with a smaller batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from trainwright.core.errors import BatchSizeError, ConfigurationError
 
-# What libraries say when an allocation failed, where they raise a plain RuntimeError.
+# Messages of libraries that raise a plain RuntimeError for a failed allocation.
 _OUT_OF_MEMORY = (
     "out of memory",  # torch's allocators of accelerators, in several spellings of the device
     "DefaultCPUAllocator: can't allocate memory",
@@ -26,10 +26,11 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Tell whether an exception, or one that it was raised from, says that memory ran out, of a device or of the host.
+    """Return whether an exception, or one that it was raised from, means that memory of a device or of the host ran
+    out.
 
     Known: `torch.OutOfMemoryError`, `MemoryError`, and the RuntimeErrors of torch's allocators, cuBLAS and cuDNN. A
-    process that the operating system kills for its memory raises nothing, so that nobody can tell.
+    process that the operating system kills for its memory raises no error, and cannot be detected.
     """
     return any(_says_so(error) for error in _chain(exception))
 
@@ -49,13 +50,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def available_host_memory_bytes() -> int:
-    """Return the bytes of host memory that this process may still take, without making others swap.
-
-    On Linux what the kernel says is available, or what is left of the control group (the container) if that is less;
-    elsewhere all of the machine's memory.
+    """Return the bytes of host memory that this process can still use without swapping. On Linux the available memory
+    of the kernel, or the remainder of the control group (the container) if that is less; elsewhere all of the machine's
+    memory.
 
     Raises:
-        ConfigurationError: the system does not say.
+        ConfigurationError: the system does not report it.
     """
     try:
         machine = _available_in_meminfo() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -75,7 +75,7 @@ def _available_in_meminfo() -> int | None:
 
 
 def _left_in_control_group() -> int | None:
-    """Return what is left of this container's memory; None without a limit."""
+    """Return the remaining memory of this container; None without a limit."""
     for folder, limit_name, used_name, cache_name in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -85,18 +85,19 @@ def _left_in_control_group() -> int | None:
             facts = dict(line.split() for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines())
         except (OSError, ValueError):  # another version of control groups, or no limit ("max")
             continue
-        # Pages of files that were only read are given back when somebody needs memory.
+        # Clean file pages are released when memory is needed.
         return max(0, limit - used + int(facts.get(cache_name, 0)))
     return None
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch's allocator keeps for later back to the device.
+    """Return cached memory of torch's allocator to the device.
 
     Args:
         garbage_collection: collect reference cycles first, which may hold tensors; takes tens of milliseconds.
+            Default: False.
 
-    May wait for the device. Does nothing to the device's memory where there is no accelerator.
+    May wait for the device. No effect on device memory without an accelerator.
     """
     if garbage_collection:
         gc.collect()
@@ -107,12 +108,11 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: object) -> list[Any]:
-    """Drop this function's references to `objects`, collect cycles and clear the device's cache.
-
-    The caller's own references must go too, so assign the result to them: `a, b = release_memory(a, b)`.
+    """Release this function's references to `objects`, collect cycles and clear the device's cache. The caller's own
+    references must be released too, so assign the result to them: `a, b = release_memory(a, b)`.
 
     Returns:
-        A None for each object.
+        None for each object.
     """
     found: list[Any] = [None] * len(objects)
     del objects
@@ -125,22 +125,22 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Callable[..., Any]:
-    """Decorate a function so that it is tried again with a smaller batch size whenever memory runs out.
-
-    `function` takes the batch size as its first argument; callers leave it out. Everything that needs memory (model,
-    optimizer, loaders) has to be made inside of it, so that a failed try can be freed. A later call begins with the
-    size that worked last. Each process decides alone: with several, use `BatchSizeFinder`, where ranks agree.
+    """Decorate a function so that it is retried with a smaller batch size whenever memory runs out. `function` takes
+    the batch size as its first argument; callers omit it. Everything that needs memory (model, optimizer, loaders) must
+    be created inside of it, so that a failed attempt can be freed. A later call begins with the size that worked last.
+    Each process decides alone: with several, use `BatchSizeFinder`, where ranks agree.
 
     Args:
-        function: what to call; without it the decorator is returned: `@find_executable_batch_size(...)`.
-        starting_batch_size: the first size to try, at least 1.
-        reduce_batch_size_fn: returns the next size to try after a failure, without arguments; unless told, half of
-            the last one, rounded down.
+        function: the function to call; without it the decorator is returned: `@find_executable_batch_size(...)`.
+            Default: None.
+        starting_batch_size: the first size to try, at least 1. Default: 128.
+        reduce_batch_size_fn: returns the next size to try after a failure, without arguments; None: half of the last
+            one, rounded down. Default: None.
 
     Raises:
-        TypeError: in a call: the batch size was handed over too.
+        TypeError: in a call: the batch size was passed too.
         BatchSizeError: in a call: not even the smallest batch size fits; it is a RuntimeError, raised from the last
-            error. Other errors of `function` pass through.
+            error. Other errors of `function` are raised unchanged.
     """
     if function is None:
         return functools.partial(
@@ -175,8 +175,8 @@ def find_executable_batch_size(
 
 
 def _without_frames(error: Exception) -> Exception:
-    """Return an error without its tracebacks, nor those that it was raised from: their frames would keep the failed
-    try's tensors alive.
+    """Return an error without its tracebacks and those of its causes: their frames would keep the failed attempt's
+    tensors alive.
     """
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -190,7 +190,7 @@ def _without_frames(error: Exception) -> Exception:
 
 
 def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Say what is wrong with a call that has one argument too many, which a TypeError from inside would not."""
+    """Raise a clear error for a call with one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     name = getattr(function, "__name__", type(function).__name__)
     first = next((p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)), None)
@@ -200,6 +200,6 @@ def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], opti
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if first in options or (not takes_any and len(args) + 1 > len(positional)):
         raise TypeError(
-            f"{name} was called with a batch size, which find_executable_batch_size hands it already. Call it without: "
+            f"{name} was called with a batch size, which find_executable_batch_size passes already. Call it without: "
             f"{name}({', '.join(f'{p.name}=...' for p in positional[1:])})."
         )

@@ -1,4 +1,4 @@
-"""Do something on the main process only, without a Trainer at hand: the launcher's variables say which one it is."""
+"""Helpers that act on the main process only, without a Trainer: it is determined from the launcher's variables."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LOG = logging.getLogger("trainwright")
 
 
 def rank_zero_only(fn: Callable[P, T], default: D | None = None) -> Callable[P, T | D | None]:
-    """Decorate a function that only the main process is to run.
+    """Decorate a function so that only the main process runs it.
 
     Args:
         fn: the function or method.
-        default: what the others return. Default: None.
+        default: the result on other processes. Default: None.
     """
 
     @functools.wraps(fn)

@@ -1,1 +1,1 @@
-"""Names: where public ones are imported from, which are hidden, and what others' code calls ours."""
+"""Names: lazy imports of public names, hidden names, and other libraries' names for ours."""

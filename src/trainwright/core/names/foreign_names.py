@@ -1,8 +1,7 @@
-"""What Lightning's and Accelerate's names are called here, and what takes the place of those that are not here.
-
-The one table of other libraries' names: for the errors of `trainwright.<name>`, for objects of those libraries that
-are handed to a Trainer, for class paths in configuration files, and for `trainwright migrate`. What has the same name
-here is not listed: the packages' own lists of public names say that.
+"""Counterparts of Lightning's and Accelerate's names, and replacements for those without one. This table is used for
+the errors of `trainwright.<name>`, for objects of those libraries that are passed to a Trainer, for class paths in
+configuration files, and for `trainwright migrate`. Equal names are not listed: they are in the packages' own lists of
+public names.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MODULES: Mapping[str, str | None] = {
     "lightning.pytorch.strategies": "trainwright.strategies",
     "lightning.pytorch.utilities": "trainwright.utilities",
 }
-"""Module (and all below it) → where names of the same name are here; None: what has the same name is another thing."""
+"""Module (and its sub-modules) → the module with equal names here; None: equal names have another meaning."""
 
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "Lightning": {
@@ -57,7 +56,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "set_seed": "trainwright.seed_everything",
     },
 }
-"""Library → its name → the full name here, where it differs or lies elsewhere than `MODULES` says."""
+"""Library → its name → the full name here, if it differs or is in another module than in `MODULES`."""
 
 
 def _each(names: str, answer: str) -> dict[str, str]:
@@ -100,7 +99,7 @@ _LIGHTNING = {
     **_each("plugins", "strategies, precision and launchers are arguments of Trainer."),
     **_each("accelerators", "pass Trainer(accelerator='cpu'), 'gpu' or 'auto'."),
     **_each("loops", "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator."),
-    **_each("demos", "write the small model or data set yourself; `trainwright new` makes a project to start from."),
+    **_each("demos", "write the small model or data set yourself; `trainwright new` creates a project to start from."),
     "Fabric": "use trainwright.Accelerator: prepare() for setup() and setup_dataloaders(), accelerator.backward(loss).",
     **_each(
         "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType",
@@ -110,7 +109,7 @@ _LIGHTNING = {
     **_each(
         "disable_possible_user_warnings is_picklable is_shared_filesystem suggested_max_num_workers LightningEnum "
         "GradClipAlgorithmType",
-        "nothing takes its place; delete the use.",
+        "it has no replacement; delete the use.",
     ),
 }
 
@@ -124,15 +123,15 @@ _ACCELERATE = {
     **_each(
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
         "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm",
-        "Megatron-LM is not served; tensor parallelism is Trainer(strategy='tp').",
+        "Megatron-LM is not supported; tensor parallelism is Trainer(strategy='tp').",
     ),
     **_each(
         "FP8RecipeKwargs TERecipeKwargs AORecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast "
         "has_transformer_engine_layers",
-        "training in 8 bits is not served; use mixed_precision='bf16'.",
+        "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     **_each(
-        "AutocastKwargs GradScalerKwargs", "pass mixed_precision='fp16' or 'bf16'; the scale is adapted by itself."
+        "AutocastKwargs GradScalerKwargs", "pass mixed_precision='fp16' or 'bf16'; the scale is adapted automatically."
     ),
     "InitProcessGroupKwargs": "the launcher and PartialState start the process group; delete it.",
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
@@ -165,29 +164,29 @@ _ACCELERATE = {
     ),
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper get_active_deepspeed_plugin",
-        "DeepSpeedStrategy holds the engine; it is not reached by hand.",
+        "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
     **_each(
         "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType KwargsHandler is_bf16_available "
         "is_mps_available is_torch_version install_xla listify convert_model convert_outputs_to_fp32 convert_to_fp32 "
         "get_grad_scaler get_mixed_precision_context_manager clear_environment patch_environment slice_tensors "
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading is_rich_available",
-        "nothing takes its place; delete the use, or write the few lines yourself.",
+        "it has no replacement; delete the use, or write the few lines yourself.",
     ),
 }
 
 ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}
-"""Library → its name that is not here → what to do instead."""
+"""Library → its name without a counterpart → the replacement."""
 
 
 def canonical(path: str) -> str:
-    """Return a dotted path with the library's present-day package: `pytorch_lightning.x` → `lightning.pytorch.x`."""
+    """Return a dotted path with the library's current package: `pytorch_lightning.x` → `lightning.pytorch.x`."""
     root, dot, rest = path.partition(".")
     return _CANONICAL.get(root, root) + dot + rest
 
 
 def own_module(module: str) -> str | None:
-    """Return where a foreign module's names of the same name are here; None: nowhere."""
+    """Return the module here with the names of a foreign module; None if there is none."""
     path = canonical(module)
     while path and path not in MODULES:
         path = path.rpartition(".")[0]
@@ -195,7 +194,7 @@ def own_module(module: str) -> str | None:
 
 
 def answer(name: str, library: str | None = None) -> str | None:
-    """Return what to write in place of another library's name; None for a name that is not known."""
+    """Return the replacement of another library's name; None for an unknown name."""
     for known in [library] if library else ANSWERS:
         if name in RENAMED[known]:
             return f"{name} of {known} is {RENAMED[known][name]} here."
@@ -205,7 +204,7 @@ def answer(name: str, library: str | None = None) -> str | None:
 
 
 def missing(module: str, name: str, public: Iterable[str]) -> Exception:
-    """Return the error for a name that a module of ours does not have, to be raised by its `__getattr__`.
+    """Return the error for a missing name in one of our modules, for its `__getattr__`.
 
     Returns:
         An ImportError for `from module import name`, whose text Python would replace otherwise; else an AttributeError.
@@ -217,7 +216,7 @@ def missing(module: str, name: str, public: Iterable[str]) -> Exception:
 
 
 def _importing() -> bool:
-    """Tell whether the caller's caller's caller runs `from … import …`: its instruction is IMPORT_FROM."""
+    """Return whether the caller's caller's caller runs `from … import …`: its instruction is IMPORT_FROM."""
     import dis
 
     frame = sys._getframe(3)
@@ -225,7 +224,7 @@ def _importing() -> bool:
 
 
 def foreign_object(value: object) -> str | None:
-    """Return whose object this is, if it is Lightning's or Accelerate's, and which line to change; else None."""
+    """Return the library of an object of Lightning or Accelerate, and the line to change; else None."""
     for cls in type(value).__mro__:
         library = LIBRARIES.get(cls.__module__.partition(".")[0])
         if library is not None:
@@ -234,7 +233,7 @@ def foreign_object(value: object) -> str | None:
 
 
 def check_owner(value: object) -> None:
-    """Refuse an object of Lightning or Accelerate where one of ours is needed."""
+    """Check that an object is not one of Lightning or Accelerate."""
     told = foreign_object(value)
     if told is not None:
         raise ConfigurationError(told)

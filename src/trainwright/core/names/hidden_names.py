@@ -1,4 +1,4 @@
-"""Names behind those that users see: of checkpoints that are being written or deleted, and of wrapped parameters."""
+"""Hidden names: of checkpoints that are being written or deleted, and of wrapped parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?P<role>tmp|old|del)-[0-9a-f]{16}")
 
 
 def split_hidden(name: str) -> tuple[str, str] | None:
-    """Return the visible name and the role in a hidden name of ours; None for any other name."""
+    """Return the visible name and the role of a hidden name; None for any other name."""
     match = _HIDDEN.fullmatch(name)
     return (match["name"], match["role"]) if match else None
 
@@ -33,5 +33,5 @@ _WRAPPER = re.compile(r"(^|\.)(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrap
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers added: `net._orig_mod.weight` → `net.weight`."""
+    """Return a parameter's name without the parts added by wrappers: `net._orig_mod.weight` → `net.weight`."""
     return _WRAPPER.sub("", name).removeprefix(".")

@@ -1,4 +1,4 @@
-"""Keywords that a function does not have, told by name; type checkers and editors see its own signature."""
+"""Errors for unknown keywords of a function; type checkers and editors see its own signature."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Refuse = Callable[[str, object, list[str]], None]
 
 
 def known_arguments(refuse: Refuse) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that calls `refuse` for each keyword that the function does not have."""
+    """Return a decorator that calls `refuse` for each unknown keyword."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         known = list(inspect.signature(function).parameters)

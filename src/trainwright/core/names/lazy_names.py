@@ -1,6 +1,5 @@
-"""A package's public names, imported when they are first touched (PEP 562), and listed once: in its `__init__.pyi`.
-
-Editors and type checkers read that stub, and so does the package when somebody asks it for a name.
+"""A package's public names, imported on first use (PEP 562), and listed only in its `__init__.pyi`. Editors and type
+checkers read that stub, and so does the package when a name is accessed.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# One line for each name, as type checkers want it of what a stub hands on.
+# One line for each name, as type checkers require for re-exports in a stub.
 _LINE = re.compile(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", re.MULTILINE)
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package that has a stub.
 
-    An unknown name is an AttributeError that knows other libraries' names, see `foreign_names.missing`.
+    An unknown name is an AttributeError with advice for other libraries' names, see `foreign_names.missing`.
     """
 
     @cache
@@ -34,13 +33,13 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         elif name in homes():
             home = homes()[name]
             value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
-        elif name.startswith("__"):  # that Python and tools ask every module for
+        elif name.startswith("__"):  # that Python and tools look up in every module
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         else:
             from trainwright.core.names.foreign_names import missing
 
             raise missing(package, name, homes())
-        setattr(sys.modules[package], name, value)  # the next access does not come here
+        setattr(sys.modules[package], name, value)  # the next access does not call this function
         return value
 
     def names() -> list[str]:
