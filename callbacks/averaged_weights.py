@@ -206,9 +206,8 @@ class AveragedWeights:
         return {name: values[place].detach() for name, place in self._places.items()}
 
 
-def _local(value: Any) -> torch.Tensor:
-    held: torch.Tensor = value.to_local() if is_cut(value) else value
-    return held
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if is_cut(value) else value
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.tuned_attribute import TunedAttribute
 from trainwright.core.errors import BatchSizeError, ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.run import Rehearsal, Run, Stage
 from trainwright.core.task import TaskModule
 
@@ -86,7 +87,7 @@ class BatchSizeFinder(Callback):
         self._margin = margin
         self._max_val = max_val
 
-    def attribute(self, task: object, datamodule: object) -> TunedAttribute:
+    def attribute(self, task: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> TunedAttribute:
         """Return the attribute that holds the batch size.
 
         Raises:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.callbacks.tuned_attribute import TunedAttribute
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest, require_package
+from trainwright.core.hyperparameters import HyperparametersMixin
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _MODES = ("exponential", "linear")
 _SMOOTHING = 0.98  # of the running mean of losses
@@ -108,7 +112,7 @@ class LRFinder:
             )
         return lr, ""
 
-    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+    def plot(self, suggest: bool = False, show: bool = False, ax: Axes | None = None) -> Any:
         """Draw losses over learning rates and return the matplotlib figure.
 
         Args:
@@ -209,7 +213,7 @@ class LearningRateFinder(Callback):
         self._update_attr = update_attr
         self._attr_name = attr_name
 
-    def attribute(self, task: object, datamodule: object) -> TunedAttribute | None:
+    def attribute(self, task: HyperparametersMixin, datamodule: HyperparametersMixin | None) -> TunedAttribute | None:
         """Return the attribute that holds the learning rate; None when it is not to be set.
 
         Raises:

@@ -226,7 +226,12 @@ def _run_example(
 
 
 def _record(
-    sizes: dict[str, tuple[Any, Any]], name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: object
+    sizes: dict[str, tuple[Any, Any]],
+    name: str,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: object,
 ) -> None:
     given = [*args, *kwargs.values()]
     sizes.setdefault(name, (_size(given[0]) if len(given) == 1 else [_size(one) for one in given], _size(output)))

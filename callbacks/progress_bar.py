@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.core.errors import ConfigurationError
@@ -118,7 +118,12 @@ class ProgressBar(Callback):
         self._enabled = self._active = False
 
     def print(
-        self, *values: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
+        self,
+        *values: object,
+        sep: str | None = None,
+        end: str | None = None,
+        file: IO[str] | None = None,
+        flush: bool = False,
     ) -> None:
         """Print without breaking the bar, with the arguments of Python's print.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.hyperparameters import HyperparametersMixin
 
 
 class TunedAttribute:
@@ -16,7 +17,13 @@ class TunedAttribute:
     """
 
     def __init__(
-        self, names: Iterable[str], task: Any, datamodule: Any, *, purpose: str, kind: type[int] | type[float]
+        self,
+        names: Iterable[str],
+        task: HyperparametersMixin,
+        datamodule: HyperparametersMixin | None,
+        *,
+        purpose: str,
+        kind: type[int] | type[float],
     ) -> None:
         names = list(names)
         owners = [owner for owner in (task, datamodule) if owner is not None]
@@ -52,7 +59,7 @@ def _has(owner: object, name: str) -> bool:
     return name in vars(owner) or settable
 
 
-def _nowhere(names: list[str], owners: list[Any], purpose: str, kind: type) -> str:
+def _nowhere(names: list[str], owners: list[HyperparametersMixin], purpose: str, kind: type) -> str:
     found: dict[str, str] = {}
     for owner in owners:
         for where, values in ((type(owner).__name__, vars(owner)), (f"{type(owner).__name__}.hparams", owner.hparams)):

@@ -47,7 +47,9 @@ class WeightAveraging(Callback):
     needs = ("weight_averages",)
     order = Order.FIRST  # the others see the average during a complete validation, and never a partial update
 
-    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+    def __init__(
+        self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: object
+    ) -> None:
         for name in kwargs:
             if name not in _FUNCTIONS:
                 raise ConfigurationError(
@@ -209,7 +211,7 @@ class EMAWeightAveraging(WeightAveraging):
         update_every_n_steps: int = 1,
         update_starting_at_step: int | None = None,
         update_starting_at_epoch: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if kwargs:
             raise ConfigurationError(

@@ -7,9 +7,12 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Batch: TypeAlias = Any
 """Batch of a user's loader: any tree, which is used only through the functions in this module."""
