@@ -184,9 +184,9 @@ def _metric_parts(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
             yield name, part
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(value: torch.Tensor | list[torch.Tensor]) -> torch.Tensor | list[torch.Tensor]:
     return [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
 
 
-def _to(value: Any, device: torch.device) -> Any:
+def _to(value: torch.Tensor | list[torch.Tensor], device: torch.device) -> torch.Tensor | list[torch.Tensor]:
     return [item.to(device) for item in value] if isinstance(value, list) else value.to(device)

@@ -12,7 +12,7 @@ from trainwright.core.errors import ConfigurationError
 _CHANNELS = (1, 3, 4)
 
 
-def to_pixels(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return `image` as an array H×W×C of uint8, C being 1, 3 or 4. A device tensor is read, so this waits.
 
     Args:
@@ -23,9 +23,9 @@ def to_pixels(image: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         ConfigurationError: another shape; the message names it.
     """
     is_tensor = isinstance(image, torch.Tensor)
-    if is_tensor:
-        image = image.detach().cpu()
-        image = (image.float() if image.dtype == torch.bfloat16 else image).numpy()
+    if isinstance(image, torch.Tensor):
+        held = image.detach().cpu()
+        image = (held.float() if held.dtype == torch.bfloat16 else held).numpy()
     array = np.asarray(image)
     shape = array.shape
     if array.ndim == 2:

@@ -43,7 +43,7 @@ class Silence:
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Silence:
+    def __call__(self, *args: object, **kwargs: object) -> Silence:
         return self
 
     def __getitem__(self, key: object) -> Silence:
@@ -286,7 +286,7 @@ def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:
 
 def _on_main_rank(method: Callable[..., Any], *, starts: bool) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Logger, *args: Any, **options: Any) -> Any:
+    def call(self: Logger, *args: object, **options: object) -> Any:
         if self.muted or (starts and self._run is None and not self._begin()):
             return None
         return method(self, *args, **options)

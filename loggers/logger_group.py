@@ -89,11 +89,11 @@ class LoggerGroup:
         if metrics:
             self._each("log_metrics", metrics, step)
 
-    def log_image(self, key: str, image: Any, step: int) -> None:
+    def log_image(self, key: str, image: object, step: int) -> None:
         """Record an image with every logger; see `Logger.log_image`."""
         self._each("log_image", key, image, step)
 
-    def log_figure(self, key: str, figure: Any, step: int) -> None:
+    def log_figure(self, key: str, figure: object, step: int) -> None:
         """Record a matplotlib figure with every logger."""
         self._each("log_figure", key, figure, step)
 

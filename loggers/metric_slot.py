@@ -80,6 +80,7 @@ def to_number(name: str, value: Any) -> float | Tensor:
             )
         if value.is_complex():
             raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
+        local = value
         placements = getattr(value, "placements", None)
         if placements is not None:
             if not all(placement.is_replicate() for placement in placements):
@@ -87,10 +88,9 @@ def to_number(name: str, value: Any) -> float | Tensor:
                     f"log({name!r}) got a DTensor with placements {tuple(placements)}, whose value is spread over "
                     "ranks; log never communicates. Call .full_tensor() on every rank and log the result."
                 )
-            value = value.to_local()  # type: ignore[attr-defined]  # a DTensor
+            local = value.to_local()  # type: ignore[attr-defined]  # a DTensor
         # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
-        copied: Tensor = value.detach().reshape(()).clone()
-        return copied
+        return local.detach().reshape(()).clone()
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
         return float(value.item())
     advice = " Use log_dict for several values." if isinstance(value, dict) else ""

@@ -15,6 +15,9 @@ from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is_metric_object, pick, to_number
 
+if TYPE_CHECKING:
+    from torchmetrics import Metric, MetricCollection
+
 
 def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
     """Yield the values of a slot's last step, one number at a time; the slot has a value."""

@@ -54,7 +54,7 @@ class TensorBoardLogger(VersionedLogger):
         default_hp_metric: bool = True,
         prefix: str = "",
         sub_dir: str | os.PathLike[str] | None = None,
-        **writer_options: Any,
+        **writer_options: object,
     ) -> None:
         super().__init__(save_dir, name, version, prefix, sub_dir=sub_dir)
         self.wants_graph = log_graph

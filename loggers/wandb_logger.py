@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import Logger, RunInfo, Status
+
+if TYPE_CHECKING:
+    from torch import nn
 
 STEP_KEY = "trainer/global_step"
 """The x-axis of every curve: W&B's own step counts calls, and refuses to be set back."""
@@ -63,7 +66,7 @@ class WandbLogger(Logger):
         anonymous: bool | None = None,
         checkpoint_name: str | None = None,
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
-        **init_options: Any,
+        **init_options: object,
     ) -> None:
         super().__init__(prefix=prefix)
         if add_file_policy not in ("mutable", "immutable"):
@@ -194,18 +197,18 @@ class WandbLogger(Logger):
         key: str,
         columns: list[str] | None = None,
         data: list[list[Any]] | None = None,
-        dataframe: Any = None,
+        dataframe: object = None,
         step: int | None = None,
     ) -> None:
         """Log a table: `columns` with rows of `data`, or a pandas frame."""
         wandb = require_package("wandb", purpose="WandbLogger")
         self._log({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
 
-    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: Any) -> None:
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **options: list[Any]) -> None:
         """Log sounds: arrays or paths; each of `options`, such as `sample_rate=[…]`, is a list with one for each."""
         self._log_several("Audio", key, audios, step, options)
 
-    def log_video(self, key: str, videos: list[Any], step: int | None = None, **options: Any) -> None:
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **options: list[Any]) -> None:
         """Log videos: arrays or paths; each of `options`, such as `fps=[…]`, is a list with one for each."""
         self._log_several("Video", key, videos, step, options)
 
