@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from trainwright.core.errors import ConfigurationError, nearest
@@ -79,7 +79,7 @@ class CombinedLoader:
         return _Rounds(self.iterables, self.mode, begun, lambda which, cycle: _batches_of(members[which]))
 
 
-def _batches_of(member: Any) -> Iterator[Any]:
+def _batches_of(member: Iterable[Any]) -> Iterator[Any]:
     return member._batches() if isinstance(member, CombinedLoader) else iter(member)
 
 

@@ -56,7 +56,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         map_location: object = None,
         hparams_file: str | Path | None = None,
         weights_only: bool | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> Self:
         """Build the data module from the hyper-parameters and the state in a checkpoint.
 
@@ -86,7 +86,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         predict_dataset: object = None,
         batch_size: int = 1,
         num_workers: int = 0,
-        **datamodule_kwargs: Any,
+        **datamodule_kwargs: object,
     ) -> Self:
         """Return a module of this class whose loaders read these data sets; a map-style training set is shuffled.
 
@@ -110,7 +110,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         return module
 
 
-def _loader_of(dataset: Any, *, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
+def _loader_of(dataset: Dataset[Any], *, batch_size: int, num_workers: int, shuffle: bool) -> DataLoader[Any]:
     return DataLoader(
         dataset,
         batch_size=batch_size,

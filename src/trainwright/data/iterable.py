@@ -37,6 +37,13 @@ class StatefulIterable(Protocol):
         """Go back there."""
 
 
+class HasShards(Protocol):
+    """A data set that opens a part of itself."""
+
+    def shard(self, index: int, count: int) -> Iterable[Any]:
+        """Return the samples of one of `count` parts."""
+
+
 def sets_epoch(source: object) -> TypeGuard[SetsEpoch]:
     """Return whether an object has a method `set_epoch`."""
     return callable(getattr(source, "set_epoch", None))
@@ -185,8 +192,8 @@ def _blocks(samples: Iterator[Any], block: int, mine: int, count: int, first: in
 class ByShardMethod(IterableDataset[Any]):
     """Iterable data set whose `shard(index, count)` opens its own part, called in the iterating process."""
 
-    def __init__(self, dataset: Any, rank: int, world: int) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: HasShards, rank: int, world: int) -> None:
+        self.dataset: Any = dataset
         self.rank = rank
         self.world = world
         self._epoch = _shared_number()
@@ -217,7 +224,7 @@ class KeptStream(IterableDataset[Any]):
     epoch, would then restart and repeat samples.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: StatefulIterable) -> None:
         vars(self).update(dataset=dataset, _has_ended=False, _ends_at_once=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -248,7 +255,8 @@ class KeptStream(IterableDataset[Any]):
         if self._has_ended:
             return iter(())
         samples = iter(self.dataset)
-        return samples if keeps_state(samples) else self._watched(samples)
+        is_stateful = keeps_state(samples)
+        return samples if is_stateful else self._watched(samples)
 
     def __len__(self) -> int:
         """Return the data set's length; TypeError if it has none."""
@@ -259,12 +267,12 @@ class KeptStream(IterableDataset[Any]):
         self._has_ended = True
 
 
-def keeps_state(source: object) -> bool:
+def keeps_state(source: object) -> TypeGuard[StatefulIterable]:
     """Return whether an object has `state_dict` and `load_state_dict`."""
     return callable(getattr(source, "state_dict", None)) and callable(getattr(source, "load_state_dict", None))
 
 
-def has_shard_method(dataset: object) -> bool:
+def has_shard_method(dataset: object) -> TypeGuard[HasShards]:
     """Return whether `dataset` has a method `shard` that takes `index` and `count`.
 
     Checked by name, because `shard` of other libraries has its arguments in the other order.

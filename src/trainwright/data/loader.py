@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,7 +28,15 @@ from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.order import epoch_key
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
-from trainwright.data.seeding import IsolatedFetches, OneByOne, SeededTurns, batch_key, fetch_seeded, sample_key
+from trainwright.data.seeding import (
+    Indexed,
+    IsolatedFetches,
+    OneByOne,
+    SeededTurns,
+    batch_key,
+    fetch_seeded,
+    sample_key,
+)
 
 
 def prepare_loader(loader: object, options: LoaderOptions) -> PreparedLoader:
@@ -80,7 +88,7 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
             stacklevel=2,
         )
     if isinstance(loader, Sized) and hasattr(loader, "__getitem__") and not isinstance(loader, (Mapping, str)):
-        return PreparedSequence(loader, options)
+        return PreparedSequence(cast("Indexed", loader), options)
     if not hasattr(loader, "__iter__") or isinstance(loader, (Mapping, str)):
         raise ConfigurationError(
             f"{options.title}: {type(loader).__name__} is not a loader. Expected a DataLoader, a list of batches, "
@@ -168,7 +176,7 @@ class PreparedDataLoader(_PreparedByIndex):
 class PreparedSequence(_PreparedByIndex):
     """List of batches, or anything with a length and `[index]`, divided by index."""
 
-    def __init__(self, batches: Any, options: LoaderOptions) -> None:
+    def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
         rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
         dealer = BatchShard(range(len(batches)), rank=rank, world=world, seed=options.seed)
@@ -192,16 +200,16 @@ class PreparedSequence(_PreparedByIndex):
 class PreparedIterable(PreparedLoader):
     """DataLoader over an iterable data set, or any iterable of batches: divided as declared, without random access."""
 
-    def __init__(self, loader: Any, options: LoaderOptions) -> None:
+    def __init__(self, loader: Iterable[Any], options: LoaderOptions) -> None:
         if options.per_sample_rng:
             raise ConfigurationError(
                 f"per_sample_rng=True, but {options.title} reads an iterable, whose samples have no index to derive "
                 "their randomness from. Use a map-style data set, or remove per_sample_rng."
             )
-        batched = isinstance(loader, DataLoader)
-        dataset = loader.dataset if batched else loader
-        self._num_workers: int = loader.num_workers if batched else 0
-        self._batch_size: int | None = loader.batch_size if batched else None
+        batched = loader if isinstance(loader, DataLoader) else None
+        dataset: Any = loader if batched is None else batched.dataset
+        self._num_workers = 0 if batched is None else batched.num_workers
+        self._batch_size = None if batched is None else batched.batch_size
         if options.use_distributed_sampler:
             dataset = place_iterable(
                 dataset,
@@ -216,9 +224,9 @@ class PreparedIterable(PreparedLoader):
         self._seeds: _WorkerSeeds | None = None
         self._turns: SeededTurns | None = None
         self._loader = dataset
-        if batched:
-            self._seeds = _WorkerSeeds(loader)
-            init = WorkerPlace(options.rank, options.world, options.worker_start(loader.worker_init_fn))
+        if batched is not None:
+            self._seeds = _WorkerSeeds(batched)
+            init = WorkerPlace(options.rank, options.world, options.worker_start(batched.worker_init_fn))
             more: dict[str, Any] = {}
             if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts new workers: their random numbers must not depend on earlier ones.
@@ -226,9 +234,10 @@ class PreparedIterable(PreparedLoader):
                 more["sampler" if loader.batch_size is None else "batch_sampler"] = self._turns
                 more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
             more = {"dataset": dataset, **more}
-            self._loader = _with(loader, worker_init_fn=init, generator=self._seeds.generator, **more)
+            self._loader = _with(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
-        if batched and loader.persistent_workers and dataset is loader.dataset and hasattr(dataset, "set_epoch"):
+        outlives = batched is not None and batched.persistent_workers and dataset is batched.dataset
+        if outlives and hasattr(dataset, "set_epoch"):
             warnings.warn(
                 f"{options.title}: {type(dataset).__name__}.set_epoch is not called in persistent workers "
                 "(persistent_workers=True). Wrap it in ShardedIterable, or do not use persistent workers.",

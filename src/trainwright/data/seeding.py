@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ def seed_global_generators(seed: int) -> None:
 class HeldGenerator:
     """NumPy's or Python's generator held by a sampler, with one way to seed either."""
 
-    def __init__(self, generator: Any) -> None:
+    def __init__(self, generator: np.random.Generator | np.random.RandomState | random.Random) -> None:
         self._own = generator
 
     def seed(self, seed: int) -> None:
@@ -189,15 +189,23 @@ def seed_each_sample(batches: Iterator[Any], key: int, *, here: bool) -> Iterato
         yield indices if here else seeded(operator.index(indices), seed)
 
 
+class Indexed(Protocol):
+    """Anything with a length and `[index]`."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
 class OneByOne(Dataset[Any]):
     """Map-style data set whose samples are fetched one after the other, even if it could fetch several at once.
     `__getitems__` receives a full batch, in which samples have no separate random numbers.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Indexed) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Any:
         return self.dataset[index]
 
     def __len__(self) -> int:

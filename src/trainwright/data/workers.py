@@ -13,12 +13,15 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 import torch
 
 from trainwright.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 _SOCKET_BYTES = 107  # of a socket's path, on Linux
 _NAME_BYTES = len("/pymp-12345678/listener-12345678")  # created by Python in the temporary folder
