@@ -226,7 +226,7 @@ def _part(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
-def _replaced(tree: Any, path: Sequence[Any], value: Any) -> Any:
+def _replaced(tree: Any, path: Sequence[Any], value: object) -> Any:
     if not path:
         return value
     key, inner = path[0], _replaced(tree[path[0]], path[1:], value)

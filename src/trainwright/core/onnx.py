@@ -13,7 +13,7 @@ from trainwright.core.measures import evaluating
 from trainwright.core.tree import move
 
 
-def export_onnx(module: nn.Module, file_path: str | Path | None, sample: Any, **options: Any) -> Any:
+def export_onnx(module: nn.Module, file_path: str | Path | None, sample: object, **options: Any) -> Any:
     """Export `module.forward` with torch's exporter, in evaluation mode and without gradients.
 
     Raises:

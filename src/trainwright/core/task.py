@@ -40,7 +40,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
     example_input_array: Any = None
     strict_loading: bool = True
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self._run: Run | None = None
         self._sink: Any = None
@@ -315,7 +315,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: object) -> None:
         """Print on the main process only; `options` are those of Python's print."""
         self.trainer.print(*values, **options)
 
@@ -463,7 +463,7 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         hparams_file: str | Path | None = None,
         strict: bool | None = None,
         weights_only: bool | None = None,
-        **overrides: Any,
+        **overrides: object,
     ) -> Self:
         """Build the task from a checkpoint's hyper-parameters and load its weights. No pickle is read.
 

@@ -32,7 +32,7 @@ def rank_zero_only(fn: Callable[P, T], default: D | None = None) -> Callable[P, 
     return on_rank_zero
 
 
-def rank_zero_info(message: str, *args: Any, **options: Any) -> None:
+def rank_zero_info(message: str, *args: object, **options: Any) -> None:
     """Log a message at level INFO to the logger `trainwright`, on the main process only."""
     if detect().rank == 0:
         _LOG.info(message, *args, stacklevel=2, **options)
