@@ -33,11 +33,11 @@ def _is_tensor(value: object) -> bool:
 
 def recursively_apply(
     func: Callable[..., Any],
-    data: Any,
-    *args: Any,
+    data: object,
+    *args: object,
     test_type: Callable[[Any], bool] = _is_tensor,
     error_on_other_type: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Return `data` with `func` applied to its leaves; containers keep their types. Not collective.
 
@@ -53,7 +53,7 @@ def recursively_apply(
         TypeError: a leaf of another type.
     """
 
-    def visit(part: Any) -> Any:
+    def visit(part: object) -> Any:
         if is_container(part):
             return rebuild(part, visit)
         if test_type(part):
@@ -70,7 +70,7 @@ def recursively_apply(
 
 
 def send_to_device(
-    tensor: Any,
+    tensor: object,
     device: torch.device | str | int,
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
@@ -135,7 +135,7 @@ def wait_for_everyone() -> None:
     PartialState().wait_for_everyone()
 
 
-def gather(tensor: Any) -> Any:
+def gather(tensor: object) -> Any:
     """Return nested tensors with those of all processes, along the first dimension, in the order of the processes.
 
     Collective. Gradients do not flow through it.
@@ -191,7 +191,7 @@ def gather_object(object: Any) -> Any:
     return [item for items in told for item in items]
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: object, from_process: int = 0) -> Any:
     """Overwrite nested tensors with those of one process, in place, and return them. Collective.
 
     Args:

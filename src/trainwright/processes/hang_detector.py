@@ -62,9 +62,17 @@ class HangDetector:
     """
 
     def __init__(
-        self, store: Store, *, rank: int, world_size: int, position: Callable[[], Position],
-        hang_timeout_s: float | None, timeout_s: float, store_dies_with_rank_0: bool, interrupt_only: bool,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        *,
+        rank: int,
+        world_size: int,
+        position: Callable[[], Position],
+        hang_timeout_s: float | None,
+        timeout_s: float,
+        store_dies_with_rank_0: bool,
+        interrupt_only: bool,
+    ) -> None:
         self._store: Store | None = store
         self._rank, self._world_size = rank, world_size
         self._position = position

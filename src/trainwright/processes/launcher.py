@@ -58,10 +58,8 @@ def run_in_processes(
     """
     payload = _serialize((before, work), by_value)
     port = _free_port()
-    common = {
-        "WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8),
-    }  # fmt: skip
+    common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8)}
     _remove_left_over()
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, held(Path(folder)):
         file = Path(folder, "work.pkl")

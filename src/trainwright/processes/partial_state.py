@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.process import Topology, detect, variable
@@ -89,7 +90,7 @@ class PartialState:
     _joined: bool
     _first_store: Any
 
-    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+    def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         self.__dict__ = self._shared_state
         options = _group_options(kwargs)
         if self.initialized:
@@ -284,7 +285,7 @@ class PartialState:
             return functools.partial(self._only, here=here)
 
         @functools.wraps(function)
-        def only_here(*args: Any, **kwargs: Any) -> Any:
+        def only_here(*args: object, **kwargs: object) -> Any:
             return function(*args, **kwargs) if here() else None
 
         return only_here

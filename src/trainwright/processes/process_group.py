@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, WorkerError
@@ -98,7 +98,7 @@ class Processes:
         """Return torch's group for tensors on this device; None is its default group. Not collective."""
         return None
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         """Return every rank's small picklable `value`, by rank, on every rank. Collective, on the host."""
         return [value]
 
@@ -106,7 +106,7 @@ class Processes:
         """Return every rank's list (all of one length), by rank. Collective, on the host, cheap."""
         return [values]
 
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+    def broadcast_object(self, value: object, src: int = 0) -> Any:
         """Return rank `src`'s small picklable `value` on every rank. Collective, on the host."""
         return value
 
@@ -287,7 +287,7 @@ class ProcessGroup(Processes):
     def group_for(self, device: torch.device) -> Any:
         return self._host_group if device.type == "cpu" else None
 
-    def gather_object(self, value: Any) -> list[Any]:
+    def gather_object(self, value: object) -> list[Any]:
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, value, group=self._host_group)
         return found
@@ -298,7 +298,7 @@ class ProcessGroup(Processes):
         dist.all_gather(found, mine, group=self._host_group)
         return [tensor.tolist() for tensor in found]
 
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+    def broadcast_object(self, value: object, src: int = 0) -> Any:
         box = [value]
         dist.broadcast_object_list(box, src=src, group=self._host_group)
         return box[0]
@@ -351,10 +351,16 @@ def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:
     if variable(STARTED_BY_TRAINER) is not None:
         _stores.clear()
     if key not in _stores:
+        serves = topology.rank == 0 and not _agent_serves()
         _stores[key] = TCPStore(
-            host, port, topology.world_size, is_master=topology.rank == 0 and not _agent_serves(), timeout=timeout,
-            wait_for_workers=False, multi_tenant=True,
-        )  # fmt: skip
+            host,
+            port,
+            topology.world_size,
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
     return _stores[key]
 
 

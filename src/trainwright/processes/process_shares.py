@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -34,7 +34,9 @@ def _length(inputs: Any, name: str) -> int:
         return next(iter(lengths.values()), 0)
     if isinstance(inputs, torch.Tensor) and inputs.dim() == 0:
         raise TypeError(f"{name} is a tensor without a dimension, which cannot be split. Give it one.")
-    if isinstance(inputs, (list, tuple, torch.Tensor)) or callable(getattr(inputs, "select", None)):
+    if isinstance(inputs, (list, tuple, torch.Tensor)):
+        return len(inputs)
+    if isinstance(inputs, Sized) and callable(getattr(inputs, "select", None)):
         return len(inputs)
     raise TypeError(
         f"{name} is of type {type(inputs).__name__}, which cannot be split between processes. Pass a list, a tuple, a "
