@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,7 +273,7 @@ def _convert(wanted: argparse.Namespace) -> int:
 # Words
 
 
-def _print_tree(value: Any, indent: str) -> None:
+def _print_tree(value: Mapping[str, object], indent: str) -> None:
     for name, item in value.items():
         if isinstance(item, dict) and item:
             print(f"{indent}{name}:")

@@ -225,7 +225,7 @@ class CLI:
             self._stage_arguments = self._add_stage(parser, self.subcommand)
         return parser
 
-    def _add_core(self, parser: Any) -> None:
+    def _add_core(self, parser: CLIParser) -> None:
         parser.add_class_arguments(class_of(self.trainer_class), "trainer", instantiate=False, fail_untyped=False)
         defaults = {f"trainer.{k}": v for k, v in self.trainer_defaults.items() if k != "callbacks" and _is_plain(v)}
         parser.set_defaults(defaults)
@@ -233,7 +233,7 @@ class CLI:
         parser.add_lightning_class_args(model, "model", self.subclass_mode_model, required=False)
         parser.add_lightning_class_args(data, "data", self.subclass_mode_data, required=False)
 
-    def _add_stage(self, parser: Any, stage: str) -> list[str]:
+    def _add_stage(self, parser: CLIParser, stage: str) -> list[str]:
         cls = class_of(self.trainer_class)
         skip = self.subcommands()[stage] & set(inspect.signature(getattr(cls, stage)).parameters) - {"self"}
         return list(parser.add_method_arguments(cls, stage, skip=skip, fail_untyped=False))

@@ -34,7 +34,7 @@ class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
         self.monitor = monitor
 
 
-def class_of(cls: Any) -> Any:
+def class_of(cls: Callable[..., Any]) -> Any:
     """Return a class; for a function that makes one, a class with the function's arguments."""
     if isinstance(cls, type):
         return cls
@@ -51,7 +51,7 @@ class ComponentArguments:
     schedules: tuple[tuple[str, Any, str], ...] = ()
 
     def add_lightning_class_args(
-        self, lightning_class: object, nested_key: str, subclass_mode: bool = False, required: bool = True
+        self, lightning_class: Callable[..., Any], nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
         """Add the arguments of a class below a key. A callback is then added to the Trainer.
 

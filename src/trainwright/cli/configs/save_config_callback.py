@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.configs.saved_config import CONFIG_NAME, resolved_yaml, save_config
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.run import Run, Stage
 from trainwright.core.task import TaskModule
+
+if TYPE_CHECKING:
+    from jsonargparse import ArgumentParser, Namespace
 
 
 class SaveConfigCallback(Callback):
@@ -31,8 +34,8 @@ class SaveConfigCallback(Callback):
 
     def __init__(
         self,
-        parser: Any,
-        config: Any,
+        parser: ArgumentParser,
+        config: Namespace,
         config_filename: str = CONFIG_NAME,
         overwrite: bool = False,
         multifile: bool = False,

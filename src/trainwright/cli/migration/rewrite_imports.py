@@ -72,7 +72,7 @@ class _Bound:
 class _Rewrite:
     """Rewrite of one module: find bound names, choose new names, replace."""
 
-    def __init__(self, library: ModuleType, module: Any) -> None:
+    def __init__(self, library: ModuleType, module: cst.Module) -> None:
         self.cst = library
         wrapper = library.metadata.MetadataWrapper(module)
         self.module = wrapper.module
@@ -236,7 +236,7 @@ class _Rewrite:
                 continue
             self._change_dotted(each, chain, local)
 
-    def _chain(self, use: Any) -> list[Any]:
+    def _chain(self, use: cst.CSTNode) -> list[Any]:
         """Return a name and the attribute accesses around it: `L`, `L.callbacks`, `L.callbacks.Timer`."""
         while isinstance(use, self.cst.Attribute):  # a dotted import is used with all its parts
             use = use.value
@@ -271,13 +271,13 @@ class _Rewrite:
         path = ".".join([each.path, *words])
         self._report(chain[0], advice(path))
 
-    def _replace_expression(self, node: Any, dotted: str) -> None:
+    def _replace_expression(self, node: cst.BaseExpression, dotted: str) -> None:
         made = self.cst.parse_expression(dotted)
         if getattr(node, "lpar", None):
             made = made.with_changes(lpar=node.lpar, rpar=node.rpar)
         self.changes[node] = lambda updated: made
 
-    def _check_call(self, node: Any, own: str) -> None:
+    def _check_call(self, node: cst.CSTNode, own: str) -> None:
         """Report keyword arguments that the counterpart does not have."""
         call = self.parents[node]
         if not isinstance(call, self.cst.Call) or call.func is not node:
@@ -320,14 +320,14 @@ class _Rewrite:
             self._report_comments(node, left, made)
             self._replace_statement(node, made, left)
 
-    def _asname(self, alias: Any, name: str, local: str) -> Any:
+    def _asname(self, alias: cst.ImportAlias, name: str, local: str) -> Any:
         if name == local:
             return None if alias.asname is None or alias.evaluated_alias != name else alias.asname
         if alias.asname is not None and alias.evaluated_alias == local:
             return alias.asname
         return self.cst.AsName(name=self.cst.Name(local))
 
-    def _change_plain_import(self, node: Any, names: Mapping[str, str]) -> None:
+    def _change_plain_import(self, node: cst.Import, names: Mapping[str, str]) -> None:
         aliases = []
         for alias in node.names:
             root = alias.evaluated_name.partition(".")[0]
@@ -443,11 +443,11 @@ def _replaced(library: Any, module: Any, changes: Mapping[Any, Callable[[Any], A
     return module.visit(Replace())
 
 
-def _without_equal_fallbacks(library: Any, module: Any) -> Any:
+def _without_equal_fallbacks(library: Any, module: cst.Module) -> Any:
     """Return the module with each `try: import a / except ImportError: import a` as the import alone."""
 
     class Simplify(library.CSTTransformer):  # type: ignore[misc]  # see _replaced
-        def leave_Try(self, original: Any, updated: Any) -> Any:
+        def leave_Try(self, original: cst.Try, updated: cst.Try) -> Any:
             if updated.orelse or updated.finalbody or len(updated.handlers) != 1:
                 return updated
             (handler,) = updated.handlers

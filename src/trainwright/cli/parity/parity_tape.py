@@ -20,12 +20,13 @@ from trainwright.checkpoint.format.safetensors_io import read_safetensors, to_st
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state, seed_everything
-from trainwright.core.run import Stage
+from trainwright.core.run import Run, Stage
 from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch, batch_size, iterate_tensors
 from trainwright.strategies.steps.gradients import parameters_of
+from trainwright.strategies.strategy import Strategy
 
 _PARAMETER, _GRADIENT, _BUFFER = "parameter/", "gradient/", "buffer/"
 
@@ -74,7 +75,8 @@ class StepTape(Callback):
         self._before: list[torch.Tensor] = []
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
-        dp_size = trainer.strategy.data_ranks.size
+        self._strategy: Strategy = trainer.strategy
+        dp_size = self._strategy.data_ranks.size
         if self.micro_batches % dp_size:
             raise ConfigurationError(
                 f"a step of {self.micro_batches} micro-batches cannot be divided over {dp_size} data-parallel ranks. "
@@ -89,45 +91,45 @@ class StepTape(Callback):
             )
         trainer.accumulate_grad_batches = accumulate
 
-    def on_train_start(self, trainer: Any, task: TaskModule) -> None:
+    def on_train_start(self, trainer: Run, task: TaskModule) -> None:
         for config in trainer.lr_scheduler_configs:
             config.paused = config.monitor is not None  # without validation there is no metric to monitor
         self._write(trainer, task)
         if trainer.is_global_zero:
-            (self.folder / "facts.json").write_text(json.dumps(asdict(_facts(trainer, task))))
+            (self.folder / "facts.json").write_text(json.dumps(asdict(_facts(trainer, self._strategy, task))))
 
     # A step
 
-    def on_train_step_start(self, trainer: object, task: TaskModule, group: Group) -> None:
+    def on_train_step_start(self, trainer: Run, task: TaskModule, group: Group) -> None:
         self._record, self._gradients = StepRecord(), {}
         self._seed(trainer, group.first_idx)  # the task's transfer hooks may draw
 
-    def on_train_batch_start(self, trainer: object, task: TaskModule, batch: Batch, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
         epoch, place = self._seed(trainer, batch_idx)
         self._record.data[f"{epoch}/{place}"] = [_digest(batch), batch_size(batch)]
-        self._before = _generators(trainer)
+        self._before = _generators(self._strategy)
 
     def on_before_backward(self, trainer: object, task: TaskModule, loss: torch.Tensor) -> None:
-        now = _generators(trainer)
+        now = _generators(self._strategy)
         self._record.draws |= any(not torch.equal(a, b) for a, b in zip(self._before, now, strict=True))
 
-    def on_after_backward(self, trainer: Any, task: TaskModule) -> None:
+    def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         epoch, place = self._place
-        seed_everything(self._number(epoch, place + trainer.strategy.data_ranks.size))  # for the next one's transfer
+        seed_everything(self._number(epoch, place + self._strategy.data_ranks.size))  # for the next one's transfer
 
-    def on_before_optimizer_step(self, trainer: Any, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in parameters_of([optimizer])}
         names = {plain_name(name) for name, parameter in task.named_parameters() if id(parameter) in own}
-        found = trainer.strategy.state.full_gradients(keep=trainer.is_global_zero)
+        found = self._strategy.state.full_gradients(keep=trainer.is_global_zero)
         for name, gradient in found.items():
             # An engine's own optimizer may hold other tensors than the task's.
             if trainer.is_global_zero and (name in names or not names):
                 self._gradients[_GRADIENT + name] = _stored(gradient)
 
-    def on_train_step_end(self, trainer: Any, task: TaskModule, result: StepResult) -> None:
+    def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         self._num_steps += 1
         record = self._record
-        everyone = trainer.strategy.processes.gather_object(
+        everyone = self._strategy.processes.gather_object(
             (None if result.loss is None else float(result.loss), record.data, record.draws)
         )
         losses = [loss for loss, *_ in everyone if loss is not None]
@@ -137,9 +139,9 @@ class StepTape(Callback):
         record.draws = any(draws for *_, draws in everyone)
         self._write(trainer, task)
 
-    def _seed(self, trainer: Any, idx: int) -> tuple[int, int]:
-        strategy = trainer.strategy
-        self._place = trainer.state.epoch, idx * strategy.data_ranks.size + strategy.data_ranks.rank
+    def _seed(self, trainer: Run, idx: int) -> tuple[int, int]:
+        ranks = self._strategy.data_ranks
+        self._place = trainer.state.epoch, idx * ranks.size + ranks.rank
         seed_everything(self._number(*self._place))
         return self._place
 
@@ -150,7 +152,7 @@ class StepTape(Callback):
     def _write(self, trainer: Any, task: TaskModule) -> None:
         """Write the current step. Collective."""
         main = trainer.is_global_zero
-        parameters = trainer.strategy.state.full_parameters(keep=main)
+        parameters = self._strategy.state.full_parameters(keep=main)
         self._record.strayed = self._compare_copies(trainer, parameters)
         if not main:
             return
@@ -165,7 +167,7 @@ class StepTape(Callback):
         if trainer.world_size == 1 or not trainer.strategy.capabilities.whole_weights:
             return []
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
-        everyone = trainer.strategy.processes.gather_object(mine)
+        everyone = self._strategy.processes.gather_object(mine)
         return [
             [rank, name] for name in mine for rank, of_rank in enumerate(everyone) if of_rank.get(name) != mine[name]
         ]
@@ -219,12 +221,12 @@ def _digest(tree: object) -> str:
     return found.hexdigest()
 
 
-def _generators(trainer: Any) -> list[torch.Tensor]:
-    state = rng_state(trainer.strategy.device)
+def _generators(strategy: Strategy) -> list[torch.Tensor]:
+    state = rng_state(strategy.device)
     return [state[key] for key in ("torch", "device") if key in state]
 
 
-def _facts(trainer: Any, task: TaskModule) -> Facts:
+def _facts(trainer: Run, strategy: Strategy, task: TaskModule) -> Facts:
     layers = [(name, m) for name, m in task.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return Facts(
         task=type(task).__name__,
