@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -242,14 +242,15 @@ class EvaluationData:
     """
 
     def __init__(
-        self, loaders: Any, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None
+        self, loaders: object, kind: EvaluationKind, options: LoaderOptions, *, limit: int | float | None
     ) -> None:
         self.given = loaders
         if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
             loaders = loaders.iterables
-        several = isinstance(loaders, (list, tuple, dict)) and holds_loaders(loaders)
-        items = list(loaders.values() if isinstance(loaders, dict) else loaders) if several else [loaders]
-        self.is_list = several
+        items = [loaders]
+        self.is_list = isinstance(loaders, (list, tuple, dict)) and holds_loaders(loaders)
+        if self.is_list and isinstance(loaders, (list, tuple, dict)):
+            items = list(loaders.values() if isinstance(loaders, dict) else loaders)
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
         self.limits: list[int | None] = []
         for loader in self.loaders:
@@ -287,9 +288,11 @@ def _argument(stage: str, kind: str) -> str:
     return "train_dataloaders" if kind == "train" else "val_dataloaders" if stage == "fit" else "dataloaders"
 
 
-def _refuse_empty(loader: Any, name: str) -> None:
+def _refuse_empty(loader: object, name: str) -> None:
     if isinstance(loader, CombinedLoader):
         loader = loader.flattened
+    if not isinstance(loader, Sized):
+        return
     try:
         length = len(loader)
     except TypeError:

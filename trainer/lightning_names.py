@@ -19,6 +19,7 @@ from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.strategies.strategy import Strategy
+from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
 
 T = TypeVar("T")
@@ -53,13 +54,13 @@ class Argument(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, trainer: Any, owner: type | None = None) -> T:
+    def __get__(self, trainer: LightningNames | None, owner: type | None = None) -> T:
         if trainer is None:
             return self  # type: ignore[return-value]  # the descriptor itself, for documentation tools
         found: Any = getattr(trainer.settings.arguments, self._name)
         return self._unset if found is None else found  # type: ignore[return-value]  # None where T allows it
 
-    def __set__(self, trainer: Any, value: T) -> NoReturn:
+    def __set__(self, trainer: LightningNames, value: T) -> NoReturn:
         raise AttributeError(f"trainer.{self._name} cannot be changed; pass Trainer({self._name}={value!r}).")
 
 
@@ -78,12 +79,12 @@ class Fact(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, trainer: Any, owner: type | None = None) -> T:
+    def __get__(self, trainer: LightningNames | None, owner: type | None = None) -> T:
         if trainer is None:
             return self  # type: ignore[return-value]  # the descriptor itself, for documentation tools
         return self._read(trainer.run)
 
-    def __set__(self, trainer: Any, value: T) -> NoReturn:
+    def __set__(self, trainer: LightningNames, value: T) -> NoReturn:
         raise AttributeError(f"trainer.{self._name} can be read, not set.")
 
 
@@ -100,10 +101,10 @@ class Setting(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, trainer: Any, owner: type | None = None) -> T:
+    def __get__(self, trainer: LightningNames | None, owner: type | None = None) -> T:
         return self if trainer is None else getattr(trainer.settings, self._name)  # type: ignore[return-value]  # as above
 
-    def __set__(self, trainer: Any, value: T) -> None:
+    def __set__(self, trainer: LightningNames, value: T) -> None:
         setattr(trainer.settings, self._name, value)
 
 
@@ -119,7 +120,7 @@ def of_run(method: Callable[Concatenate[StageRun, P], T]) -> Callable[Concatenat
     """Return a method of the Trainer that asks its run."""
 
     @functools.wraps(method)
-    def ask(trainer: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def ask(trainer: LightningNames, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return method(trainer.run, *args, **kwargs)
 
     return ask
@@ -129,6 +130,7 @@ class LightningNames:
     """The attributes by which callbacks, tasks and code that was written for Lightning read a Trainer."""
 
     run: StageRun
+    settings: Settings
 
     # What it was given
 

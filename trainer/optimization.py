@@ -104,9 +104,8 @@ def _take_two_lists(
     schedules.extend(_schedule(entry, None, origin) for entry in entries if entry is not None)
 
 
-def _schedule(entry: Any, monitor: str | None, origin: str) -> SchedulerConfig:
-    if not isinstance(entry, Mapping):
-        entry = {"scheduler": entry}
+def _schedule(given: object, monitor: str | None, origin: str) -> SchedulerConfig:
+    entry: Mapping[str, Any] = given if isinstance(given, Mapping) else {"scheduler": given}
     for key in entry:
         if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(

@@ -324,7 +324,7 @@ class Trainer(LightningNames):
     def _start(
         self,
         stage: Stage,
-        task: Any,
+        task: TaskModule,
         sources: Sources,
         load: LoadRequest,
         make_loop: MakeLoop,
@@ -356,14 +356,14 @@ class Trainer(LightningNames):
             if is_trial:
                 self.run, self.verb, self.status = before
 
-    def _begin(self, stage: Stage, task: Any, sources: Sources, is_trial: bool) -> StageRun:
+    def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
         history = self.history.for_trial(RunState(self, self.state)) if is_trial else self.history
         self.run = StageRun(self, self.settings, history, stage, task, sources, is_trial=is_trial)
         self.verb, self.status = stage, "running"
         return self.run
 
     def _elsewhere(
-        self, stage: Stage, task: object, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
+        self, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest, make_loop: MakeLoop, is_trial: bool
     ) -> Any:
         """Run a stage in one of several processes that this Trainer has started, of which this may be the first."""
         run = self.run if self.run.stage is not None else self._begin(stage, task, sources, is_trial)

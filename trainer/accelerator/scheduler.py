@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         """Advance the schedule, if an optimizer step is due at this micro-batch and was not left out."""
         if self._steps_with_optimizer:
             due = self._accumulation.sync_gradients

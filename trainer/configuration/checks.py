@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, overload
 
 from trainwright.callbacks.callback import EVENTS, Callback
 from trainwright.callbacks.hook_table import check_hook_names
@@ -111,6 +111,14 @@ def check_task(
         wanted = "validation_step" if stage == "validate" else "test_step"
         if not overrides(task, wanted, TaskModule):
             raise ConfigurationError(f"{name} has no {wanted}. Define {wanted}(self, batch, batch_idx).")
+
+
+@overload
+def one_task(stage: Literal["fit"], task: TaskModule | None, model: TaskModule | None) -> TaskModule: ...
+
+
+@overload
+def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None: ...
 
 
 def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:

@@ -70,7 +70,7 @@ def parse_limits(
     *,
     max_epochs: int | None,
     max_steps: int | None,
-    max_time: object,
+    max_time: str | datetime.timedelta | dict[str, int] | None,
     max_samples: int | None,
     max_tokens: int | None,
     min_epochs: int | None,
@@ -238,7 +238,7 @@ def _whole(name: str, value: object, lowest: int, otherwise: str = "") -> None:
         raise ConfigurationError(f"{name}={value!r}: write a whole number of at least {lowest}{hint}.")
 
 
-def parse_grace(value: Any) -> float | None:
+def parse_grace(value: float | str | datetime.timedelta | Duration | None) -> float | None:
     """Read `preemption_grace`; returns seconds, or None when signals are left alone.
 
     Raises:

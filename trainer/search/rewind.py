@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence, MutableSet
 from typing import Any
 
 import numpy as np
@@ -101,7 +101,11 @@ class Rewind:
             self._steps.append(lambda: found.setstate(of_python))
 
 
-def _refill(container: Any, fill: Callable[[Any], Any], content: object) -> None:
+def _refill(
+    container: MutableMapping[Any, Any] | MutableSequence[Any] | MutableSet[Any],
+    fill: Callable[[Any], Any],
+    content: object,
+) -> None:
     container.clear()
     fill(content)
 
