@@ -168,7 +168,7 @@ def load_objects_state(module: torch.nn.Module, states: Mapping[str, Any], devic
             continue
         for key, value in saved["state"].items():
             setattr(part, key, _to(value, device))
-        # torchmetrics has no public way to say that a metric has been updated.
+        # torchmetrics has no public way to mark a metric as updated.
         part._update_count, part._computed = saved["update_count"], None
     return [name for name in states if name not in parts]
 
@@ -179,7 +179,7 @@ def _metric_parts(module: torch.nn.Module) -> Iterable[tuple[str, Any]]:
         if not is_metric_object(part):
             continue
         if isinstance(part, torch.nn.ModuleDict):
-            part.values(copy_state=False)  # type: ignore[call-arg]  # those that share a state are told of it here only
+            part.values(copy_state=False)  # type: ignore[call-arg]  # links the metrics that share a state
         elif hasattr(part, "update_called"):
             yield name, part
 

@@ -31,7 +31,7 @@ def to_pixels(image: object) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if array.ndim == 2:
         array = array[:, :, None]
     elif array.ndim == 3:
-        # Each library's custom comes first; the other order is taken where only that one can be meant.
+        # Each library's convention comes first; the other order is used if only that one is possible.
         first, last = shape[0] in _CHANNELS, shape[2] in _CHANNELS
         if first and (is_tensor or not last):
             array = array.transpose(1, 2, 0)

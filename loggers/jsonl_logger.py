@@ -87,5 +87,5 @@ class JSONLinesLogger(VersionedLogger):
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, encoding="utf-8") as file:
         for line in file:
-            if line.endswith("\n"):  # else a crash has cut it off
+            if line.endswith("\n"):  # else a crash has truncated it
                 yield json.loads(line)

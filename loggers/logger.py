@@ -91,11 +91,11 @@ class Logger(ABC):
                 setattr(cls, name, _on_main_rank(method, starts=name != "log_checkpoint"))
 
     JOINER: ClassVar[str] = "-"
-    """Stands between `prefix` and a metric's name."""
+    """Separator of `prefix` and a metric's name."""
     LOGGER_JOIN_CHAR: ClassVar[str] = "-"
     """The same, by Lightning's name."""
 
-    # As they are in a sub-class whose `__init__` does not call this one's.
+    # Defaults for a sub-class whose `__init__` does not call this one.
     prefix: str = ""
     muted: bool = False
     wants_graph: bool = False
@@ -142,7 +142,7 @@ class Logger(ABC):
         if self._run is not None:
             self.finish(status)
 
-    # The two that a sub-class must write
+    # The two methods that a sub-class must define
 
     @abstractmethod
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:

@@ -149,13 +149,13 @@ class LoggerGroup:
     def _call(self, logger: Logger, method: str, *args: object, strict: bool = False, **options: object) -> None:
         try:
             getattr(logger, method)(*args, **options)
-        except Exception as error:  # whatever a tracker raises, the training goes on
+        except Exception as error:  # whatever a tracker raises, the training continues
             if strict and isinstance(error, (ConfigurationError, MissingPackageError)):
                 raise
             left_out = "Only that is missing."
             if method in _ESSENTIAL:
                 self._dropped.append(logger)
-                left_out = "It is left out for the rest of this run; training and the other loggers go on."
+                left_out = "It is disabled for the rest of this run; training and the other loggers continue."
             warnings.warn(
                 f"{type(logger).__name__}.{method} failed with {type(error).__name__}: {error}. {left_out}",
                 TrainwrightWarning,

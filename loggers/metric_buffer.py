@@ -78,7 +78,7 @@ class MetricBuffer:
         self._stages: dict[EpochStage, _StageMetrics] = {stage: _StageMetrics() for stage in _STAGES}
         self._by_name: dict[str, MetricSlot] = {}
         self._device = torch.device("cpu")
-        self._closed = ""  # where nothing can be logged
+        self._closed = ""  # the hook in which nothing can be logged
         self._new = NewValues()
         self._unclaimed: dict[str, Mapping[str, Any]] = {}  # of a resumed epoch, until the key is logged again
 
@@ -249,8 +249,9 @@ class MetricBuffer:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
         if self._closed:
             raise TaskError(
-                f"log({name!r}) in {self._closed}: nobody would read it there. Call it in a *_step or in a hook of an "
-                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers at once."
+                f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
+                "epoch up to its on_*_epoch_end; trainer.log_now({name: number}) sends numbers to the loggers "
+                "immediately."
             )
         if self._stage is None:
             raise TaskError(f"log({name!r}): no epoch has begun. Call it in a *_step or in a hook of an epoch.")
@@ -309,7 +310,7 @@ class MetricBuffer:
         if not is_metric_object(value):
             raise ConfigurationError(
                 f"log({slot.name!r}, add_dataloader_idx=False) was called for dataloaders {slot.loader} and {index}, "
-                "whose values would mix. Give each loader's metric its own name, or leave add_dataloader_idx out."
+                "whose values would mix. Give each loader's metric its own name, or remove add_dataloader_idx."
             )
         slot.loader = None
 
@@ -319,13 +320,13 @@ class MetricBuffer:
         epoch = not training_step if on_epoch is None else bool(on_epoch)
         if not step and not epoch:
             raise ConfigurationError(
-                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would go nowhere. Set on_step=True or "
+                f"log({name!r}, on_step={on_step}, on_epoch={on_epoch}) would have no effect. Set on_step=True or "
                 "on_epoch=True."
             )
         if step and not in_step and (self._stage == "train" or self.batch is None):
             raise ConfigurationError(
-                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Leave "
-                "on_step out, or call it in a *_step or a hook of a batch."
+                f"log({name!r}, on_step=True) was called outside a step, where there is no step to log it for. Remove "
+                "on_step, or call it in a *_step or a hook of a batch."
             )
         return step, epoch
 
@@ -334,7 +335,7 @@ class MetricBuffer:
             if other.metric is metric and other.name == name and other.suffix != suffix:
                 raise ConfigurationError(
                     f"log({name!r}): one metric object is logged for several dataloaders, so that its values would "
-                    f"mix ({other.suffix} and {suffix}). Make one object for each loader, or pass "
+                    f"mix ({other.suffix} and {suffix}). Create one object for each loader, or pass "
                     "add_dataloader_idx=False to aggregate over all of them."
                 )
 
@@ -432,7 +433,7 @@ class MetricBuffer:
         for payload in gathered:
             for key in payload["objects"]:
                 counts[key] = counts.get(key, 0) + 1
-        # Every rank computes in the same order, since torchmetrics communicates in `compute`.
+        # Every rank computes in the same order, because torchmetrics communicates in `compute`.
         order = [key for key in counts if key in objects]
         order += [key for key, slot in objects.items() if slot.on_epoch and key not in counts]
         waiting: list[tuple[Entry, float | Tensor]] = []

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainwright.core.errors import ConfigurationError, TaskError
 
 FOLD_EVERY = 64
-"""So many pending values are folded into the running aggregate at a time, with one stack on their device."""
+"""Number of pending values that are folded into the running aggregate at a time, with one stack on their device."""
 
 Reduction = str | Callable[[Tensor], Tensor]
 _KINDS = ("mean", "sum", "min", "max")
@@ -76,7 +76,7 @@ def to_number(name: str, value: Any) -> float | Tensor:
         if value.numel() != 1:
             raise TaskError(
                 f"log({name!r}) got a tensor of shape {tuple(value.shape)}; a metric is one number. Reduce it first, "
-                "for example with .mean(), or log its parts under names of their own."
+                "for example with .mean(), or log its parts under separate names."
             )
         if value.is_complex():
             raise TaskError(f"log({name!r}) got a complex tensor; log its .abs(), or .real and .imag apart.")
@@ -85,8 +85,8 @@ def to_number(name: str, value: Any) -> float | Tensor:
         if placements is not None:
             if not all(placement.is_replicate() for placement in placements):
                 raise TaskError(
-                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, whose value is spread over "
-                    "ranks; log never communicates. Call .full_tensor() on every rank and log the result."
+                    f"log({name!r}) got a DTensor with placements {tuple(placements)}, which is sharded over ranks; "
+                    "log never communicates. Call .full_tensor() on every rank and log the result."
                 )
             local = value.to_local()  # type: ignore[attr-defined]  # a DTensor
         # A copy, because the caller may change the tensor in place (loss /= 4) before the next flush.
@@ -174,7 +174,7 @@ class MetricSlot:
             )
         self.metric = metric
         if self.on_step:
-            # torchmetrics keeps the batch's value under this name only. Without a forward: what has been accumulated.
+            # torchmetrics keeps the batch's value under this name only. Without a forward: the accumulated value.
             batch_value = getattr(metric, "_forward_cache", None)
             self.last = batch_value if batch_value is not None else metric
 
@@ -228,7 +228,7 @@ class MetricSlot:
         if weights.count(weights[0]) == len(weights):
             folded = stacked.sum() * weights[0]
         else:
-            # Weights go in as kernel arguments: a tensor made of them would be a copy that waits for the device.
+            # Weights are kernel arguments: a tensor made of them would be a copy that waits for the device.
             folded = torch.stack(torch._foreach_mul(stacked.unbind(), weights)).sum()
         self.totals[device] = folded if before is None else before + folded
 

@@ -15,9 +15,6 @@ from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.metric_value import MetricValue
 from trainwright.loggers.metric_slot import HostReads, MetricSlot, Reduction, is_metric_object, pick, to_number
 
-if TYPE_CHECKING:
-    from torchmetrics import Metric, MetricCollection
-
 
 def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
     """Yield the values of a slot's last step, one number at a time; the slot has a value."""
@@ -27,7 +24,7 @@ def step_values(slot: MetricSlot) -> Iterator[tuple[Entry, float | Tensor]]:
         yield entry, last
         return
     if is_metric_object(last):
-        # Without a batch value: what has been accumulated, unless the epoch's end has reset it meanwhile.
+        # Without a batch value: the accumulated value, unless the epoch's end has reset it meanwhile.
         parts = last.values() if isinstance(last, torch.nn.ModuleDict) else (last,)
         if not all(part.update_called for part in parts):
             return

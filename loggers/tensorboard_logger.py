@@ -204,7 +204,7 @@ def _wait_for_a_later_name(folder: Path) -> None:
     made_s = last.removeprefix(_EVENT_FILES[:-1]).partition(".")[0]
     if made_s.isdigit():
         ahead_s = int(made_s) + 1 - time.time()
-        time.sleep(min(max(ahead_s, 0.0), 1.0))  # a name from a clock that is ahead is not waited for any longer
+        time.sleep(min(max(ahead_s, 0.0), 1.0))  # do not wait longer for a name from a clock that is ahead
 
 
 def _tracer_warning() -> type[Warning]:

@@ -16,7 +16,7 @@ from trainwright.loggers.hyperparams import plain
 from trainwright.loggers.logger import Logger, RunInfo
 
 WHERE = frozenset({"step", "time", "epoch"})
-"""Columns that say where a row stands; the loop sends `epoch` with whatever it logs, so it is no curve of its own."""
+"""Columns with the position of a row; the loop sends `epoch` with everything it logs, so it is not a separate curve."""
 _NUMBERED = re.compile(r"version_(\d+)")
 
 
@@ -62,7 +62,7 @@ class VersionedLogger(Logger):
         self._is_version_chosen = version is None
         self._sub_dir = Path(sub_dir) if sub_dir is not None else None
         self._last_step: int | None = None
-        self._keep_until: int | None = None  # rows up to this step belong to the run that we continue
+        self._keep_until: int | None = None  # rows up to this step belong to the run that is continued
         self._continues = False
         self._previous: dict[str, int] = {}  # curves of an earlier run that this one has not logged yet: last step
         self._hyperparams: dict[str, Any] = {}
@@ -197,8 +197,8 @@ class VersionedLogger(Logger):
             if name in found:
                 del found[name]
                 self.warn_once(
-                    f"{type(self).__name__} leaves out the metric {name!r}, since its file has a column of that name "
-                    "itself. Log it under another name, or set a prefix."
+                    f"{type(self).__name__} skips the metric {name!r}, because its file has its own column of that "
+                    "name. Log it under another name, or set a prefix."
                 )
         return found
 
@@ -248,7 +248,8 @@ def check_below(path: str, what: str) -> None:
     steps = path.replace("\\", "/").split("/")
     if os.path.isabs(path) or ".." in steps or "\0" in path:
         raise ConfigurationError(
-            f"{what} leads out of the logger's folder. Give a name below it, and put the path before it into save_dir."
+            f"{what} points outside of the logger's folder. Use a name below it, and put its parent folders into "
+            "save_dir."
         )
 
 
@@ -261,7 +262,7 @@ def claim_version(root_dir: Path, run_name: str | None = None) -> int | str:
         with contextlib.suppress(FileExistsError):
             (root_dir / (f"version_{version}" if isinstance(version, int) else version)).mkdir()
             return version
-    raise AssertionError("the candidates do not end")
+    raise AssertionError("there are infinitely many candidates")
 
 
 def _candidates(root_dir: Path, run_name: str | None) -> Iterator[int | str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +13,10 @@ from trainwright.loggers.images import to_pixels
 from trainwright.loggers.logger import Logger, RunInfo, Status
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 STEP_KEY = "trainer/global_step"
-"""The x-axis of every curve: W&B's own step counts calls, and refuses to be set back."""
+"""The x-axis of every curve: W&B's own step counts calls, and cannot be decreased."""
 
 _EXIT_CODES: dict[Status, int] = {"success": 0, "failed": 1, "interrupted": 255}
 
@@ -97,7 +97,7 @@ class WandbLogger(Logger):
         self._init_options = init_options
         self._experiment = experiment
         self._is_ours = experiment is None
-        self._floor: int | None = None  # the last step that a resumed history holds
+        self._floor: int | None = None  # the last step in a resumed history
         self._last_step: int | None = None
         self._last_checkpoint: tuple[Path, tuple[str, ...]] | None = None
         self._ended: Any = None  # the W&B run that `finish` has closed
@@ -145,8 +145,8 @@ class WandbLogger(Logger):
             self._save_dir = run.root_dir
         if self._experiment is None and wandb.run is not None:
             self.warn_once(
-                "a W&B run is open already in this process; WandbLogger logs to it and leaves it open. Call "
-                "wandb.finish() before, to get a run of its own."
+                "a W&B run is already open in this process; WandbLogger logs to it and does not close it. Call "
+                "wandb.finish() before, to create a separate run."
             )
             self._experiment, self._is_ours = wandb.run, False
         if self._experiment is None:
@@ -284,8 +284,8 @@ class WandbLogger(Logger):
             return
         if self._run is not None:
             self.warn_once(
-                f"the checkpoint belongs to the W&B run {found!r}, but the run {self._id!r} is open already and goes "
-                f"on as a new one. Pass WandbLogger(id={found!r}) to continue the old curves."
+                f"the checkpoint belongs to the W&B run {found!r}, but the run {self._id!r} is already open and "
+                f"continues as a new one. Pass WandbLogger(id={found!r}) to continue the old curves."
             )
             return
         self._id = found

@@ -82,7 +82,7 @@ def test_the_state_as_text_names_the_place() -> None:
     ("arguments", "message"),
     [
         ({"timout": 3}, "unknown argument 'timout'. Did you mean 'timeout'"),
-        ({"timeout": "3 steps"}, "timeout='3 steps' is no length of time"),
+        ({"timeout": "3 steps"}, "timeout='3 steps' is not a length of time"),
         ({"init_method": "tcp://localhost:1"}, "init_process_group first"),
     ],
 )

@@ -10,7 +10,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -23,6 +23,9 @@ from trainwright.cli.configs.parsing import parse
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides
+
+if TYPE_CHECKING:
+    from trainwright.cli.configs.cli_parser import CLIParser
 
 _USAGE_ERROR = 2  # as in argparse
 _GIVEN_BY_CLI = ("self", "task", "model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule")

@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+if TYPE_CHECKING:
+    pass
+
 Batch: TypeAlias = Any
 """Batch of a user's loader: any tree, which is used only through the functions in this module."""
 
@@ -104,7 +107,7 @@ def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None 
     return _map(one, tree, lambda movable: movable.to(device))
 
 
-def is_cut(value: object) -> bool:
+def is_cut(value: object) -> TypeGuard[DTensor]:
     """Return whether a value is a sharded tensor (a DTensor). DTensor is not imported, which takes a second and sympy:
     if a DTensor exists, it has been imported.
     """

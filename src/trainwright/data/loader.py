@@ -138,7 +138,7 @@ class PreparedDataLoader(_PreparedByIndex):
             )
         more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
-            more["dataset"] = OneByOne(loader.dataset)
+            more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
         self._loader = _with(loader, generator=self._seeds.generator, **more)
 
     @property
@@ -228,10 +228,11 @@ class PreparedIterable(PreparedLoader):
             self._seeds = _WorkerSeeds(batched)
             init = WorkerPlace(options.rank, options.world, options.worker_start(batched.worker_init_fn))
             more: dict[str, Any] = {}
+            size = batched.batch_size
             if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts new workers: their random numbers must not depend on earlier ones.
-                self._turns = SeededTurns(loader.batch_size)
-                more["sampler" if loader.batch_size is None else "batch_sampler"] = self._turns
+                self._turns = SeededTurns(size)
+                more["sampler" if size is None else "batch_sampler"] = self._turns
                 more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
             more = {"dataset": dataset, **more}
             self._loader = _with(batched, worker_init_fn=init, generator=self._seeds.generator, **more)

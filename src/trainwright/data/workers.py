@@ -21,7 +21,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+    pass
 
 _SOCKET_BYTES = 107  # of a socket's path, on Linux
 _NAME_BYTES = len("/pymp-12345678/listener-12345678")  # created by Python in the temporary folder

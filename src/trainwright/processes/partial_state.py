@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.process import Topology, detect, variable

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, not re-exported
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import CheckpointError, ConfigurationError, MissingPackageError, WorkerError

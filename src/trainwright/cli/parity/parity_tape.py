@@ -231,7 +231,7 @@ def _facts(trainer: Run, strategy: Strategy, task: TaskModule) -> Facts:
     return Facts(
         task=type(task).__name__,
         processes=trainer.world_size,
-        precision=trainer.precision,
+        precision=strategy.precision.name,
         running_statistics=[f"{name}.{key}" for name, layer in layers for key, _ in layer.named_buffers()],
         synchronized=any(isinstance(layer, nn.SyncBatchNorm) for _, layer in layers),
         counts_items=overrides(task, "num_items", TaskModule),
