@@ -271,7 +271,7 @@ class Logger(ABC):
 
 
 def _cannot_log(logger: Logger, what: str) -> None:
-    logger.warn_once(f"{type(logger).__name__} cannot log {what}; they are left out.")
+    logger.warn_once(f"{type(logger).__name__} cannot log {what}; they are skipped.")
 
 
 def _noting_the_run(start: Callable[..., None]) -> Callable[..., None]:

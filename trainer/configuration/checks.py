@@ -114,11 +114,13 @@ def check_task(
 
 
 @overload
-def one_task(stage: Literal["fit"], task: TaskModule | None, model: TaskModule | None) -> TaskModule: ...
+def one_task(stage: Literal["fit"], task: TaskModule | None, model: TaskModule | None) -> TaskModule:
+    """Return the task, by whichever name it was given."""
 
 
 @overload
-def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None: ...
+def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
+    """Return the task, by whichever name it was given, or None."""
 
 
 def one_task(stage: Stage, task: TaskModule | None, model: TaskModule | None) -> TaskModule | None:
