@@ -371,7 +371,7 @@ def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: p
     assert figures
     assert "–" not in "".join(lines[3:8])  # everything is compared, gradients in pieces too
     assert max(figures) < 1e-5
-    assert "callbacks are left out" in told
+    assert "callbacks are not used" in told
 
 
 @pytest.mark.distributed

@@ -31,7 +31,7 @@ def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (b"a: " + b"{b: " * 20_000 + b"1" + b"}" * 20_000, "nested too deeply"),
         (b"trainer: &a\n  x: *a\n", "is used inside the value that it refers to"),
         (b"task: &a [1, *a]\n", "is used inside the value that it refers to"),
-        (_BILLION.encode(), "comes to more than"),
+        (_BILLION.encode(), "more than 100000 values"),
         (b"\xff\xfe\x00", "UTF-8"),
         (b"a: 2026-13-45\n", "cannot be read"),
         (b"a: " + b"9" * 5000, "cannot be read"),
