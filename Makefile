@@ -1,35 +1,36 @@
-# make demo | test | slow | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
+# make demo | test | test-all | torture | check | bench | format | clean. Needs git, make and Python 3.11 or newer, nothing else.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest
-# Whole programs are among the slow ones: not even their files are read here.
+# Two workers, each with one file at a time, so that the tests of a file share their fixtures.
+SUITE := $(BIN)/python tests/helpers/run_suite.py -n 2 --dist loadfile --no-loadscope-reorder
+# Whole programs are among the slow tests: make check does not even import their files.
 PROGRAMS := tests/outside_trials tests/ported tests/requirements
-FAST := -n 2 -m "not slow and not distributed and not torture" $(PROGRAMS:%=--ignore=%)
-SLOW := (slow or distributed) and not torture
-# Side by side, since they wait for processes to start more than they compute; a file's tests share what it has made.
-SLOWLY := $(PYTEST) -n 2 --dist loadfile -m "$(SLOW)"
+OPERATIONS := $(BIN)/python tests/helpers/compile_deepspeed.py
 
-# Where deepspeed finds ninja, and keeps what it compiles.
-export PATH := $(CURDIR)/$(BIN):$(PATH)
+# Where deepspeed finds ninja and stores the operations that it compiles. With ccache installed, their object files are
+# cached in the user's home, and a second clone does not compile again: paths are hashed relative to the clone.
+export PATH := $(CURDIR)/$(BIN):$(if $(wildcard /usr/lib/ccache/c++),/usr/lib/ccache:)$(PATH)
+export CCACHE_BASEDIR := $(CURDIR)
+export CCACHE_NOHASHDIR := 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 # Tests start hundreds of processes: without bytecode each would compile every source again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test slow torture check bench format clean
+.PHONY: help venv demo test test-all torture check lint bench format clean
 
 help:
-	@echo "make demo    a digits classifier from an empty folder to a trained checkpoint"
-	@echo "make test    the whole test suite"
-	@echo "make slow    the half of make test that make check leaves out"
-	@echo "make torture hundreds of kills of running trainings, thousands of damaged files (some minutes)"
-	@echo "make check   format, lint, types, architecture, fast tests (two minutes)"
-	@echo "make bench   the benchmarks"
-	@echo "make format  rewrite the sources in the house format"
-	@echo "make clean   remove what the other targets made (the environment stays)"
+	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
+	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
+	@echo "make test     the fast tests, and every feature in real processes (eight minutes)"
+	@echo "make test-all every test, with all combinations, sizes and repetitions (twenty minutes)"
+	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
+	@echo "make bench    the benchmarks"
+	@echo "make format   rewrite the sources in the house format"
+	@echo "make clean    remove what the other targets made (the environment stays)"
 
 venv: $(STAMP)
 
@@ -48,26 +49,24 @@ demo: $(STAMP)
 	@echo
 	@$(BIN)/python tests/helpers/demo_report.py demo/digits
 
-# Both halves always run, and the target fails if either did. What deepspeed compiles is compiled once, before them.
 test: $(STAMP)
-	$(BIN)/python tests/helpers/compile_deepspeed.py
-	@status=0; \
-	$(PYTEST) $(FAST) || status=$$?; \
-	$(SLOWLY) || status=$$?; \
-	exit $$status
+	$(OPERATIONS) CPUAdamBuilder
+	$(SUITE) -m "not exhaustive and not torture"
 
-slow: $(STAMP)
-	$(BIN)/python tests/helpers/compile_deepspeed.py
-	$(SLOWLY)
+test-all: $(STAMP)
+	$(OPERATIONS) CPUAdamBuilder AsyncIOBuilder
+	$(SUITE) -m "not torture"
 
 torture: $(STAMP)
-	$(PYTEST) -m torture tests/torture
+	$(BIN)/python -m pytest -m torture tests/torture
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p trainwright
-	$(PYTEST) -q $(FAST)
+
+check: lint
+	$(BIN)/python -m pytest -q -n 2 -m "not (slow or distributed or exhaustive or torture)" $(PROGRAMS:%=--ignore=%)
 
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,bench]"

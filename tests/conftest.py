@@ -43,10 +43,11 @@ os.environ["PATH"] = os.pathsep.join([os.path.join(sys.prefix, "bin"), os.enviro
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Count whole programs among the slow tests; the Makefile does not even look at their files for the fast ones."""
+    """Mark whole programs as slow, and run the slow tests first, so that no worker ends long before the other."""
     for item in items:
         if item.path.is_relative_to(_TESTS) and item.path.relative_to(_TESTS).parts[0] in _WHOLE_PROGRAMS:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: not any(item.iter_markers("slow")) and not any(item.iter_markers("distributed")))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -69,13 +70,11 @@ def is_present(what: str) -> bool:
     return importlib.util.find_spec(what) is not None
 
 
-@pytest.fixture(scope="module")
-def small_heap() -> Iterator[None]:
-    """Keep what is alive already from the collector: code under test that collects would go through all of it."""
+def pytest_collection_finish() -> None:
+    """Exclude what the tests have imported from garbage collections: the code under test collects after a stage."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

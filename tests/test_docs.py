@@ -21,6 +21,7 @@ import torch
 
 from tests.contracts import documented
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import PARTS, ROOT
 from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_loader
 from trainwright import ModelCheckpoint, TaskModule, Trainer
@@ -133,7 +134,11 @@ IN_PROCESS = [path for path in PAGES[1:] if _program(path).strip() and not _star
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", IN_PROCESS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    mostly_exhaustive(IN_PROCESS, keep=[path for path in IN_PROCESS if path.stem != "parity"]),
+    ids=lambda path: path.stem,
+)
 def test_the_examples_of_a_page_run(
     path: Path, page_module: types.ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +150,11 @@ def test_the_examples_of_a_page_run(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("path", [path for path in PAGES[1:] if _starts_processes(path)], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    mostly_exhaustive([path for path in PAGES[1:] if _starts_processes(path)], keep=[_page("distributed")]),
+    ids=lambda path: path.stem,
+)
 def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_program(path))
@@ -187,7 +196,7 @@ def _strategy_commands() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", range(1, len(_strategy_commands())))
+@pytest.mark.parametrize("number", mostly_exhaustive(range(1, len(_strategy_commands())), keep=[1]))
 def test_the_command_lines_of_the_strategies_run(number: int, project: Path) -> None:
     printed = _run(_shell(_strategy_commands()[number]), project)
     assert "train_loss" in printed

@@ -178,6 +178,7 @@ def _run_pipeline_guide() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="models by their configuration")
+@pytest.mark.exhaustive
 def test_a_pipeline_over_processes_has_its_output_on_the_last_one() -> None:
     first, last = run_distributed(_run_pipeline_guide, 2, init=False, timeout=200)
     assert (first["is None"], last["is None"]) == (True, False)

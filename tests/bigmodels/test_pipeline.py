@@ -192,6 +192,7 @@ def transformed() -> list[list[Any]]:
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.exhaustive
 def test_models_of_transformers_run_as_a_pipeline(transformed: list[list[Any]]) -> None:
     last = transformed[1]
     assert [kind for kind, _ in last] == ["SequenceClassifierOutputWithPast", "CausalLMOutputWithCrossAttentions"]

@@ -166,6 +166,7 @@ def _measured_on_ranks(strategy: str, names: list[str]) -> list[int]:
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.exhaustive
 def test_each_of_two_ranks_needs_what_was_estimated(strategy: str) -> None:
     found = run_distributed(_measured_on_ranks, 2, strategy, _NAMES, init=False, timeout=240)[0]
     wanted = [_estimated(name, strategy, shape, 2) for name in _NAMES for shape in (_SMALL, _LARGE)]
@@ -184,6 +185,7 @@ def _measured_when_split() -> dict[tuple[Any, ...], int]:
 @pytest.mark.distributed
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.exhaustive
 def test_each_rank_of_a_split_model_needs_what_the_command_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,7 +252,7 @@ def under_zero() -> dict[tuple[Any, ...], int]:
     return {key: max(one[key], other[key]) for key in one}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")
@@ -264,7 +266,7 @@ def test_each_stage_of_zero_needs_what_was_estimated(
     assert wanted == pytest.approx(under_zero[stage, name, shape], rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.requires("transformers", reason="models by their configuration")
 @pytest.mark.filterwarnings("ignore")

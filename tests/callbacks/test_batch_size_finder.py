@@ -20,8 +20,6 @@ from trainwright.core.run import Trial
 from trainwright.data import DataModule
 from trainwright.trainer.search.tuner import Tuner
 
-pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
-
 
 class _Hungry(RegressionTask):
     """Runs out of memory above `fits` samples in a batch, of training or of another step.

@@ -20,8 +20,6 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.search.tuner import Tuner
 
-pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
-
 
 def _find(task: Any = None, **options: Any) -> LRFinder:
     found = Tuner(quiet_trainer()).lr_find(task or RegressionTask(), regression_loader(64, 8), **options)

@@ -14,6 +14,7 @@ import torch
 from tests.checkpoint.webhdfs_server import SERVED, FileServer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.sources import ROOT
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
@@ -169,7 +170,7 @@ class Breaks(Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files", [0, 1, 3])
+@pytest.mark.parametrize("files", mostly_exhaustive([0, 1, 3], keep=[1]))
 @pytest.mark.parametrize(("epoch", "steps"), [(1, 3 * STEPS), (3, 4 * STEPS)], ids=["at the next save", "at the end"])
 def test_an_upload_that_fails_is_an_error_of_the_run_and_the_earlier_ones_stay(
     url: str, tmp_path: Path, epoch: int, steps: int, files: int
@@ -230,7 +231,7 @@ fit(root, url, 4)
 
 @pytest.mark.distributed
 @SERVED
-@pytest.mark.parametrize("share", [0.3, 0.55, 0.7, 0.95])
+@pytest.mark.parametrize("share", mostly_exhaustive([0.3, 0.55, 0.7, 0.95], keep=[0.55]))
 def test_a_process_that_is_killed_while_it_uploads_leaves_what_another_machine_resumes_from(
     server: FileServer, tmp_path: Path, share: float
 ) -> None:

@@ -220,7 +220,9 @@ def test_a_comment_that_cannot_be_kept_is_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["x = " + "1 + " * 3000 + "1\n", "x = a" + ".b()" * 2000 + "\n"])
+@pytest.mark.parametrize(
+    "text", ["x = " + "1 + " * 3000 + "1\n", pytest.param("x = a" + ".b()" * 2000 + "\n", marks=pytest.mark.exhaustive)]
+)
 def test_what_is_nested_too_deeply_is_told_in_one_line(text: str, tmp_path: Path, capsys: Any) -> None:
     path = tmp_path / "deep.py"
     path.write_text(f"import lightning\n{text}")

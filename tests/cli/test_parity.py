@@ -351,7 +351,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
     strategies = "single,ddp,fsdp,tp,deepspeed_stage_2,deepspeed_stage_3"
     code = main(["parity", "config.yaml", "--strategies", strategies, "--steps", "4", "task.lr=0.02"])

@@ -17,8 +17,6 @@ from trainwright.core.host.memory import (
     release_memory,
 )
 
-pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
-
 HOST = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "400000000000000 bytes. Error code 12 (Cannot allocate memory)"

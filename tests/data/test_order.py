@@ -106,6 +106,7 @@ def test_every_sample_is_equally_often_first() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_order_of_four_samples_is_equally_frequent() -> None:
     seen: dict[tuple[int, ...], int] = {}
     for epoch in range(4800):

@@ -53,7 +53,7 @@ class _Task(RegressionTask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [_loader, _combined])
+@pytest.mark.parametrize("make", [_loader, pytest.param(_combined, marks=pytest.mark.exhaustive)])
 def test_an_evaluation_that_is_limited_leaves_no_worker(make: Any) -> None:
     task = _Task()
     trainer = quiet_trainer(max_epochs=1, limit_val_batches=2)

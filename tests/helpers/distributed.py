@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,8 +31,13 @@ from typing import Any
 
 import cloudpickle
 
-# Whatever most ranks import, and would each spend seconds on: an optimizer's first step imports dynamo.
-_PRELOAD = ["torch._dynamo", "torch.distributed.fsdp", "numpy", "cloudpickle", "pytest", "hypothesis", __name__]
+# Modules that each rank would import for seconds. An optimizer's first step imports dynamo; deepspeed, inductor.
+_PRELOAD = [
+    "cloudpickle", "hypothesis", "numpy", "pytest",
+    "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.optim",
+    "torch.utils.cpp_extension", "deepspeed", "torchmetrics",
+    "trainwright.trainer.trainer", "trainwright.strategies.fsdp.tensor_parallel", __name__,
+]  # fmt: skip
 _GRACE_AFTER_FAILURE_S = 3.0
 """How long the other ranks may go on once one has failed: a peer may be about to report the true cause."""
 
@@ -163,6 +169,7 @@ def _free_port() -> int:
 
 def _rank_main(plan: _RankPlan) -> None:
     """Run one rank: the body of the child process."""
+    gc.freeze()  # collections skip what the fork server has imported, and do not copy its pages
     os.setsid()  # a group of its own, so that whatever this rank starts can be ended with it
     log = (plan.folder / f"rank-{plan.rank}.log").open("w", buffering=1)
     os.dup2(log.fileno(), 1)

@@ -108,6 +108,7 @@ def test_a_rank_that_dies_without_a_word_is_named_with_its_exit_code() -> None:
         run_distributed(_kill_rank_zero, 2, init=False)
 
 
+@pytest.mark.exhaustive
 def test_what_a_late_rank_has_started_is_ended_too(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     with pytest.raises(RankError, match="not done"):

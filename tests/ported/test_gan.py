@@ -97,6 +97,7 @@ def train(folder: Path, epochs: int, ckpt_path: str | None = None, logger: Any =
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_learns_what_digits_look_like_on_the_average(tmp_path: Path) -> None:
     trainer, model = train(tmp_path, 20, logger=True)
     assert trainer.callback_metrics["distance"] < 0.08

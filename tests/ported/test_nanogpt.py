@@ -145,7 +145,7 @@ def train(folder: Path, iterations: int, *, dropout: float = 0.0, ckpt_path: str
     return trainer, model
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.timeout(1200)  # a minute on a machine with nothing beside
 @pytest.mark.parametrize("settings", [{}, {"devices": 2, "strategy": "ddp"}, {"devices": 2, "strategy": "fsdp"}])
@@ -194,6 +194,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, dict[str, to
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.exhaustive
 def test_two_ranks_do_what_one_process_does(tmp_path: Path, strategy: str, alone: Any) -> None:
     trainer, model = train(tmp_path, 20, devices=2, strategy=strategy)
     loss, weights = alone
@@ -241,7 +242,7 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> 
     torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 def test_a_killed_run_reaches_the_loss_too(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"SIGKILL|-9"):

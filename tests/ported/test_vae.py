@@ -85,6 +85,7 @@ def train(folder: Path, epochs: int, ckpt_path: str | None = None, logger: bool 
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_it_learns_to_compress_digits(tmp_path: Path) -> None:
     trainer, model = train(tmp_path, 25, logger=True)
     metrics = trainer.callback_metrics

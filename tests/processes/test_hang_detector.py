@@ -498,11 +498,19 @@ def _run(kind: str, hang_timeout_s: float, slow_s: float, until: str) -> str:
     ("kind", "slow_s", "words"),
     [
         ("step", 1000.0, ["rank 0 waits in backward", "rank 1 has not arrived", "in dawdle", "in training_step"]),
-        ("another collective", 1000.0, ["rank 1 waits in all_gather_object", "wait in different collectives"]),
-        ("stopped", 1000.0, ["rank 0 waits in backward", "rank 1 does not answer"]),
-        ("validation", 60.0, ["rank 0 waits in all_gather_object: validate", "rank 1 has not arrived: validate"]),
+        pytest.param(
+            *("another collective", 1000.0, ["rank 1 waits in all_gather_object", "wait in different collectives"]),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("stopped", 1000.0, ["rank 0 waits in backward", "rank 1 does not answer"]), marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            *("validation", 60.0, ["rank 0 waits in all_gather_object: validate", "rank 1 has not arrived: validate"]),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-)  # fmt: skip
+)
 def test_who_waits_and_who_has_not_come_is_printed_before_the_timeout(
     kind: str, slow_s: float, words: list[str]
 ) -> None:

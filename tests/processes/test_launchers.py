@@ -167,6 +167,7 @@ def test_the_trainer_starts_the_processes_of_a_script_without_running_it_again(t
     check(results_in(tmp_path), [0])
 
 
+@pytest.mark.exhaustive
 def test_the_trainer_starts_processes_for_a_task_of_this_test(capfd: pytest.CaptureFixture[str]) -> None:
     trainer = quiet_trainer(devices=2, max_epochs=1)
     task = RegressionTask()
@@ -204,6 +205,7 @@ def assert_nothing_left(folder: Path) -> None:
         assert not inside, (process / "cmdline").read_bytes()
 
 
+@pytest.mark.exhaustive
 def test_what_fails_on_another_rank_is_the_error_here_with_its_traceback_and_rank(tmp_path: Path) -> None:
     step = "if self.global_rank == 1 and batch_idx == 3: raise ArithmeticError('seven is odd')"
     error, taken_s = _run_failing(tmp_path, step)
@@ -215,6 +217,7 @@ def test_what_fails_on_another_rank_is_the_error_here_with_its_traceback_and_ran
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_what_fails_here_is_the_users_own_error_and_ends_the_others(tmp_path: Path) -> None:
     error, taken_s = _run_failing(tmp_path, "if self.global_rank == 0: raise ArithmeticError('seven is odd')")
     assert taken_s < _LIMIT_S
@@ -224,6 +227,7 @@ def test_what_fails_here_is_the_users_own_error_and_ends_the_others(tmp_path: Pa
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_process_that_dies_without_a_word_is_named_with_its_exit_code(tmp_path: Path) -> None:
     error, taken_s = _run_failing(tmp_path, "os._exit(9) if self.global_rank == 1 else None")
     assert taken_s < _LIMIT_S
@@ -231,6 +235,7 @@ def test_a_process_that_dies_without_a_word_is_named_with_its_exit_code(tmp_path
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_failure_while_another_rank_computes_ends_it_too(tmp_path: Path) -> None:
     error, taken_s = _run_failing(
         tmp_path, "time.sleep(600) if self.global_rank == 1 else (_ for _ in ()).throw(ArithmeticError('odd'))"
@@ -240,6 +245,7 @@ def test_a_failure_while_another_rank_computes_ends_it_too(tmp_path: Path) -> No
     assert_nothing_left(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_a_failing_rank_prints_its_own_line_and_all_end(tmp_path: Path) -> None:
     script = write_script(tmp_path, step="if self.global_rank == 1: raise ArithmeticError('seven is odd')")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -343,6 +343,7 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_that_torchrun_starts_ends_without_closing_anything(tmp_path: Path) -> None:
     done = _run(
         _script(

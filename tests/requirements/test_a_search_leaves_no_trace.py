@@ -24,8 +24,6 @@ from trainwright.core.rng import seed_everything
 from trainwright.loggers import CSVLogger
 from trainwright.trainer.search.tuner import Tuner
 
-pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
-
 DEVICE_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 HOST_MESSAGE = "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 
@@ -300,7 +298,12 @@ def _on_rank(place: str, host: bool, ranks: list[int], search_in_fit: bool) -> t
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("rank", "place", "host", "search_in_fit"),
-    [(0, "forward", False, True), (1, "backward", True, True), (1, "step", False, True), (1, "forward", True, False)],
+    [
+        (0, "forward", False, True),
+        pytest.param(1, "backward", True, True, marks=pytest.mark.exhaustive),
+        pytest.param(1, "step", False, True, marks=pytest.mark.exhaustive),
+        (1, "forward", True, False),
+    ],
 )
 def test_what_is_too_much_for_one_rank_is_too_much_for_all(
     rank: int, place: str, host: bool, search_in_fit: bool

@@ -70,7 +70,7 @@ def test_one_process_counts_each_sample_once() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_several_processes_give_exactly_what_one_gives(world_size: int) -> None:
     alone = _evaluate_all()
     for rank, found in enumerate(run_distributed(_evaluate_all, world_size, timeout=120)):

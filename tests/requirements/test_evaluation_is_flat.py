@@ -114,7 +114,8 @@ def test_ten_times_the_data_takes_the_same_tensors(stage: str, writes: bool, inf
     peaks = []
     for num_batches in (_FEW, 10 * _FEW):
         weighs = _Weighs()
-        gc.collect()  # what earlier tests have left must not go, nor stay, in one of the two alone
+        gc.collect()
+        gc.freeze()  # what earlier tests have left is not counted, nor is it looked at
         _evaluate(stage, num_batches, [weighs, *_writers(writes)], logs=True, inference_mode=inference_mode)
         peaks.append(weighs.peak_bytes)
     assert peaks[1] - peaks[0] < _OUTPUT_BYTES  # not one output more

@@ -119,6 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_a_save_takes_no_copy_of_the_state(folder: Path) -> None:
     above_before, _ = run("save", folder)
     assert above_before < TENSOR_MB
@@ -129,6 +130,7 @@ def test_an_export_takes_one_tensor(folder: Path) -> None:
     assert above_before < 2.5 * TENSOR_MB
 
 
+@pytest.mark.exhaustive
 def test_a_task_from_a_checkpoint_takes_its_own_size_and_a_tensor(folder: Path) -> None:
     above_before, above_after = run("load_task", folder)
     assert above_before > 0.9 * TOTAL_MB  # else nothing was measured
@@ -141,6 +143,7 @@ def test_a_resume_takes_what_the_run_holds_and_a_tensor(folder: Path) -> None:
     assert above_after < TENSOR_MB
 
 
+@pytest.mark.exhaustive
 def test_the_measure_notices_a_copy(folder: Path) -> None:
     above_before, _ = run("read", folder)
     assert above_before > 0.9 * TOTAL_MB

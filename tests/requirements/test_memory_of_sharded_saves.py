@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.checkpoint.disk.host_buffers import BLOCK_BYTES
@@ -127,7 +128,7 @@ def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, f
     return callback.at_once[0], callback.in_thread[0], callback.buffers_mb
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", mostly_exhaustive(list(STRATEGIES), keep=["fsdp"]))
 def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_once(name: str, tmp_path: Path) -> None:
     by_rank = run_distributed(save, 2, tmp_path, name, "sharded", init=False, timeout=240)
     print(by_rank)
@@ -140,6 +141,7 @@ def test_a_sharded_save_gathers_nothing_and_in_a_thread_copies_the_own_pieces_on
     assert max(sizes) < SHARD_MB
 
 
+@pytest.mark.exhaustive
 def test_the_measure_notices_what_a_full_save_gathers(tmp_path: Path) -> None:
     (at_once, _, _), _ = run_distributed(save, 2, tmp_path, "fsdp", "full", init=False, timeout=240)
     assert at_once > STATE_MB

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.selection import mostly_exhaustive
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 _ROOT = Path(__file__).parents[2]
@@ -79,7 +81,7 @@ def _assert_nothing_left(folder: Path) -> None:
         assert not inside, (process / "cmdline").read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "strategy"), _RUNS)
+@pytest.mark.parametrize(("kind", "strategy"), mostly_exhaustive(_RUNS, keep=[("step", "ddp")]))
 def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, strategy: str, tmp_path: Path) -> None:
     command = [sys.executable, str(_SCRIPT), kind, str(tmp_path), "auto", strategy]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -90,7 +92,7 @@ def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, strategy: st
     assert ("has ended without a traceback" if kind in _WITHOUT_A_WORD else "seven is odd") in survivor
 
 
-@pytest.mark.parametrize(("kind", "strategy"), _RUNS)
+@pytest.mark.parametrize(("kind", "strategy"), mostly_exhaustive(_RUNS, keep=[("kill", "ddp")]))
 def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_failed(
     kind: str, strategy: str, tmp_path: Path
 ) -> None:
@@ -104,6 +106,7 @@ def test_the_trainers_own_processes_end_with_the_traceback_of_the_one_that_faile
     assert code or not after or after.startswith("\nin FailingTask."), raised
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("step", "ddp"), ("while others compute", "ddp"), ("kill", "ddp"), ("kill", "fsdp")]
 )

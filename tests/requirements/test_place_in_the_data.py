@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.distributed import run_distributed
+from tests.helpers.selection import mostly_exhaustive
 from tests.requirements.resumable import BATCH, make_loader, resume_after_every_step
 
 _N = 7  # four steps an epoch on one rank, the last one short; two on two ranks, the last of them uneven
@@ -24,7 +25,7 @@ def _import_torch_once_for_all_workers() -> None:
     multiprocessing.set_forkserver_preload(["tests.requirements.resumable"])
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[0]))
 @pytest.mark.parametrize(("kind", "shuffle"), _CASES)
 def test_one_rank_goes_on_exactly_after_every_step(kind: str, shuffle: bool, workers: int, tmp_path: Path) -> None:
     # The first epoch, its end, and into the second one.
@@ -35,7 +36,7 @@ def test_one_rank_goes_on_exactly_after_every_step(kind: str, shuffle: bool, wor
         assert sorted(itertools.chain.from_iterable(epoch)) == list(range(_N))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[0]))
 @pytest.mark.parametrize("kind", _STREAMS)
 def test_a_stream_that_keeps_its_own_place_goes_on_exactly_after_every_step(
     kind: str, workers: int, tmp_path: Path
@@ -75,7 +76,7 @@ def _on_rank(folder: Path, workers: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", mostly_exhaustive([0, 2], keep=[2]))
 def test_two_ranks_go_on_exactly_after_every_step(workers: int, tmp_path: Path) -> None:
     for of_ranks in zip(*run_distributed(_on_rank, 2, tmp_path, workers, init=False, timeout=200), strict=True):
         steps = len(of_ranks[0]) // 2

@@ -111,8 +111,15 @@ def _compare_on_rank(folder: Path, places: tuple[str, ...], strategy: str) -> in
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("places", [PLACES[:3], PLACES[3:]], ids=["within an epoch", "at its end"])
+@pytest.mark.parametrize(
+    ("places", "strategy"),
+    [
+        pytest.param(PLACES[:3], "ddp", id="within an epoch-ddp"),
+        pytest.param(PLACES[3:], "fsdp", id="at its end-fsdp"),
+        pytest.param(PLACES[:3], "fsdp", id="within an epoch-fsdp", marks=pytest.mark.exhaustive),
+        pytest.param(PLACES[3:], "ddp", id="at its end-ddp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_signal_to_either_of_two_ranks_ends_both_and_both_go_on(
     places: tuple[str, ...], strategy: str, tmp_path: Path
 ) -> None:
@@ -248,7 +255,9 @@ def _kill(script: Path, folder: Path, number: int, *, whole_group: bool) -> int:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.exhaustive)], ids=["SIGTERM", "SIGUSR1"]
+)
 def test_a_process_with_loader_workers_exits_with_143(number: int, tmp_path: Path) -> None:
     # Sent to the whole group of processes, loader workers included, as Slurm and most machines do it.
     assert _kill(_script(tmp_path, steps=10**9, workers=2), tmp_path, number, whole_group=True) == 143
@@ -256,7 +265,7 @@ def test_a_process_with_loader_workers_exits_with_143(number: int, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.parametrize("whole_group", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_processes_that_the_trainer_started_end_with_it(whole_group: bool, tmp_path: Path) -> None:
     script = _script(tmp_path, steps=10**9, arguments="devices=2")
     assert _kill(script, tmp_path, signal.SIGTERM, whole_group=whole_group) == 143
@@ -267,7 +276,7 @@ def test_processes_that_the_trainer_started_end_with_it(whole_group: bool, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_torchrun_restarts_a_failed_run_and_it_goes_on_by_itself(world: int, tmp_path: Path) -> None:
     fails = "self.trainer.global_step == 8 and not self.trainer.resumed"
     weights: list[Any] = []

@@ -15,6 +15,7 @@ from tests.checkpoint.fuzz_readers import KINDS
 from tests.checkpoint.resealing import edit_trainer, reseal
 from tests.checkpoint.snapshots import write_small
 from tests.helpers.runs import quiet_trainer
+from tests.helpers.selection import mostly_exhaustive
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks import ModelCheckpoint
 from trainwright.checkpoint import check_checkpoint, newest_valid, read_checkpoint, verify
@@ -113,7 +114,7 @@ def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_exhaustive(list(KINDS), keep=["checkpoints"]))
 def test_changed_files_are_noticed_or_harmless(kind: str) -> None:
     """The short form of tests/torture/test_readers.py."""
     done = subprocess.run(
@@ -123,7 +124,12 @@ def test_changed_files_are_noticed_or_harmless(kind: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_exhaustive(
+        ["model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"], keep=["model.safetensors"]
+    ),
+)
 def test_a_pipe_where_a_file_should_be_is_told_at_once(name: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / name)
     done = subprocess.run(  # a process of its own: it would wait for ever
@@ -132,6 +138,7 @@ def test_a_pipe_where_a_file_should_be_is_told_at_once(name: str, tmp_path: Path
     assert "CheckpointError" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_convert_refuses_a_pipe(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.bin")
     command = [sys.executable, "-m", "trainwright", "checkpoint", "convert", str(tmp_path / "x.bin"), "out"]

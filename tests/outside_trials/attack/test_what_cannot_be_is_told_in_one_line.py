@@ -27,7 +27,7 @@ def one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply"),
+        pytest.param(b"a: " + b"[" * 20_000 + b"]" * 20_000, "nested too deeply", marks=pytest.mark.exhaustive),
         (b"a: " + b"{b: " * 20_000 + b"1" + b"}" * 20_000, "nested too deeply"),
         (b"trainer: &a\n  x: *a\n", "is used inside the value that it refers to"),
         (b"task: &a [1, *a]\n", "is used inside the value that it refers to"),

@@ -96,6 +96,7 @@ def test_two_ranks_take_the_best_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_processes_that_the_trainer_starts_take_the_best_weights(tmp_path: Path) -> None:
     trainer, task, last = _fitted(tmp_path, devices=2)
     trainer.test(dataloaders=regression_loader(4))

@@ -17,8 +17,6 @@ from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.trainer.search.tuner import Tuner
 
-pytestmark = pytest.mark.usefixtures("small_heap")  # every trial collects garbage
-
 
 class _Problem(TaskModule):
     def __init__(self, net: nn.Module, loss: Any, optimizer: Any, lr: float = 1.0) -> None:

@@ -18,7 +18,7 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, needs_operation("AsyncIOBuilder")]
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive, needs_operation("AsyncIOBuilder")]
 
 WIDTH = 1500  # no multiple of a disk's block: see `keep_unaligned_gradients`
 NUM_PARAMETERS = 4 * (WIDTH + 1) * WIDTH + WIDTH + 1

@@ -36,6 +36,7 @@ print("both stages are done")
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_script_runs_one_stage_after_the_other_at_stage_3() -> None:
     # The script's own process stays, and the others are started anew for each stage.
     command = [sys.executable, "-c", _SCRIPT]

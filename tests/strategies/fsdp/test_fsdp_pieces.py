@@ -259,6 +259,7 @@ def _train_really_compiled() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.exhaustive
 def test_units_that_are_really_compiled_train_as_in_one_process() -> None:
     by_rank = run_distributed(_train_really_compiled, 2, timeout=800)
     assert_trained_alike(by_rank, train("single", 1), atol=1e-5)

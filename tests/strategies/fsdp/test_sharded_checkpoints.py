@@ -140,6 +140,7 @@ def test_what_all_replicas_hold_is_written_once_by_turns(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_four_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
     expected = train(1, 4)[1]
     mesh = FSDPStrategy(device_mesh=(2, 2))
