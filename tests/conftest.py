@@ -70,11 +70,11 @@ def is_present(what: str) -> bool:
     return importlib.util.find_spec(what) is not None
 
 
-def pytest_collection_finish() -> None:
-    """Exclude what the tests have imported from garbage collections: the code under test collects after a stage."""
+@pytest.fixture(scope="module", autouse=True)
+def _small_heap() -> None:
+    """Exclude what earlier tests have imported from garbage collections: the code under test collects after a stage."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -152,9 +152,10 @@ def test_the_examples_of_a_page_run(
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "path",
-    mostly_exhaustive([path for path in PAGES[1:] if _starts_processes(path)], keep=[_page("distributed")]),
+    [path for path in PAGES[1:] if _starts_processes(path)],
     ids=lambda path: path.stem,
 )
+@pytest.mark.exhaustive
 def test_the_examples_with_several_processes_run_as_a_script_without_a_main_guard(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_program(path))
@@ -208,6 +209,7 @@ def test_the_page_on_strategies_shows_a_command_line_for_each_kind() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_readmes_command_lines_run(tmp_path: Path) -> None:
     (block,) = _blocks(README, "sh")
     printed = _run(_shell(block.text), tmp_path)

@@ -124,6 +124,7 @@ def guide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_each_process_makes_the_picture_of_its_prompt(guide: tuple[Path, list[Any]], tmp_path: Path) -> None:
     for rank, prompt in enumerate(["a dog", "a cat"]):
         picture = _saved(str(tmp_path), prompt)

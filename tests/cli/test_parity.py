@@ -376,6 +376,7 @@ def test_every_strategy_equals_the_first_on_a_sound_task(project: Path, capfd: p
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_depends_on_the_rank_is_found_at_its_step_and_tensor(
     project: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_an_evaluation_that_is_limited_leaves_no_worker(make: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_epoch_that_is_limited_leaves_no_worker_to_the_next() -> None:
     left: list[int] = []
 

@@ -86,6 +86,7 @@ def test_needs_torch(): release.set()
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_a_test_changes_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("START", str(tmp_path))
     monkeypatch.setenv("BASE", str(tmp_path))
@@ -95,6 +96,7 @@ def test_what_a_test_changes_is_put_back(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_left_over_thread_fails_its_test_and_a_missing_package_skips(tmp_path: Path) -> None:
     counts, output = _run_pytest(tmp_path, _LEAK)
     assert counts == {"passed": 3, "skipped": 1, "error": 1}, output

@@ -232,6 +232,7 @@ def train_long_with_checkpoints(folder: Path, killed: bool, ckpt_path: str | Non
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_killed_run_continues_as_if_it_had_not_been_killed(tmp_path: Path) -> None:
     trainer, model = train_with_checkpoints(tmp_path / "uninterrupted", False)
     with pytest.raises(RankError, match=r"SIGKILL|-9"):

@@ -93,6 +93,7 @@ def _leave_with_an_exchange_under_way() -> float:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_failed_rank_does_not_wait_for_what_is_under_way() -> None:
     assert run_distributed(_leave_with_an_exchange_under_way, 2, init=False)[1] < 4
 

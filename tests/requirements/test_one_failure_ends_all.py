@@ -81,7 +81,8 @@ def _assert_nothing_left(folder: Path) -> None:
         assert not inside, (process / "cmdline").read_bytes()
 
 
-@pytest.mark.parametrize(("kind", "strategy"), mostly_exhaustive(_RUNS, keep=[("step", "ddp")]))
+@pytest.mark.parametrize(("kind", "strategy"), _RUNS)
+@pytest.mark.exhaustive
 def test_ranks_that_nobody_looks_after_end_by_themselves(kind: str, strategy: str, tmp_path: Path) -> None:
     command = [sys.executable, str(_SCRIPT), kind, str(tmp_path), "auto", strategy]
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}

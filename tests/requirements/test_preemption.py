@@ -115,7 +115,7 @@ def _compare_on_rank(folder: Path, places: tuple[str, ...], strategy: str) -> in
     ("places", "strategy"),
     [
         pytest.param(PLACES[:3], "ddp", id="within an epoch-ddp"),
-        pytest.param(PLACES[3:], "fsdp", id="at its end-fsdp"),
+        pytest.param(PLACES[3:], "fsdp", id="at its end-fsdp", marks=pytest.mark.exhaustive),
         pytest.param(PLACES[:3], "fsdp", id="within an epoch-fsdp", marks=pytest.mark.exhaustive),
         pytest.param(PLACES[3:], "ddp", id="at its end-ddp", marks=pytest.mark.exhaustive),
     ],
@@ -276,7 +276,8 @@ def test_processes_that_the_trainer_started_end_with_it(whole_group: bool, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.exhaustive
 def test_torchrun_restarts_a_failed_run_and_it_goes_on_by_itself(world: int, tmp_path: Path) -> None:
     fails = "self.trainer.global_step == 8 and not self.trainer.resumed"
     weights: list[Any] = []

@@ -51,7 +51,8 @@ def train(folder: Path, keep: str, *, ckpt_path: str | None = None, seed: int = 
     return weights_of(task)
 
 
-@pytest.mark.parametrize("keep", [pytest.param("newest", marks=pytest.mark.exhaustive), "replaced"])
+@pytest.mark.parametrize("keep", ["newest", "replaced"])
+@pytest.mark.exhaustive
 def test_last_loads_after_a_kill_at_every_write_point(
     tmp_path: Path, keep: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import trainwright
+from tests.helpers.selection import mostly_exhaustive
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
@@ -42,13 +43,14 @@ def checkpoints(project: Path) -> list[Path]:
     return sorted(path.parent for path in (project / "runs" / "checkpoints").glob("*/manifest.json"))
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["language-model"]))
 def test_a_project_s_own_tests_pass(tmp_path: Path, template: str) -> None:
     project = write(tmp_path, template)
     printed = run(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert re.search(r"\d+ passed", printed)
 
 
+@pytest.mark.exhaustive
 def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp_path: Path) -> None:
     project = write(tmp_path, "classifier")
     printed = run(project, "train.py")
@@ -65,6 +67,7 @@ def test_the_classifier_reads_held_out_digits_and_says_where_everything_lies(tmp
     assert {"train_loss", "val_acc"} <= set(columns)
 
 
+@pytest.mark.exhaustive
 def test_the_language_model_learns_and_writes_a_sample(tmp_path: Path) -> None:
     project = write(tmp_path, "language-model")
     printed = run(project, "train.py")
@@ -74,7 +77,7 @@ def test_the_language_model_learns_and_writes_a_sample(tmp_path: Path) -> None:
     assert "The statement " in printed
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("template", mostly_exhaustive(TEMPLATES, keep=["classifier"]))
 def test_the_configuration_trains_overrides_apply_and_the_checkpoint_can_be_tested(
     tmp_path: Path, template: str
 ) -> None:

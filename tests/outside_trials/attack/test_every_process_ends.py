@@ -124,8 +124,7 @@ def check(folder: Path, temporary: Path, code: int, expected: int, text: str, wa
     ("options", "code", "text", "devices"),
     [
         *(pytest.param(*case, 1, marks=_marks(case[0])) for case in ALONE),
-        (*TOGETHER[0], 2),
-        *(pytest.param(*case, 2, marks=pytest.mark.exhaustive) for case in TOGETHER[1:]),
+        *(pytest.param(*case, 2, marks=pytest.mark.exhaustive) for case in TOGETHER),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )

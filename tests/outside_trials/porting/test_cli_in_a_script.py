@@ -320,6 +320,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_script_runs_on_one_process_and_on_two(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     root = Path(__file__).resolve().parents[3]

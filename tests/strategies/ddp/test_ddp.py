@@ -189,6 +189,7 @@ def _fit_sleepy() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_rank_that_is_later_than_the_timeout_is_an_error_then() -> None:
     # The late rank, which sleeps on, is ended soon after the other one's error, with that error.
     with pytest.raises(RankError, match=r"(?s)rank 1 ends after the failure of rank 0.*Timed out waiting 2000ms"):

@@ -117,6 +117,7 @@ def trained() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", _OPTIONS)
+@pytest.mark.exhaustive
 def test_whatever_is_cut_a_task_trains_as_in_one_process(name: str, trained: list[dict[str, Any]]) -> None:
     alone = train("single", 1)
     assert max(alone["reported"]) > 0.5  # something is clipped

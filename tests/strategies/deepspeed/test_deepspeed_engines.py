@@ -278,6 +278,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.exhaustive
 def test_bfloat16_comes_close_to_one_process_in_it(precision: str, stage: int, others: list[dict[str, Any]]) -> None:
     alone = train("single", 1, precision=precision)
     for found in others:

@@ -53,6 +53,7 @@ def _train_with_all() -> dict[str, Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_however_it_is_cut_a_model_trains_as_in_one_process() -> None:
     alone = train("single", 1)
     assert float(alone["norms"].max()) > 0.5  # something is clipped

@@ -115,6 +115,7 @@ def sharded(folder: Path, alone: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ema", "swa", "two", "stopped"])
+@pytest.mark.exhaustive
 def test_it_comes_to_what_one_process_comes_to(name: str, alone: dict[str, Any], sharded: list[dict[str, Any]]) -> None:
     for of_rank in sharded:
         torch.testing.assert_close(of_rank[name]["weights"], alone[name]["weights"], rtol=0, atol=1e-5)

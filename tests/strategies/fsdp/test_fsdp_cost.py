@@ -167,6 +167,7 @@ def _computed(counts: Counter[str]) -> int:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.exhaustive
 def test_a_sharded_step_sends_what_a_hand_written_one_sends(kind: str, counted: dict[Any, Any]) -> None:
     sent, by_hand = (_collectives(counted[kind, name][0]) for name in ("ours", "hand"))
     assert sum(sent.values()) >= 8 * _STEPS  # four units are gathered at least once, and their gradients averaged

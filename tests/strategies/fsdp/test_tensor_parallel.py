@@ -245,6 +245,7 @@ def _train_all_on_four() -> dict[str, Any]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_model_that_is_split_and_sharded_trains_as_one_process_does(alone: dict[str, Any]) -> None:
     by_rank = run_distributed(_train_all_on_four, 4, init=False, timeout=600)
     for name in (*_PLANS, "replicas"):
@@ -366,6 +367,7 @@ def test_ranks_hold_their_share_in_memory_of_its_own_and_draw_the_same_numbers()
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_other_precisions_come_close_to_one_process_in_them() -> None:
     by_rank = run_distributed(_odd_and_mixed, 2, init=False, timeout=240)
     for precision, losses in by_rank[0].items():

@@ -135,6 +135,7 @@ def test_split_blocks_can_be_computed_anew_in_backward(two: list[dict[str, Any]]
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_shards_a_rank_holds_a_share_of_everything() -> None:
     split, rest = split_and_whole()
     held = 4 * (split // 4 + rest // 2)  # every first dimension of this model is even after the split

@@ -85,6 +85,7 @@ def _train_all() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.requires("transformers", reason="its models are split")
+@pytest.mark.exhaustive
 def test_models_of_transformers_train_split_as_they_do_in_one_process() -> None:
     by_rank = run_distributed(_train_all, 2, init=False, timeout=300)
     for name, (kind, _) in _CASES.items():
