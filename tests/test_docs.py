@@ -197,7 +197,8 @@ def _strategy_commands() -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("number", mostly_exhaustive(range(1, len(_strategy_commands())), keep=[1]))
+@pytest.mark.parametrize("number", range(1, len(_strategy_commands())))
+@pytest.mark.exhaustive
 def test_the_command_lines_of_the_strategies_run(number: int, project: Path) -> None:
     printed = _run(_shell(_strategy_commands()[number]), project)
     assert "train_loss" in printed

@@ -133,6 +133,7 @@ def test_each_process_makes_the_picture_of_its_prompt(guide: tuple[Path, list[An
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_an_odd_number_of_prompts_is_padded_and_gathered(guide: tuple[Path, list[Any]]) -> None:
     assert [prompts for prompts, _ in guide[1]] == [["a dog", "a cat"], ["a chicken", "a chicken"]]
     wanted = [float(image.pixels.sum()) for image in _pipe()(["a dog", "a cat", "a chicken"]).images]

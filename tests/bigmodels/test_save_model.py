@@ -462,6 +462,7 @@ measure("copy", lambda: [torch.full((2048, 2048), 1.0) for _ in range(8)])
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.exhaustive
 def test_weights_that_are_away_pass_through_one_buffer_or_one_shard(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path)],

@@ -140,7 +140,8 @@ def test_adapters_learn_and_the_base_stays(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("lora", [True, False])
+@pytest.mark.exhaustive
 def test_it_continues_where_it_was_stopped(tmp_path: Path, lora: bool) -> None:
     _, expected = train(tmp_path / "uninterrupted", lora, 3)
     train(tmp_path / "stopped", lora, 3, stop_after=2)

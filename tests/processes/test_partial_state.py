@@ -422,6 +422,7 @@ class _Asks(RegressionTask):
 
 @pytest.mark.distributed
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_state_follows_the_processes_that_a_trainer_starts_and_ends() -> None:
     state = PartialState(cpu=True)
     task = _Asks()

@@ -265,7 +265,8 @@ def test_a_process_with_loader_workers_exits_with_143(number: int, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("whole_group", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("whole_group", [False, True])
+@pytest.mark.exhaustive
 def test_processes_that_the_trainer_started_end_with_it(whole_group: bool, tmp_path: Path) -> None:
     script = _script(tmp_path, steps=10**9, arguments="devices=2")
     assert _kill(script, tmp_path, signal.SIGTERM, whole_group=whole_group) == 143

@@ -25,7 +25,7 @@ from trainwright.checkpoint.format.manifests import read_manifest
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.task import TaskModule
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed]
 
 SAMPLES, GLOBAL_BATCH, EPOCHS = 100, 12, 3
 STEPS_PER_EPOCH = 9  # the last one of an epoch has 4 samples: on some ranks fewer than on others, or none

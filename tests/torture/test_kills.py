@@ -28,7 +28,7 @@ from tests.torture.runs import (
 from trainwright.checkpoint import newest_valid, read_checkpoint
 from trainwright.checkpoint.format.manifests import read_manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.distributed]
 
 
 @dataclass(frozen=True)

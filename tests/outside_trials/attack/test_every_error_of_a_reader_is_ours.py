@@ -114,7 +114,8 @@ def test_generators_that_make_no_sense_are_our_error(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", mostly_exhaustive(list(KINDS), keep=["checkpoints"]))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.exhaustive
 def test_changed_files_are_noticed_or_harmless(kind: str) -> None:
     """The short form of tests/torture/test_readers.py."""
     done = subprocess.run(

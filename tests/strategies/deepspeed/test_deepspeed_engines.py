@@ -115,6 +115,7 @@ def _assert_named(by_rank: list[dict[int, Any]], folder: Path, atol: float) -> N
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.exhaustive
 def test_an_optimizer_and_a_schedule_of_the_configuration_train_and_continue(tmp_path: Path) -> None:
     _assert_named(run_distributed(_named, 2, tmp_path, False, timeout=280, init=False), tmp_path, 1e-5)
 

@@ -118,6 +118,7 @@ def formula(precision: str, stage: int, when: str) -> float:
 
 @pytest.mark.parametrize("when", ["within", "stepping", "between"])
 @pytest.mark.parametrize(("precision", "stage"), CASES)
+@pytest.mark.exhaustive
 def test_a_rank_holds_the_bytes_that_the_formula_says(
     precision: str, stage: int, when: str, seen: list[dict[tuple[str, int], dict[str, int]]]
 ) -> None:

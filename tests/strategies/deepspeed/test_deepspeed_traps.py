@@ -105,6 +105,7 @@ def tried() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.exhaustive
 def test_adagrad_keeps_its_groups_and_its_schedule(stage: int, tried: list[dict[str, Any]]) -> None:
     alone = train("single", 1, Accumulating())
     losses = torch.stack([found[f"adagrad {stage}"]["losses"] for found in tried]).mean(0)

@@ -164,6 +164,7 @@ def _piece_bytes(parameters: list[torch.Tensor], num_pieces: int) -> int:
 @pytest.mark.parametrize(
     ("name", "num_pieces"), [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 1), ("NO_SHARD", 1)]
 )
+@pytest.mark.exhaustive
 def test_a_rank_holds_the_bytes_that_the_formula_says(name: str, num_pieces: int, seen: list[dict[str, Any]]) -> None:
     parameters = list(Blocks().parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]

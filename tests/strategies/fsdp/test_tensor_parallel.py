@@ -285,6 +285,7 @@ def _continue(
 @pytest.mark.filterwarnings("ignore:.*random number generators start anew:UserWarning")
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.exhaustive
 def test_fused_and_tied_layers_go_through_checkpoints_both_ways(processes: int, tmp_path: Path) -> None:
     def strategy() -> Any:
         return "tp" if processes == 2 else FSDPStrategy(tp=2)

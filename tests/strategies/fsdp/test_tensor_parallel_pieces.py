@@ -95,6 +95,7 @@ def two() -> list[dict[str, Any]]:
 
 
 @pytest.mark.distributed
+@pytest.mark.exhaustive
 def test_a_rank_holds_a_share_of_split_layers_and_all_of_the_others(two: list[dict[str, Any]]) -> None:
     assert _PLAN["tokens"] == "embedding"
     split, rest = split_and_whole()
