@@ -24,6 +24,7 @@ from hypothesis import settings
 _SEED = 20260101
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 _THREAD_GRACE_S = 2.0
+_RECURSION_LIMIT = 1000  # Python's default
 _TESTS = Path(__file__).parent
 _WHOLE_PROGRAMS = {"outside_trials", "ported", "requirements"}
 _LAUNCHER_VARIABLES = re.compile(
@@ -139,6 +140,14 @@ def _torch_settings_restored() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = cudnn
     torch.autograd.set_detect_anomaly(False)
+
+
+@pytest.fixture(autouse=True)
+def _recursion_limit_restored() -> Iterator[None]:
+    """Restore Python's recursion limit, which libraries raise: tests of deep nesting depend on it."""
+    sys.setrecursionlimit(_RECURSION_LIMIT)
+    yield
+    sys.setrecursionlimit(_RECURSION_LIMIT)
 
 
 @pytest.fixture(autouse=True)
