@@ -288,10 +288,12 @@ class ModelCheckpoint(Callback):
             self._ask(trainer)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
-        # `last` must be the last, and a run shorter than its first interval must save a checkpoint too.
+        # Where one checkpoint is kept without a monitor, it must hold the last step wherever the fit ends. Where all are
+        # kept, a run that is shorter than its first interval must save one too.
         wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
-        nothing_kept = self.monitor is None and self.save_top_k != 0 and self._latest is None and wanted
-        if (self.save_last or nothing_kept) and not trainer.interrupted:
+        keeps_newest = self.save_top_k == 1 or (self.save_top_k == -1 and self._latest is None)
+        keeps_newest = bool(keeps_newest and self.monitor is None and wanted)
+        if (self.save_last or keeps_newest) and not trainer.interrupted:
             self._ask(trainer)
 
     def on_exception(self, trainer: Run, task: TaskModule, exception: BaseException) -> None:

@@ -124,6 +124,7 @@ class MetricBuffer:
         metrics = self._stages[stage]
         metrics.num_dataloaders = num_dataloaders
         metrics.by_name.clear()
+        self._new.close_epoch(metrics.slots.values())
         for slot in metrics.slots.values():
             slot.begin_epoch()
         if stage == "train":
@@ -421,6 +422,7 @@ class MetricBuffer:
         put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         self._put_objects(flushed, objects, gathered)
+        self._new.close_epoch(slots)
         for slot in slots:
             slot.clear_epoch()
         for slot in objects.values():  # after all are computed: one object may be logged under two names

@@ -131,6 +131,11 @@ class NewValues:
         self.steps.update((slot, slot.last) for slot in slots if not is_metric_object(slot.last))
         return read_steps(slots)
 
+    def close_epoch(self, slots: Iterable[MetricSlot]) -> None:
+        """Forget what was read of the aggregates of an epoch that ends: those of the next one are new."""
+        for slot in slots:
+            self._epochs.pop(slot, None)
+
     def of_epoch(self, slots: Iterable[MetricSlot]) -> Flushed:
         """Return the aggregates of the epoch so far, on this rank alone, that have changed since the last read."""
         flushed = Flushed()
@@ -203,7 +208,9 @@ class Flushed:
         """Enter one value under the names that its options ask for."""
         plain = entry.name + entry.suffix
         shown = f"{entry.name}_{when}{entry.suffix}" if entry.forked else plain
-        self.callback[plain] = self.callback[shown] = MetricValue(value)
+        self.callback[shown] = MetricValue(value)
+        if when == "epoch" or not entry.epoch_closed:  # the plain name keeps the aggregate of a closed epoch
+            self.callback[plain] = self.callback[shown]
         if entry.forked:
             self.aliases.add(plain)
         if entry.loader is not None:
@@ -227,6 +234,7 @@ class Entry(NamedTuple):
         weight: the sum of the weights; 0 when this rank has nothing.
         values: all values, for a reduction of the user's own.
         loader: the one of several evaluation loaders that it is about; None: none of them.
+        epoch_closed: the aggregate of the epoch in which a step's value was logged has been read.
     """
 
     name: str
@@ -240,6 +248,7 @@ class Entry(NamedTuple):
     weight: float = 0.0
     values: Sequence[float] = ()
     loader: int | None = None
+    epoch_closed: bool = False
 
 
 def entry_of(slot: MetricSlot) -> Entry:
@@ -247,7 +256,11 @@ def entry_of(slot: MetricSlot) -> Entry:
     settings = slot.settings
     forked = settings.on_step and settings.on_epoch
     kind, main_only, loader = slot.kind, settings.main_only, slot.loader
-    return Entry(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only, loader=loader)
+    closed = forked and slot.metric is None and not slot.has_epoch_values
+    return Entry(
+        *(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only),
+        loader=loader, epoch_closed=closed,
+    )  # fmt: skip
 
 
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:

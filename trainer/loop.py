@@ -102,9 +102,12 @@ class FitLoop:
                 for hook in hooks.on_train_step_start:
                     hook(trainer, task, group)
                 loss = forward_backward(group)  # move, autocast, weigh, accumulate, sync
-                for hook in hooks.on_before_optimizer_step:
-                    for optimizer in () if loss is None else run.optimizers:
-                        hook(trainer, task, optimizer)
+                if hooks.on_before_optimizer_step and loss is not None:
+                    run.metrics.batch = group.batches[-1]  # the weight of what is logged there
+                    for hook in hooks.on_before_optimizer_step:
+                        for optimizer in run.optimizers:
+                            hook(trainer, task, optimizer)
+                    run.metrics.batch = None
                 loop.stepping = True
                 norm = None if loss is None else step.optimizer_step(clip)  # clip, step, free gradients
                 self._advance(group, loss is not None or step.stepped)
@@ -124,7 +127,7 @@ class FitLoop:
             run.schedules.after_epoch(state.epoch)
             loop.at_step_boundary = closed = True
         self._end_epoch(closed)
-        loop.group = None
+        loop.ended_on_last_batch, loop.group = loop.is_last_batch, None
 
     def _after_step(self, group: Group) -> bool:
         """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
@@ -189,8 +192,8 @@ class FitLoop:
         loop.epoch_closes = closed
         loop.check_finite()
         run.fire("on_train_epoch_end")
-        run.take_metrics(run.metrics.flush_epoch(run.exchange), "train")
         run.shown.show(run.metrics.peek())
+        run.take_metrics(run.metrics.flush_epoch(run.exchange), "train")
         if closed:
             run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
         state.epoch_done = closed

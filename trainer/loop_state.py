@@ -28,7 +28,8 @@ class LoopState:
     """The loop of one stage; at rest unless that is a fit.
 
     Attributes:
-        group: the micro-batches that are being trained on, or were last.
+        group: the micro-batches that are being trained on, or were last; None outside of an epoch.
+        ended_on_last_batch: the epoch that was trained last ended with its last micro-batch.
         at_step_boundary: no training step is half done.
         stepping: optimizers step just now, or what they did is being counted.
         last_result: loss and gradient norm of the last optimizer step.
@@ -47,6 +48,7 @@ class LoopState:
     """
 
     group: Group | None = None
+    ended_on_last_batch: bool = False
     at_step_boundary: bool = True
     stepping: bool = False
     last_result: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
@@ -66,7 +68,8 @@ class LoopState:
     @property
     def is_last_batch(self) -> bool:
         """Whether the micro-batch that runs, or ran last, is its epoch's last."""
-        return self.group is not None and self.group.is_last and self.group.index == len(self.group.batches) - 1
+        group = self.group
+        return self.ended_on_last_batch if group is None else group.is_last and group.index == len(group.batches) - 1
 
     def check_finite(self) -> None:
         """Raise if a step since the last look was not finite. Collective; waits for the device.

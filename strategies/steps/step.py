@@ -173,8 +173,10 @@ class Step(ABC):
 
     def end_batch(self, group: Group) -> None:
         """Tell listeners of the end of the group's present micro-batch; of its last one once the step is done."""
+        self.sink.batch = group.last_batch  # the weight of what is logged there
         for hook in self.hooks.on_train_batch_end:
             hook(self.run, self.task, group.last_output, group.last_batch, group.first_idx + group.index)
+        self.sink.batch = None
 
     def _weigh_items(self, group: Group) -> Sequence[Any]:
         """Return the weight of each micro-batch of a task that counts its items."""

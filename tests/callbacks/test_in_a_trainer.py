@@ -110,6 +110,17 @@ def test_a_training_metric_logged_as_an_epoch_s_mean_can_be_monitored(tmp_path: 
     assert callback.best_model_score == run.callback_metrics["mean_loss"]
 
 
+def test_a_checkpoint_is_scored_by_what_later_callbacks_log_at_the_same_event(tmp_path: Path) -> None:
+    class Late(Callback):
+        def on_validation_end(self, trainer: Any, task: Any) -> None:
+            trainer.callback_metrics["late"] = 7.0
+
+    saver = ModelCheckpoint(tmp_path / "c", monitor="late")
+    trainer = fit(RegressionTask(), tmp_path, [saver, Late()], max_epochs=1)
+    assert trainer.callbacks[-1] is saver
+    assert saver.best_model_score == 7.0
+
+
 def test_a_step_interval_sees_this_step_s_loss_between_log_steps(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "c", monitor="train_loss", every_n_train_steps=2, save_top_k=-1)
     fit(RegressionTask(), tmp_path, [callback], batches=6, max_epochs=1, log_every_n_steps=50)

@@ -119,3 +119,11 @@ def test_gradients_are_on_again_for_training_after_a_validation() -> None:
     trainer = quiet_trainer(max_epochs=1, val_check_interval=1)
     trainer.fit(RegressionTask(), regression_loader(3), regression_loader(1))
     assert trainer.global_step == 3
+
+
+def test_freezing_and_unfreezing_return_the_task() -> None:
+    task = RegressionTask()
+    assert task.freeze() is task
+    assert not task.training
+    assert task.unfreeze() is task
+    assert all(parameter.requires_grad for parameter in task.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainwright.callbacks.callback import Callback
+from trainwright.callbacks.roles import Saver
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
 from trainwright.trainer.configuration.checks import check_callbacks
@@ -17,6 +18,11 @@ def given_callbacks(callbacks: object) -> list[Any]:
     if isinstance(callbacks, (list, tuple)):
         return list(callbacks)
     return [callbacks]
+
+
+def savers_last(callbacks: list[Any]) -> list[Any]:
+    """Return callbacks with each `ModelCheckpoint` after the others, so that it sees what they log at an event."""
+    return sorted(callbacks, key=lambda callback: isinstance(callback, Saver))
 
 
 def default_callbacks(
@@ -69,6 +75,6 @@ def with_task_callbacks(callbacks: list[Callback], task: TaskModule) -> list[Cal
     if not own:
         return callbacks
     types = {type(callback) for callback in own}
-    found = [callback for callback in callbacks if type(callback) not in types] + own
+    found = savers_last([callback for callback in callbacks if type(callback) not in types] + own)
     check_callbacks(found)
     return found

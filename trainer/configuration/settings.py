@@ -18,7 +18,7 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import Selection, select
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.trainer.configuration.arguments import TrainerArguments
-from trainwright.trainer.configuration.assembly import default_callbacks, given_callbacks
+from trainwright.trainer.configuration.assembly import default_callbacks, given_callbacks, savers_last
 from trainwright.trainer.configuration.checks import check_callbacks, check_graphs, check_needs
 
 _LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
@@ -391,13 +391,14 @@ def _nothing_beside(arguments: TrainerArguments) -> TrainerArguments:
 def _callbacks(arguments: TrainerArguments, quiet: bool) -> list[Any]:
     given = given_callbacks(arguments.callbacks)
     check_callbacks(given)
-    return given + default_callbacks(
+    defaults = default_callbacks(
         given,
         enable_checkpointing=arguments.enable_checkpointing,
         enable_progress_bar=arguments.enable_progress_bar,
         enable_model_summary=arguments.enable_model_summary,
         quiet=quiet,
     )
+    return savers_last(given + defaults)
 
 
 def _select(arguments: TrainerArguments) -> Selection:

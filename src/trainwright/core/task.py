@@ -410,17 +410,17 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
         """The Trainer's loggers; empty without a Trainer."""
         return list(self._run.loggers) if self._run is not None else []
 
-    def freeze(self) -> None:
-        """Stop gradients of every parameter and put the task into evaluation mode."""
+    def freeze(self) -> Self:
+        """Stop gradients of every parameter, put the task into evaluation mode and return it."""
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Enable gradients of every parameter again and put the task into training mode."""
+    def unfreeze(self) -> Self:
+        """Enable gradients of every parameter again, put the task into training mode and return it."""
         for parameter in self.parameters():
             parameter.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # Exporting
 

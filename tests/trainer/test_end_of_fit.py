@@ -1,0 +1,57 @@
+"""Whatever ends a fit, its last state is on disk, and `best` and `last` name it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright.callbacks import Callback, ModelCheckpoint
+from trainwright.checkpoint import newest_valid, read_checkpoint
+
+_BATCHES = 9
+
+
+class StopAt(Callback):
+    """Requests a stop in a step."""
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if trainer.global_step == 13:
+            trainer.should_stop = True
+
+
+BOUNDS: dict[str, tuple[dict[str, Any], list[Callback], int]] = {
+    "max_steps in an epoch": ({"max_steps": 13}, [], 13),
+    "max_steps at an epoch's end": ({"max_steps": 18}, [], 18),
+    "max_epochs": ({"max_epochs": 2}, [], 18),
+    "a stop request": ({"max_epochs": 3}, [StopAt()], 13),
+}
+SAVERS: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "every 5 steps": {"every_n_train_steps": 5},
+    "every 2 epochs": {"every_n_epochs": 2},
+    "last": {"every_n_train_steps": 5, "save_last": True},
+    "last of the best": {"monitor": "train_loss", "save_last": True},
+}
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_the_last_state_is_on_disk(bound: str, saver: str, validates: bool, tmp_path: Path) -> None:
+    arguments, stops, steps = BOUNDS[bound]
+    options = SAVERS[saver]
+    callbacks = [*stops] if options is None else [*stops, ModelCheckpoint(**options)]
+    trainer = quiet_trainer(**arguments, default_root_dir=tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    loader = regression_loader(_BATCHES)
+    trainer.fit(RegressionTask(), loader, loader if validates else None)
+    assert trainer.global_step == steps
+    newest = newest_valid(tmp_path / "checkpoints")
+    assert newest is not None
+    assert read_checkpoint(newest).state["step"] == steps
+    checkpoint = trainer.checkpoint_callback
+    named = checkpoint.last_model_path if options and "save_last" in options else checkpoint.best_model_path
+    assert read_checkpoint(named).state["step"] == steps

@@ -1,0 +1,196 @@
+"""What a metric's name means at each event (the table in docs/logging.md), for random programs of `log` calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
+from trainwright import CSVLogger, ModelCheckpoint
+from trainwright.callbacks.callback import Callback
+
+SIZES = [2, 2, 1]  # samples of the batches of an epoch; a mean is weighted by them
+REDUCTIONS = ("mean", "sum", "min", "max")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One metric of a program: how it is logged, and in which batches."""
+
+    on_step: bool
+    on_epoch: bool
+    reduce_fx: str
+    batches: frozenset[int]
+    where: str
+
+    def value(self, epoch: int, idx: int) -> float:
+        """Return what is logged in a batch."""
+        return float((epoch * 7 + idx * 3) % 5 + 1)
+
+    def aggregate(self, epoch: int) -> float:
+        """Return the value of an epoch in which all of `batches` were seen."""
+        values = {idx: self.value(epoch, idx) for idx in sorted(self.batches)}
+        if self.reduce_fx == "mean":
+            return sum(v * SIZES[i] for i, v in values.items()) / sum(SIZES[i] for i in values)
+        return {"sum": sum, "min": min, "max": max}[self.reduce_fx](values.values())
+
+
+METRICS = st.builds(
+    Metric,
+    on_step=st.booleans(),
+    on_epoch=st.booleans(),
+    reduce_fx=st.sampled_from(REDUCTIONS),
+    batches=st.frozensets(st.integers(0, 2), min_size=1),
+    where=st.sampled_from(["training_step", "on_train_batch_end", "on_before_optimizer_step"]),
+).filter(lambda metric: metric.on_step or metric.on_epoch)
+
+
+def expected(metrics: list[Metric], epoch: int, idx: int, *, at_end: bool) -> dict[str, float]:
+    """Return `callback_metrics` after batch `idx`, or at the end of the epoch, as docs/logging.md says."""
+    found: dict[str, float] = {}
+    for number, metric in enumerate(metrics):
+        name, both = f"m{number}", metric.on_step and metric.on_epoch
+        steps = [(e, i) for e in range(epoch + 1) for i in sorted(metric.batches) if e < epoch or i <= idx]
+        ended = epoch if at_end else epoch - 1
+        if metric.on_step and steps:
+            found[f"{name}_step" if both else name] = metric.value(*steps[-1])
+        if metric.on_epoch and ended >= 0:
+            found[f"{name}_epoch" if both else name] = metric.aggregate(ended)
+        if both and (steps or ended >= 0):
+            of_step = not at_end and bool(steps) and steps[-1][0] == epoch
+            found[name] = metric.value(*steps[-1]) if of_step else metric.aggregate(ended)
+    return found
+
+
+class Program(RegressionTask):
+    """Logs as its metrics say."""
+
+    def __init__(self, metrics: list[Metric]) -> None:
+        super().__init__()
+        self.metrics = metrics
+        self.idx = 0
+
+    def _log(self, where: str) -> None:
+        for number, metric in enumerate(self.metrics):
+            if metric.where == where and self.idx in metric.batches:
+                self.log(
+                    f"m{number}", torch.tensor(metric.value(self.current_epoch, self.idx)),
+                    on_step=metric.on_step, on_epoch=metric.on_epoch, reduce_fx=metric.reduce_fx,
+                )  # fmt: skip
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.idx = batch_idx
+        self._log("training_step")
+        return self.loss(batch)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._log("on_before_optimizer_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._log("on_train_batch_end")
+
+
+class Compare(Callback):
+    """Compares `callback_metrics` with the table: after each step if told, and at the end of each epoch."""
+
+    def __init__(self, metrics: list[Metric], *, after_steps: bool) -> None:
+        self.metrics, self.after_steps = metrics, after_steps
+        self.ends = 0
+
+    def _check(self, trainer: Any, idx: int, *, at_end: bool) -> None:
+        wanted = expected(self.metrics, trainer.current_epoch, idx, at_end=at_end)
+        assert dict(trainer.callback_metrics) == pytest.approx(wanted)
+
+    def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
+        if self.after_steps:
+            self._check(trainer, task.idx, at_end=False)
+
+    def on_train_epoch_end(self, trainer: Any, task: Any) -> None:
+        self.ends += 1
+        self._check(trainer, len(SIZES) - 1, at_end=True)
+
+
+def run_program(
+    metrics: list[Metric], log_every_n_steps: int, epochs: int, *, after_steps: bool, ranks: int = 1
+) -> None:
+    """Fit a program; every read of `callback_metrics` is compared with the table."""
+    compare = Compare(metrics, after_steps=after_steps)
+    trainer = quiet_trainer(max_epochs=epochs, log_every_n_steps=log_every_n_steps, callbacks=[compare], devices="auto")
+    trainer.fit(Program(metrics), regression_loader(sum(SIZES) * ranks, batch_size=2))
+    assert compare.ends == epochs
+    assert dict(trainer.callback_metrics) == pytest.approx(expected(metrics, epochs - 1, len(SIZES) - 1, at_end=True))
+
+
+@settings(max_examples=40)
+@given(
+    metrics=st.lists(METRICS, min_size=1, max_size=4),
+    log_every_n_steps=st.sampled_from([1, 2, 3, 4, 50]),
+    epochs=st.integers(1, 3),
+    after_steps=st.booleans(),
+)
+def test_a_name_means_what_the_table_says_whatever_the_logging_interval(
+    metrics: list[Metric], log_every_n_steps: int, epochs: int, after_steps: bool
+) -> None:
+    run_program(metrics, log_every_n_steps, epochs, after_steps=after_steps)
+
+
+def _programs_on_rank() -> int:
+    SIZES[:] = [2, 2, 2]  # a ragged last batch is on one rank only
+    everywhere = [
+        Metric(on_step, on_epoch, reduce_fx, frozenset(batches), where)
+        for (on_step, on_epoch), reduce_fx, batches, where in product(
+            [(True, False), (False, True), (True, True)],
+            ["mean", "min", "max"],
+            [{0, 1, 2}, {1}],
+            ["training_step", "on_train_batch_end"],
+        )
+    ]
+    for log_every_n_steps in (2, 50):
+        run_program(everywhere, log_every_n_steps, 2, after_steps=True, ranks=2)
+    return len(everywhere)
+
+
+@pytest.mark.distributed
+def test_names_mean_the_same_on_two_ranks() -> None:
+    assert run_distributed(_programs_on_rank, 2) == [36, 36]
+
+
+@pytest.mark.parametrize("log_every_n_steps", [1, 3, 50])
+def test_scores_and_schedules_do_not_depend_on_the_logging_interval(log_every_n_steps: int, tmp_path: Path) -> None:
+    class Watched(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss = self.loss(batch)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def on_train_epoch_end(self) -> None:
+            self.means.append(float(self.trainer.callback_metrics["loss_epoch"]))
+
+        def configure_optimizers(self) -> Any:
+            self.means: list[float] = []
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Plateau(optimizer), "monitor": "loss"}}
+
+    seen: list[float] = []
+
+    class Plateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: int | None = None) -> None:
+            seen.append(float(metrics))
+            super().step(metrics)
+
+    task = Watched()
+    saver = ModelCheckpoint(tmp_path / "c", filename="{epoch}", monitor="loss", save_top_k=-1)
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_epochs=3, log_every_n_steps=log_every_n_steps, callbacks=[saver], logger=logger)
+    trainer.fit(task, regression_loader(5, batch_size=2))
+    assert [*saver.best_k_models.values()] == task.means == seen
+    assert trainer.callback_metrics["loss"] == task.means[-1]
