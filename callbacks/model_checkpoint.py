@@ -288,8 +288,8 @@ class ModelCheckpoint(Callback):
             self._ask(trainer)
 
     def on_train_end(self, trainer: Run, task: TaskModule) -> None:
-        # Where one checkpoint is kept without a monitor, it must hold the last step wherever the fit ends. Where all are
-        # kept, a run that is shorter than its first interval must save one too.
+        # Where one checkpoint is kept without a monitor, it must hold the last step, wherever the fit ends. Where all
+        # are kept, a run that is shorter than its first interval must save one too.
         wanted = self.every_n_train_steps or self.every_n_epochs or self.train_time_interval or self.keep_every
         keeps_newest = self.save_top_k == 1 or (self.save_top_k == -1 and self._latest is None)
         keeps_newest = bool(keeps_newest and self.monitor is None and wanted)
