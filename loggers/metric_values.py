@@ -257,10 +257,8 @@ def entry_of(slot: MetricSlot) -> Entry:
     forked = settings.on_step and settings.on_epoch
     kind, main_only, loader = slot.kind, settings.main_only, slot.loader
     closed = forked and slot.metric is None and not slot.has_epoch_values
-    return Entry(
-        *(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only),
-        loader=loader, epoch_closed=closed,
-    )  # fmt: skip
+    entry = Entry(slot.name, slot.suffix, forked, settings.logger, settings.prog_bar, kind, main_only, loader=loader)
+    return entry._replace(epoch_closed=True) if closed else entry
 
 
 def combine(entries: Sequence[Entry], reduction: Reduction | None) -> float | None:
