@@ -103,10 +103,9 @@ class TensorBoardLogger(VersionedLogger):
         self._backend().file_writer.add_event(mark, step)
 
     def replace(self, step: int, earlier: Mapping[str, int]) -> None:
-        """Hide an earlier run's curves that continue past `step`; a second point at their end, as of a test, stays."""
-        if any(last > step for last in earlier.values()):
-            super().replace(step, earlier)
-            self._previous = {}
+        """Hide all curves of an earlier run from `step` on: the mark does not name single ones."""
+        super().replace(step, earlier)
+        self._previous = {}
 
     def log_hyperparams(
         self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int = 0

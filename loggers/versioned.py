@@ -28,8 +28,9 @@ class VersionedLogger(Logger):
     folder is that one, whatever it contains.
 
     The steps of a curve always increase. A resumed run (see `load_state_dict`) first removes what the interrupted one
-    has logged after the point from which it continues. Any other run that writes into a folder with a log replaces,
-    with a warning, the curves that already have values at its steps, and keeps the others.
+    has logged after the point from which it continues. Any other fit or run that writes into a folder with a log
+    replaces, with a warning, the curves that go beyond its step, and keeps the others; a second value at the last step
+    of a curve, as of a second test, is kept beside the first.
 
     Args:
         save_dir: parent folder; None: the run's root folder. Default: None.
@@ -159,8 +160,9 @@ class VersionedLogger(Logger):
         """Remove curves that an earlier run has logged at `step` or later; name → its last step."""
         self.remove_from(step, earlier)
         self.warn_once(
-            f"{type(self).__name__} writes into {self.log_dir}, which holds the log of another run; its values of "
-            f"{', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new folder."
+            f"{type(self).__name__} writes into {self.log_dir}, which holds the log of an earlier fit or run; its "
+            f"values of {', '.join(sorted(earlier))} from step {step} on are replaced. Leave `version` unset for a new "
+            "folder."
         )
 
     def _close(self) -> None:
@@ -184,7 +186,7 @@ class VersionedLogger(Logger):
                 self._previous = self.last_steps()
         if self._previous:
             earlier = {name: self._previous.pop(name) for name in names if name in self._previous and name not in WHERE}
-            earlier = {name: last for name, last in earlier.items() if last >= step}
+            earlier = {name: last for name, last in earlier.items() if last > step}
             if earlier:
                 self.replace(step, earlier)
         if self._last_step is None or step > self._last_step:

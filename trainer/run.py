@@ -249,7 +249,8 @@ class StageRun:
         self.shown.logged.update(metrics)
         if self.logging is not None:
             epoch = self.state.epoch if epoch is None else epoch
-            self.logging.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - 1, 0))
+            alone = self.stage in ("validate", "test")  # after the last step of the fit before it
+            self.logging.log_metrics({**metrics, "epoch": epoch}, max(self.state.step - (not alone), 0))
 
     def show_now(self, metrics: Mapping[str, float]) -> None:
         """Put host-side numbers into `callback_metrics`."""

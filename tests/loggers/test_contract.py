@@ -345,15 +345,15 @@ def test_a_test_run_in_the_folder_of_a_training_leaves_its_curves_alone(folder_c
 
 
 @pytest.mark.slow
-def test_a_test_run_may_be_repeated_in_the_folder_of_a_training(folder_case: Case, run: RunInfo) -> None:
+def test_a_repeated_test_keeps_the_values_of_the_first(folder_case: Case, run: RunInfo) -> None:
     write(folder_case, run, range(1, 6), version=0).finish("success")
     write(folder_case, run, range(1), version=0, metric="test_loss").finish("success")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainwrightWarning)  # a file can replace the earlier value, and says so
+        warnings.simplefilter("error", TrainwrightWarning)
         last = write(folder_case, run, range(1), version=0, metric="test_loss", value=2.0)
     last.finish("success")
     assert folder_case.points(last, "loss") == [(step, 1.0) for step in range(1, 6)]
-    assert folder_case.points(last, "test_loss")[-1] == (0, 2.0)
+    assert folder_case.points(last, "test_loss") == [(0, 1.0), (0, 2.0)]
 
 
 def test_the_experiment_can_be_asked_for_before_any_trainer(

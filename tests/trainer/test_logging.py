@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
+from trainwright.loggers.csv_logger import CSVLogger
 from trainwright.loggers.logger import Logger, RunInfo
 from trainwright.trainer.trainer import Trainer
 
@@ -112,6 +114,21 @@ def test_validation_metrics_stand_at_the_step_after_which_it_ran() -> None:
     trainer = quiet_trainer(max_epochs=2, limit_train_batches=4, val_check_interval=2, logger=logger)
     trainer.fit(RegressionTask(), regression_loader(), regression_loader(2))
     assert list(logger.values("val_loss")) == [1, 3, 5, 7]
+
+
+def test_evaluations_after_a_fit_add_to_its_log_and_stand_after_it(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    trainer = quiet_trainer(max_epochs=1, logger=logger, log_every_n_steps=2)
+    task, loader = RegressionTask(), regression_loader(4)
+    trainer.fit(task, loader, loader)
+    fitted = logger.metrics_file.read_text().splitlines()
+    trainer.validate(task, loader)
+    trainer.test(task, loader)
+    trainer.test(task, loader)
+    rows = list(csv.DictReader(logger.metrics_file.read_text().splitlines()))
+    assert [row["step"] for row in rows if row["val_loss"]] == ["3", "4"]
+    assert [row["step"] for row in rows if row["test_loss"]] == ["4", "4"]
+    assert len(rows) == len(fitted) - 1 + 3
 
 
 def test_the_sanity_check_logs_nothing() -> None:
