@@ -249,7 +249,7 @@ class ModelCheckpoint(Callback):
         if stage == "fit":
             folder = self._given_dirpath or trainer.checkpoint_dir
             if self.remote is not None:
-                folder = local_folder(trainer.default_root_dir.absolute() / "checkpoints", self.remote)
+                folder = local_folder(Path(trainer.default_root_dir, "checkpoints").absolute(), self.remote)
             if self._folder not in (None, folder):
                 self._forget(self._held_names())  # names of an earlier fit, in another folder
             self._folder = folder

@@ -189,12 +189,12 @@ class Logger(ABC):
         return "/"
 
     @property
-    def save_dir(self) -> Path | str | None:
+    def save_dir(self) -> str | None:
         """The parent folder of all output; None if there is none, or it is not known yet."""
         return None
 
     @property
-    def root_dir(self) -> Path | str | None:
+    def root_dir(self) -> str | None:
         """The folder of all runs of this name; None if there is none, or it is not known yet."""
         return None
 
@@ -209,7 +209,7 @@ class Logger(ABC):
         return None
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | None:
         """The folder of this run's log; None if there is none, or it is not known before `start`."""
         return None
 

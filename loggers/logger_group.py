@@ -54,7 +54,7 @@ class LoggerGroup:
         return [logger for logger in self.loggers if not self._is_dropped(logger)] if self.is_main else []
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | None:
         """The folder of the first logger that has one; known on the main rank once started."""
         return next((logger.log_dir for logger in self.loggers if logger.log_dir is not None), None)
 
@@ -65,13 +65,13 @@ class LoggerGroup:
             MissingPackageError, ConfigurationError: a logger is not configured correctly.
         """
         self._dropped = []
-        claimed: dict[Path | None, int | str] = {}
+        claimed: dict[str | None, int | str] = {}
         for logger in self.active:
             if isinstance(logger, VersionedLogger) and logger.is_started and logger.version is not None:
                 claimed.setdefault(logger.root_dir, logger.version)  # it was used before the Trainer
         for logger in self.active:
             if isinstance(logger, VersionedLogger):
-                base = logger.root_dir or run.root_dir / logger.name
+                base = logger.root_dir or str(run.root_dir / logger.name)
                 if base in claimed:
                     logger.share_version(claimed[base])
                 self._call(logger, "start", run, strict=True)

@@ -88,30 +88,30 @@ class VersionedLogger(Logger):
         return self._version
 
     @property
-    def save_dir(self) -> Path | None:
+    def save_dir(self) -> str | None:
         """The parent folder; None if it depends on the run and that has not begun."""
         if self._save_dir is not None:
-            return self._save_dir
-        return self._run.root_dir if self._run is not None else None
+            return str(self._save_dir)
+        return str(self._run.root_dir) if self._run is not None else None
 
     @property
-    def root_dir(self) -> Path | None:
+    def root_dir(self) -> str | None:
         """The folder of all versions, `save_dir/name`."""
-        return self.save_dir / self._name if self.save_dir is not None else None
+        return str(Path(self.save_dir, self._name)) if self.save_dir is not None else None
 
     @property
-    def version_dir(self) -> Path | None:
+    def version_dir(self) -> str | None:
         """The folder of this version; None until it is known."""
         version = self.version
         if self.root_dir is None or version is None:
             return None
-        return self.root_dir / (f"version_{version}" if isinstance(version, int) else version)
+        return str(Path(self.root_dir, f"version_{version}" if isinstance(version, int) else version))
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | None:
         """The folder of log files: the version's, or `sub_dir` in it; None until it is known."""
         found = self.version_dir
-        return found / self._sub_dir if found is not None and self._sub_dir is not None else found
+        return str(Path(found, self._sub_dir)) if found is not None and self._sub_dir is not None else found
 
     def share_version(self, version: int | str) -> None:
         """Use the folder that another logger of the same run has claimed, unless a version was given."""
@@ -125,7 +125,7 @@ class VersionedLogger(Logger):
         super().start(run)
         if self._version is None:
             assert self.root_dir is not None  # known once a run is
-            self._version = claim_version(self.root_dir, run.run_name)
+            self._version = claim_version(Path(self.root_dir), run.run_name)
         folder = self._folder()
         folder.mkdir(parents=True, exist_ok=True)
         self._continues = self.has_log(folder)
@@ -172,7 +172,7 @@ class VersionedLogger(Logger):
         folder = self.log_dir
         if folder is None:
             raise _not_started(self)
-        return folder
+        return Path(folder)
 
     def advance(self, step: int, names: Collection[str]) -> None:
         """Remove what conflicts with logging `names` at `step`."""
@@ -227,10 +227,9 @@ class VersionedLogger(Logger):
                 self._close()
                 self._run = None
                 if unused is not None:
-                    for folder in (self._sub_dir and unused / self._sub_dir, unused):
+                    for folder in (Path(unused, self._sub_dir or ""), Path(unused)):
                         with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
-                            if folder:
-                                folder.rmdir()
+                            folder.rmdir()
             self._version = version
             if run is not None:
                 self.start(run)

@@ -117,13 +117,13 @@ class WandbLogger(Logger):
         return self._id
 
     @property
-    def log_dir(self) -> Path | None:
+    def log_dir(self) -> str | None:
         """The parent of W&B's own folders."""
-        return self._save_dir
+        return self.save_dir
 
     @property
-    def save_dir(self) -> Path | None:
-        return self._save_dir
+    def save_dir(self) -> str | None:
+        return None if self._save_dir is None else str(self._save_dir)
 
     @property
     def experiment(self) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -96,6 +96,34 @@ class Strategy:
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.processes.rank == 0
+
+    @property
+    def root_device(self) -> torch.device:
+        """Lightning's name of `device`."""
+        return self.device
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Lightning's name of `is_main`."""
+        return self.is_main
+
+    @property
+    def model(self) -> TaskModule | None:
+        """The task, once it is prepared; no strategy wraps it."""
+        return vars(self).get("task")
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank. Collective; the name says where to a reader."""
+        self.processes.barrier()
+
+    def broadcast(self, obj: object, src: int = 0) -> Any:
+        """Return `obj` of rank `src` on every rank. Collective; small picklable objects, on the host."""
+        return self.processes.broadcast_object(obj, src)
+
+    def reduce(self, tensor: torch.Tensor, *, reduce_op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+        """Return the mean or the sum of all data ranks' tensors, of one shape, on every rank. Collective."""
+        gathered = self.data_ranks.all_gather(tensor)
+        return gathered.sum(0) if reduce_op == "sum" else gathered.mean(0)
 
     def configure(self, settings: EngineSettings) -> None:
         """Take the Trainer's settings. Touches no device and no process.

@@ -156,7 +156,7 @@ class LightningNames:
     val_check_interval = Argument[Any](unset=1.0)
 
     accumulate_grad_batches = Setting[int]("Micro-batches in one optimizer step.")
-    default_root_dir = Fact[Path](lambda run: run.settings.root, "Where a run's files go.")
+    default_root_dir = Fact[str](lambda run: str(run.settings.root), "Where a run's files go.")
     log_every_n_steps = Setting[int]("Steps between two flushes of metrics.")
     num_sanity_val_steps = Setting[int]("Validation batches tried before training; -1: all.")
 
@@ -221,8 +221,9 @@ class LightningNames:
         lambda run: run.stage == "fit" and run.evaluating is None,
         "Whether training steps are running, not an evaluation between them.",
     )
-    evaluating = Fact[str | None](
-        lambda run: run.evaluating, '`"validate"`, `"test"` or `"predict"` while one runs, else None.'
+    evaluating = Fact[bool](
+        lambda run: run.evaluating in ("validate", "test"),
+        "Whether a validation or a test is running, the validation before training included.",
     )
     sanity_checking = Fact[bool](
         lambda run: run.sanity_checking, "Whether the validation that runs is the one before training."
@@ -257,7 +258,7 @@ class LightningNames:
         lambda run: run.history.skipped_batches, "Training data that was consumed and changed no weight, in its order."
     )
     checkpoint_dir = Fact[Path](lambda run: run.checkpoint_dir, "Where checkpoints go when a request names no folder.")
-    log_dir = Fact[Path | None](
+    log_dir = Fact[str | None](
         lambda run: next((logger.log_dir for logger in run.loggers if logger.log_dir is not None), None),
         "The folder of the first logger that has one; known on the main rank once a stage has started.",
     )

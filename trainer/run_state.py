@@ -48,8 +48,8 @@ class Asked(Protocol):
         """The stage that is running, or None."""
 
     @property
-    def evaluating(self) -> str | None:
-        """Which evaluation is running, or None."""
+    def run(self) -> Any:
+        """The present stage's run, which knows the evaluation that is running."""
 
     @property
     def sanity_checking(self) -> bool:
@@ -83,8 +83,8 @@ class RunState(TrainState):
         trainer = self._trainer
         if trainer.sanity_checking:
             return RunningStage.SANITY_CHECKING
-        if trainer.evaluating is not None:
-            return RunningStage(trainer.evaluating)
+        if trainer.run.evaluating is not None:
+            return RunningStage(trainer.run.evaluating)
         return None if trainer.stage is None else RunningStage("train" if trainer.stage == "fit" else trainer.stage)
 
     @property

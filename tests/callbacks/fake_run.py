@@ -101,7 +101,7 @@ class FakeRun:
         self.datamodule: Any = None
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.default_root_dir = root
+        self.default_root_dir = str(root)
         self.accumulate_grad_batches = 1
         self.count_tokens = False
         self.log_every_n_steps = 1
@@ -143,7 +143,7 @@ class FakeRun:
 
     @property
     def checkpoint_dir(self) -> Path:
-        return self.default_root_dir / "checkpoints"
+        return Path(self.default_root_dir, "checkpoints")
 
     @property
     def current_epoch(self) -> int:

@@ -268,4 +268,4 @@ def test_loggers_hear_the_rate_that_was_found(tmp_path: Path) -> None:
         trainer.fit(task, regression_loader(64, 8))
         assert logger.log_dir is not None
         assert task.hparams.lr != 1e-3
-        assert yaml.safe_load((logger.log_dir / "hparams.yaml").read_text()) == {"lr": task.hparams.lr}
+        assert yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text()) == {"lr": task.hparams.lr}

@@ -33,12 +33,12 @@ Points = list[tuple[int, float]]
 
 
 def csv_points(logger: Any, name: str) -> Points:
-    with open(logger.log_dir / "metrics.csv", newline="") as file:
+    with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
         return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
 
 
 def jsonl_points(logger: Any, name: str) -> Points:
-    lines = (logger.log_dir / "metrics.jsonl").read_text().splitlines()
+    lines = Path(logger.log_dir, "metrics.jsonl").read_text().splitlines()
     return [(row["step"], float(row[name])) for row in map(json.loads, lines) if name in row]
 
 
@@ -51,7 +51,7 @@ def console_points(logger: Any, name: str) -> Points:
 def tensorboard_points(logger: Any, name: str) -> Points:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(logger.log_dir, size_guidance={"scalars": 0}).Reload()
     return [(event.step, event.value) for event in events.Scalars(name)] if name in events.Tags()["scalars"] else []
 
 
@@ -256,7 +256,7 @@ def test_each_run_has_a_numbered_folder(folder_case: Case, run: RunInfo) -> None
         logger = write(folder_case, run, range(1, 2))
         logger.finish("success")
         assert logger.version == number
-        assert logger.log_dir == run.root_dir / "trainwright_logs" / f"version_{number}"
+        assert logger.log_dir == str(run.root_dir / "trainwright_logs" / f"version_{number}")
 
 
 def test_a_new_folder_follows_the_largest_number(folder_case: Case, run: RunInfo) -> None:
@@ -270,7 +270,7 @@ def test_a_new_folder_follows_the_largest_number(folder_case: Case, run: RunInfo
 def test_name_version_and_save_dir_make_the_folder(folder_case: Case, run: RunInfo, tmp_path: Path) -> None:
     logger = write(folder_case, run, range(1, 2), save_dir=tmp_path / "logs", name="mine", version="final")
     logger.finish("success")
-    assert logger.log_dir == tmp_path / "logs" / "mine" / "final"
+    assert logger.log_dir == str(tmp_path / "logs" / "mine" / "final")
     assert folder_case.points(logger, "loss") == [(1, 1.0)]
 
 

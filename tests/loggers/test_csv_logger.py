@@ -22,7 +22,7 @@ def started(folder: Path, **options: int | str) -> CSVLogger:
 
 def rows(logger: CSVLogger) -> list[dict[str, str]]:
     assert logger.log_dir is not None
-    with open(logger.log_dir / "metrics.csv", newline="") as file:
+    with open(Path(logger.log_dir, "metrics.csv"), newline="") as file:
         return list(csv.DictReader(file))
 
 

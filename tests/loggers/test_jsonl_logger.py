@@ -29,7 +29,7 @@ def strict(line: str) -> Any:
 
 def lines(logger: JSONLinesLogger) -> list[Any]:
     assert logger.log_dir is not None
-    return [strict(line) for line in (logger.log_dir / "metrics.jsonl").read_text().splitlines()]
+    return [strict(line) for line in Path(logger.log_dir, "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_line_holds_step_time_and_metrics(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_the_file_is_valid_json_with_values_that_are_not_finite(tmp_path: Path) 
     (line,) = lines(logger)
     assert (line["a"], line["b"]) == ("NaN", "-Infinity")
     assert logger.log_dir is not None
-    assert strict((logger.log_dir / "hparams.json").read_text()) == {"limit": "Infinity"}
+    assert strict(Path(logger.log_dir, "hparams.json").read_text()) == {"limit": "Infinity"}
 
 
 def test_a_line_cut_off_by_a_crash_is_removed_before_the_next(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_loggers_in_one_place_share_the_numbered_folder(run: RunInfo) -> None:
     group.log_metrics({"a": 1.0}, 1)
     group.finish("success")
     assert [logger.version for logger in loggers] == [1, 1, 1, 0]
-    assert group.log_dir == run.root_dir / "trainwright_logs" / "version_1"
+    assert group.log_dir == str(run.root_dir / "trainwright_logs" / "version_1")
 
 
 def test_loggers_that_share_a_folder_resume_in_the_old_one_together(run: RunInfo) -> None:

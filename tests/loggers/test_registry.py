@@ -18,7 +18,7 @@ from trainwright.loggers import LOGGERS, ConsoleLogger, CSVLogger, Logger, Tenso
 def test_the_default_is_tensorboard(spec: Any, tmp_path: Path) -> None:
     (found,) = resolve_loggers(spec, tmp_path)
     assert isinstance(found, TensorBoardLogger)
-    assert found.save_dir == tmp_path
+    assert found.save_dir == str(tmp_path)
 
 
 def test_without_tensorboard_the_default_is_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

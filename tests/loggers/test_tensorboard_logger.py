@@ -31,7 +31,7 @@ def events_of(logger: TensorBoardLogger) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger.finish("success")
-    return EventAccumulator(str(logger.log_dir)).Reload()
+    return EventAccumulator(logger.log_dir).Reload()
 
 
 def picture(event: Any) -> np.ndarray[Any, Any]:
@@ -141,7 +141,7 @@ def test_hyperparameters_are_a_flat_table_and_nested_yaml(tmp_path: Path) -> Non
     assert hparams_of(events) == expected
     assert [(event.step, event.value) for event in events.Scalars("hp_metric")] == [(0, -1.0)]
     assert logger.log_dir is not None
-    text = (logger.log_dir / "hparams.yaml").read_text()
+    text = Path(logger.log_dir, "hparams.yaml").read_text()
     assert yaml.safe_load(text)["net"] == {"act": "relu", "sizes": [1, 2]}
 
 

@@ -57,7 +57,7 @@ class _Look(Callback):
     def on_train_step_end(self, trainer: Any, task: Any, result: Any) -> None:
         if self.saves:
             before = self._state()
-            trainer.save_checkpoint(trainer.default_root_dir / f"by-hand-{trainer.global_step}")
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / f"by-hand-{trainer.global_step}")
             assert self._state() == before
         self.seen.append(self._state())
 

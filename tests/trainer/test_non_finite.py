@@ -252,7 +252,7 @@ def test_the_last_loss_is_logged_as_it_was_and_at_a_step_of_its_own(tmp_path: Pa
 
 def _logged(trainer: Trainer) -> tuple[list[int], list[float]]:
     assert trainer.log_dir is not None
-    with open(trainer.log_dir / "metrics.csv", newline="") as file:
+    with open(Path(trainer.log_dir, "metrics.csv"), newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["train_loss"]]
     return [int(row["step"]) for row in rows], [float(row["train_loss"]) for row in rows]
 

@@ -128,7 +128,7 @@ class Run(Protocol):
     optimizers: list[Optimizer]
     lr_scheduler_configs: list[SchedulerConfig]
     datamodule: Any
-    default_root_dir: Path
+    default_root_dir: str
     accumulate_grad_batches: int  # a callback may change it before an epoch's first group
     count_tokens: bool  # set it in a callback's `setup` to have `state.tokens` counted
     log_every_n_steps: int

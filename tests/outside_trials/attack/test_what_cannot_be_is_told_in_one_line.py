@@ -98,6 +98,6 @@ def test_a_loggers_event_folder_stays_below_its_own(tmp_path: Path) -> None:
 
 
 def test_a_logger_may_have_folders_of_several_steps(tmp_path: Path) -> None:
-    assert (
-        CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == tmp_path / "group/experiment/seed/1"
+    assert CSVLogger(tmp_path, name="group/experiment", version="seed/1").log_dir == str(
+        tmp_path / "group/experiment/seed/1"
     )

@@ -80,7 +80,7 @@ def test_what_it_cannot_hold_is_left_out_with_a_warning_and_can_still_be_read(tm
     logger = CSVLogger(tmp_path)
     path = _saved(task, tmp_path, logger=logger)
     assert logger.log_dir is not None
-    assert (logger.log_dir / "hparams.yaml").read_text() == "width: 3\n"
+    assert Path(logger.log_dir, "hparams.yaml").read_text() == "width: 3\n"
     with pytest.raises(CheckpointError, match=r"loss_fn.*save_hyperparameters could not keep: loss_fn is a MSELoss"):
         Needing.load_from_checkpoint(path)
     with pytest.warns(TrainwrightWarning, match="loss_fn is a L1Loss"):

@@ -60,5 +60,5 @@ def test_hyperparameters_are_logged_unless_told_otherwise(tmp_path: Path, wanted
     trainer.fit(WithHyperparameters(), regression_loader(4))
     assert trainer.enable_autolog_hparams is wanted
     assert logger.log_dir is not None
-    found = logger.log_dir / "hparams.yaml"
+    found = Path(logger.log_dir, "hparams.yaml")
     assert (found.exists() and "lr" in found.read_text()) is wanted

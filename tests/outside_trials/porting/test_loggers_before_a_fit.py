@@ -163,7 +163,7 @@ def test_weights_and_biases_opens_no_second_run_after_a_fit(tmp_path: Path, monk
     quiet_trainer(max_steps=1, logger=logger).fit(RegressionTask(), regression_loader(4))
     assert logger.experiment is made[0]
     assert len(made) == 1
-    assert logger.save_dir == tmp_path
+    assert logger.save_dir == str(tmp_path)
     logger.log_table("t", columns=["a"], data=[[1]])
     logger.log_audio("s", [1, 2], step=3, caption=["x", "y"])
     assert len(made) == 2  # logging after the end opens the run again

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
@@ -196,7 +198,7 @@ def test_the_logger_can_be_set_between_two_fits(tmp_path: Any) -> None:
     assert trainer.loggers == [logger]
     trainer.fit(RegressionTask(), regression_loader(8))
     assert logger.log_dir is not None
-    assert (logger.log_dir / "metrics.csv").exists()
+    assert Path(logger.log_dir, "metrics.csv").exists()
     trainer.logger = None
     assert trainer.logger is None
     trainer.logger = True
@@ -234,3 +236,24 @@ def test_storage_options_are_refused_with_a_way_out(tmp_path: Any) -> None:
     assert trainer.save_checkpoint(tmp_path / "a", storage_options=None) == tmp_path / "a"
     with pytest.raises(ConfigurationError, match=r"storage_options.*fsspec"):
         trainer.save_checkpoint(tmp_path / "b", storage_options={"anon": True})
+
+
+def test_folders_are_text_and_the_strategy_answers_to_lightnings_names(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    class Ask(Callback):
+        def on_validation_epoch_end(self, trainer: Any, task: Any) -> None:
+            strategy = trainer.strategy
+            strategy.barrier("here")
+            value = torch.tensor([1.0, 3.0])
+            seen.append((trainer.evaluating, strategy.root_device, strategy.is_global_zero, strategy.model is task))
+            seen.append((strategy.broadcast({"a": 1}), strategy.reduce(value).tolist(), strategy.reduce(value).shape))
+
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path, logger=CSVLogger(tmp_path), callbacks=Ask())
+    trainer.fit(RegressionTask(), regression_loader(8), regression_loader(8))
+    assert seen[-2:] == [(True, torch.device("cpu"), True, True), ({"a": 1}, [1.0, 3.0], (2,))]
+    assert trainer.evaluating is False
+    assert trainer.log_dir + "/metrics.csv" == str(trainer.logger.metrics_file)
+    assert trainer.default_root_dir + "/x" == str(tmp_path / "x")
+    for folder in (trainer.logger.log_dir, trainer.logger.save_dir, trainer.logger.root_dir):
+        assert isinstance(folder, str)
