@@ -7,6 +7,7 @@ a checkpoint, run its loop, and undo it all.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import log_through
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.errors import Preempted
+from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.process import describe, detect, started_by_trainer
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
@@ -38,6 +39,8 @@ from trainwright.trainer.recovery import ending
 from trainwright.trainer.recovery.leaving import leave
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
+
+_BEGINNING = threading.Lock()
 
 
 def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> LoadRequest:
@@ -66,6 +69,23 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
         sources.make(kind, task)  # raises, saying what to pass
     sources.check_lengths(stage)
     return check_early(load, stage)
+
+
+@contextmanager
+def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterator[None]:
+    """Let one stage begin at a time.
+
+    Raises:
+        ConfigurationError: a stage of the same Trainer (`last`) or of the same task runs.
+    """
+    owner = getattr(task._run, "run", None)
+    with _BEGINNING:
+        if (running := last.stage or (owner.stage if isinstance(owner, StageRun) else None)) is not None:
+            raise ConfigurationError(
+                f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
+                "or use another Trainer with a copy of the task. A fit validates by itself, see val_check_interval."
+            )
+        yield
 
 
 @contextmanager
