@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -97,32 +97,34 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """
     given = run.arguments
     status: Status = "failed"
-    try:
-        with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
-            _join(run)
-            processes = run.strategy.processes
-            with processes.watched(run.position):
-                _set_up(run, load)
-                with run.preemption.watching(run.loop) if run.trains else nullcontext():
+    with ExitStack() as watch:
+        try:
+            with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
+                _join(run)
+                processes = run.strategy.processes
+                if run.stage == "fit":
+                    watch.enter_context(run.preemption.watching(run))
+                with processes.watched(run.position):
+                    _set_up(run, load)
                     if run.trains and not run.is_trial:
                         begin_fit(run)
                         _sanity_check(run)
                     yield
                     if run.trains and not run.is_trial:
                         _end_fit(run)
-                run.strategy.make_whole()
-                processes.barrier()  # nobody leaves while another still talks to it
-        status = "success"
-    except BaseException as error:
-        run.interrupted = isinstance(error, KeyboardInterrupt)
-        if run.interrupted or isinstance(error, Preempted):
-            status = "interrupted"
-        clearer = ending.tell_about(run, error)
-        if clearer is not None:
-            raise clearer from error
-        raise
-    finally:
-        ending.tear_down(run, status)
+                    run.strategy.make_whole()
+                    processes.barrier()  # nobody leaves while another still talks to it
+            status = "success"
+        except BaseException as error:
+            run.interrupted = isinstance(error, KeyboardInterrupt)
+            if run.interrupted or isinstance(error, Preempted):
+                status = "interrupted"
+            clearer = ending.tell_about(run, error)
+            if clearer is not None:
+                raise clearer from error
+            raise
+        finally:
+            ending.tear_down(run, status)
 
 
 def _join(run: StageRun) -> None:
