@@ -78,9 +78,8 @@ def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterato
     Raises:
         ConfigurationError: a stage of the same Trainer (`last`) or of the same task runs.
     """
-    owner = getattr(task._run, "run", None)
     with _BEGINNING:
-        if (running := last.stage or (owner.stage if isinstance(owner, StageRun) else None)) is not None:
+        if (running := last.stage or (task._run and task._run.stage)) is not None:
             raise ConfigurationError(
                 f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
                 "or use another Trainer with a copy of the task. A fit validates by itself, see val_check_interval."

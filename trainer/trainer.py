@@ -470,7 +470,7 @@ class Trainer(LightningNames):
             OSError, CheckpointError: it, or one before it, could not be written.
         """
         run = self.run
-        if not (run.is_set_up or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
+        if not (run.logging is not None or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
         if (why := capture.half_done(run)) is not None:
             raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
