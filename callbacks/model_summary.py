@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from trainwright.callbacks.callback import Callback
 from trainwright.core.errors import ConfigurationError, require_package
 from trainwright.core.measures import evaluating
+from trainwright.core.process import on_terminal
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
@@ -172,7 +172,7 @@ class ModelSummary(Callback):
         if trainer.is_global_zero or task.example_input_array is not None:
             summary = summarize(task, self.max_depth)
             if trainer.is_global_zero:
-                trainer.print(_in_colour(summary) if sys.stdout.isatty() else str(summary))
+                trainer.print(_in_colour(summary) if on_terminal() else str(summary))
 
 
 def readable(number: int) -> str:

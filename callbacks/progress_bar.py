@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, Literal
 
 from trainwright.callbacks.callback import Callback, Order
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.hooks import StepOutput
+from trainwright.core.process import try_output
 from trainwright.core.run import Run, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
@@ -60,6 +61,7 @@ class ProgressBar(Callback):
         self._enabled = True
         self._active = False
         self._draws = False
+        self._lost = False
         self._next_look_s = 0.0
         self._training: _Progress | None = None
         self._evaluating: _Progress | None = None
@@ -133,7 +135,7 @@ class ProgressBar(Callback):
             print(*values, sep=sep, end=end, file=file, flush=flush)
         else:
             text = (" " if sep is None else sep).join(str(value) for value in values)
-            self.write(text + (end or "").removesuffix("\n"))
+            self._output(self.write, text + (end or "").removesuffix("\n"))
 
     # The run
 
@@ -205,10 +207,15 @@ class ProgressBar(Callback):
 
     # Implementation
 
+    def _output(self, output: Callable[..., None], *args: Any, **options: Any) -> None:
+        """Call what writes, until standard output cannot be written any more."""
+        if not self._lost:
+            self._lost = not try_output(output, *args, **options)
+
     def _begin(self, kind: Kind, description: str, total: int | None, done: int) -> _Progress:
         progress = _Progress(kind, description, total, done)
         if self._draws:
-            self.open(kind, description, total, done)
+            self._output(self.open, kind, description, total, done)
         self._next_look_s = progress.started_s + (REDRAW_S if self._draws else LINE_S)
         return progress
 
@@ -230,9 +237,9 @@ class ProgressBar(Callback):
         progress.done = progress.shown = done
         metrics = _readable(self.get_metrics(run, task))
         if self._draws:
-            self.draw(progress.kind, done, metrics)
+            self._output(self.draw, progress.kind, done, metrics)
         else:
-            self.write(progress.line(metrics))
+            self._output(self.write, progress.line(metrics))
         self._next_look_s = time.monotonic() + (REDRAW_S if self._draws else LINE_S)
 
     def _finish_training(self, run: Run, task: TaskModule, *, leave: bool) -> None:
@@ -242,10 +249,10 @@ class ProgressBar(Callback):
         progress.end(progress.done if progress.ended_s is not None else run.state.batch_in_epoch)
         metrics = _readable(self.get_metrics(run, task))
         if self._draws:
-            self.draw("train", progress.done, metrics)
-            self.close("train", leave=leave)
+            self._output(self.draw, "train", progress.done, metrics)
+            self._output(self.close, "train", leave=leave)
         else:
-            self.write(progress.line(metrics))
+            self._output(self.write, progress.line(metrics))
 
     def _finish_evaluation(self, run: Run, task: TaskModule) -> None:
         progress, self._evaluating = self._evaluating, None
@@ -257,18 +264,18 @@ class ProgressBar(Callback):
         if self._training is not None:
             self._training.started_s += paused_s
         if self._draws:
-            self.draw("eval", progress.done, {})
-            self.close("eval", leave=not within_fit, paused_s=paused_s)
+            self._output(self.draw, "eval", progress.done, {})
+            self._output(self.close, "eval", leave=not within_fit, paused_s=paused_s)
             if self._training is not None:
-                self.draw("train", run.state.batch_in_epoch, _readable(self.get_metrics(run, task)))
+                self._output(self.draw, "train", run.state.batch_in_epoch, _readable(self.get_metrics(run, task)))
         elif not within_fit:
-            self.write(progress.line(_readable(self.get_metrics(run, task))))
+            self._output(self.write, progress.line(_readable(self.get_metrics(run, task))))
 
     def _close_all(self) -> None:
         if self._draws:
             for progress in (self._evaluating, self._training):
                 if progress is not None:
-                    self.close(progress.kind, leave=True)
+                    self._output(self.close, progress.kind, leave=True)
         self._training = self._evaluating = None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.core.errors import require_package
-from trainwright.core.process import in_notebook
+from trainwright.core.process import in_notebook, on_terminal
 
 _PURPOSE = "RichProgressBar"
 
@@ -30,7 +30,7 @@ class RichProgressBar(ProgressBar):
 
     def can_draw(self) -> bool:
         """Return whether standard output is a terminal or a notebook."""
-        return sys.stdout.isatty() or in_notebook()
+        return on_terminal() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         if self._screen is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.core.errors import require_package
-from trainwright.core.process import in_notebook
+from trainwright.core.process import in_notebook, on_terminal
 
 
 class TQDMProgressBar(ProgressBar):
@@ -30,7 +30,7 @@ class TQDMProgressBar(ProgressBar):
 
     def can_draw(self) -> bool:
         """Return whether standard output is a terminal or a notebook."""
-        return sys.stdout.isatty() or in_notebook()
+        return on_terminal() or in_notebook()
 
     def open(self, kind: Kind, description: str, total: int | None, done: int) -> None:
         place = self.process_position + (1 if kind == "eval" and "train" in self._bars else 0)

@@ -71,7 +71,10 @@ def is_metric_object(value: object) -> bool:
 def to_number(name: str, value: Any) -> float | Tensor:
     """Return a float, or a detached 0-dim copy of a tensor on its own device; never waits for the device."""
     if isinstance(value, (bool, int, float)):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise TaskError(f"log({name!r}) got an integer too large for a float. Log its logarithm instead.") from None
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise TaskError(

@@ -133,6 +133,8 @@ class FitLoop:
         """What may follow a step: validation, a flush of metrics, checkpoints. Returns whether the epoch ends here."""
         run, loop, state = self._run, self._run.loop, self._run.state
         loop.read_clock(state)
+        if run.saves.reserves and state.step_in_epoch:
+            safe_point.reserve(run)
         if self._validates and self._validation.due(state, len(group.batches), group.is_last):
             self._validate()
         if self._log_every.due(state):

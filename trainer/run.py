@@ -21,6 +21,7 @@ from trainwright.callbacks.roles import ProgressDisplay, Saver
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.metric_value import as_values
+from trainwright.core.process import try_output
 from trainwright.core.run import Run, SaveRequest, SchedulerConfig, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
@@ -359,7 +360,10 @@ class StageRun:
             return
         display = next((callback for callback in self.callbacks if isinstance(callback, ProgressDisplay)), None)
         show: Callable[..., None] = print if display is None else display.print
-        show(*values, **options)
+        if "file" in options:
+            show(*values, **options)
+        else:
+            try_output(show, *values, **options)
 
     def warn(self, message: str) -> None:
         """Warn, on the main rank."""

@@ -7,8 +7,9 @@ a checkpoint, run its loop, and undo it all.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.callback import log_through
 from trainwright.callbacks.hook_table import HookTable
-from trainwright.core.errors import Preempted
+from trainwright.core.errors import ConfigurationError, Preempted
 from trainwright.core.process import describe, detect, started_by_trainer
 from trainwright.core.rng import isolate_rng
 from trainwright.core.run import Stage
@@ -38,6 +39,8 @@ from trainwright.trainer.recovery import ending
 from trainwright.trainer.recovery.leaving import leave
 from trainwright.trainer.recovery.preemption import EvaluationWatch
 from trainwright.trainer.run import ShownMetrics, StageRun
+
+_BEGINNING = threading.Lock()
 
 
 def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sources, load: LoadRequest) -> LoadRequest:
@@ -69,6 +72,22 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
 
 
 @contextmanager
+def nothing_else_runs(stage: Stage, last: StageRun, task: TaskModule) -> Iterator[None]:
+    """Let one stage begin at a time.
+
+    Raises:
+        ConfigurationError: a stage of the same Trainer (`last`) or of the same task runs.
+    """
+    with _BEGINNING:
+        if (running := last.stage or (task._run and task._run.stage)) is not None:
+            raise ConfigurationError(
+                f"trainer.{stage}() was called while {running}() runs with this Trainer or task. Call it afterwards, "
+                "or use another Trainer with a copy of the task. A fit validates by itself, see val_check_interval."
+            )
+        yield
+
+
+@contextmanager
 def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """Set a stage up for what runs inside, and tear it down however that ends. Collective.
 
@@ -77,32 +96,34 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """
     given = run.arguments
     status: Status = "failed"
-    try:
-        with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
-            _join(run)
-            processes = run.strategy.processes
-            with processes.watched(run.position):
-                _set_up(run, load)
-                with run.preemption.watching(run.loop) if run.trains else nullcontext():
+    with ExitStack() as watch:
+        try:
+            with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
+                _join(run)
+                processes = run.strategy.processes
+                if run.stage == "fit":
+                    watch.enter_context(run.preemption.watching(run))
+                with processes.watched(run.position):
+                    _set_up(run, load)
                     if run.trains and not run.is_trial:
                         begin_fit(run)
                         _sanity_check(run)
                     yield
                     if run.trains and not run.is_trial:
                         _end_fit(run)
-                run.strategy.make_whole()
-                processes.barrier()  # nobody leaves while another still talks to it
-        status = "success"
-    except BaseException as error:
-        run.interrupted = isinstance(error, KeyboardInterrupt)
-        if run.interrupted or isinstance(error, Preempted):
-            status = "interrupted"
-        clearer = ending.tell_about(run, error)
-        if clearer is not None:
-            raise clearer from error
-        raise
-    finally:
-        ending.tear_down(run, status)
+                    run.strategy.make_whole()
+                    processes.barrier()  # nobody leaves while another still talks to it
+            status = "success"
+        except BaseException as error:
+            run.interrupted = isinstance(error, KeyboardInterrupt)
+            if run.interrupted or isinstance(error, Preempted):
+                status = "interrupted"
+            clearer = ending.tell_about(run, error)
+            if clearer is not None:
+                raise clearer from error
+            raise
+        finally:
+            ending.tear_down(run, status)
 
 
 def _join(run: StageRun) -> None:

@@ -44,7 +44,7 @@ from trainwright.trainer.run_state import RunState
 from trainwright.trainer.schedule import Stop
 from trainwright.trainer.search.rehearsal import StageRehearsal
 from trainwright.trainer.search.training_pass import pass_training_data
-from trainwright.trainer.stage import check_stage, on_this_process
+from trainwright.trainer.stage import check_stage, nothing_else_runs, on_this_process
 
 
 class Loop(Protocol):
@@ -351,14 +351,16 @@ class Trainer(LightningNames):
                 raise
             return None
         finally:
+            run.stage = None  # also where its processes did not start
             if self.status == "running":
                 self.status = "interrupted"
             if is_trial:
                 self.run, self.verb, self.status = before
 
     def _begin(self, stage: Stage, task: TaskModule, sources: Sources, is_trial: bool) -> StageRun:
-        history = self.history.for_trial(RunState(self, self.state)) if is_trial else self.history
-        self.run = StageRun(self, self.settings, history, stage, task, sources, is_trial=is_trial)
+        with nothing_else_runs(stage, self.run, task):
+            history = self.history.for_trial(RunState(self, self.state)) if is_trial else self.history
+            self.run = StageRun(self, self.settings, history, stage, task, sources, is_trial=is_trial)
         self.verb, self.status = stage, "running"
         return self.run
 
@@ -468,7 +470,7 @@ class Trainer(LightningNames):
             OSError, CheckpointError: it, or one before it, could not be written.
         """
         run = self.run
-        if not (run.is_set_up or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
+        if not (run.logging is not None or run.is_trial) or not (run.loop.at_step_boundary or run.stage is None):
             raise ConfigurationError("save_checkpoint works between two steps of a fit, and after it.")
         if (why := capture.half_done(run)) is not None:
             raise ConfigurationError(f"{filepath} cannot be written: the fit has ended while {why}.")
@@ -492,8 +494,5 @@ class Trainer(LightningNames):
 
     def rehearse(self, *, alone: bool, remakes_loaders: bool = False) -> StageRehearsal:
         """Try steps out and leave no trace; see `Run.rehearse`."""
-
-        def show(run: StageRun) -> None:
-            self.run = run
-
+        show = partial(setattr, self, "run")
         return StageRehearsal(self.run, show, partial(RunState, self), alone=alone, remakes_loaders=remakes_loaders)

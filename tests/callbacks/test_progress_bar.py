@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.callbacks.fake_run import FakeRun
+from tests.helpers.runs import quiet_trainer
+from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.progress_bar import Kind, ProgressBar
 from trainwright.callbacks.rich_progress_bar import RichProgressBar
 from trainwright.callbacks.tqdm_progress_bar import TQDMProgressBar
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 
 DRAWN = [TQDMProgressBar, RichProgressBar]
 
@@ -272,3 +274,33 @@ def test_an_exception_ends_the_bars(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_negative_refresh_rate_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="refresh_rate=-1"):
         TQDMProgressBar(refresh_rate=-1)
+
+
+class _NoReader(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+class _NoReaderTerminal(_NoReader):
+    def isatty(self) -> bool:
+        return True
+
+
+def _closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("bar", [ProgressBar, TQDMProgressBar, RichProgressBar])
+@pytest.mark.parametrize("stream", [lambda: None, _closed, _NoReader, _NoReaderTerminal])
+def test_a_fit_trains_on_where_standard_output_cannot_be_written(
+    bar: Any, stream: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = quiet_trainer(max_epochs=2, enable_progress_bar=True, callbacks=[bar()])
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", stream())
+        with pytest.warns(TrainwrightWarning, match="Standard output cannot be written") as warned:
+            trainer.fit(RegressionTask(), regression_loader(4))
+    assert trainer.global_step == 8
+    assert len([each for each in warned if "Standard output" in str(each.message)]) == 1

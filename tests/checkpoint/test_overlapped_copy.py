@@ -92,6 +92,7 @@ def test_a_step_waits_for_the_copy_and_the_checkpoint_is_that_of_the_submit(
 ) -> None:
     net, optimizer = trained(kind)
     write_checkpoint(tmp_path / "at_once", snapshot_of(net, optimizer))
+    writer.optimizers = [optimizer]
     writer.submit(tmp_path / "later", snapshot_of(net, optimizer))
     step(net, optimizer)  # the thread has copied nothing: the step does so itself
     after = named_optimizer_state(optimizer, {p: n for n, p in net.named_parameters()})["state"]["weight"]
@@ -161,29 +162,28 @@ def test_without_the_promise_everything_is_copied_at_once(
 
 
 def test_optimizers_are_guarded_only_while_a_writer_may_copy(tmp_path: Path) -> None:
-    hooks = torch_optimizer._global_optimizer_pre_hooks
-    before = len(hooks)
     writer = AsyncWriter()
     net, optimizer = trained()
+    hooks, others = optimizer._optimizer_step_pre_hooks, dict(torch_optimizer._global_optimizer_pre_hooks)
+    writer.optimizers = [optimizer]
     for number in range(2):
         writer.submit(tmp_path / str(number), snapshot_of(net, optimizer))
-    assert len(hooks) == before + 1
+    assert len(hooks) == 1
+    assert torch_optimizer._global_optimizer_pre_hooks == others
     writer.close()
-    assert len(hooks) == before
+    assert not hooks
 
 
 def test_a_guard_keeps_no_writer_alive(tmp_path: Path) -> None:
-    hooks = dict(torch_optimizer._global_optimizer_pre_hooks)
     writer = AsyncWriter()
     net, optimizer = trained()
+    writer.optimizers = [optimizer]
     writer.submit(tmp_path / "a", snapshot_of(net, optimizer))
     writer.wait()
     gone = weakref.ref(writer)
     del writer
     assert gone() is None
     step(net, optimizer)
-    for key in torch_optimizer._global_optimizer_pre_hooks.keys() - hooks.keys():
-        del torch_optimizer._global_optimizer_pre_hooks[key]
 
 
 def test_many_threads_may_finish_one_copy() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
@@ -362,7 +363,7 @@ def test_the_first_saves_memory_is_asked_for_after_the_first_step_where_a_save_w
     trainer.fit(task, regression_loader())
     # Of each weight itself and two averages, and of each tensor a counter.
     expected_size = sum(3 * p.nbytes + 4 for p in task.parameters()) + sum(b.nbytes for b in task.buffers())
-    assert asked == [(expected_size, 0)] * expected
+    assert asked == [(expected_size, 1)] * expected
 
 
 def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
@@ -381,3 +382,16 @@ def test_a_fit_that_ends_before_its_first_step_prepares_for_no_other(
     weight.grad = torch.ones(2)
     torch.optim.SGD([weight]).step()
     assert asked == []
+
+
+def test_a_fit_that_saves_leaves_optimizers_of_other_fits_alone(tmp_path: Path) -> None:
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+            of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+            found.append([*of_all[0], *of_all[1]])
+
+    found: list[Any] = []
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    trainer = quiet_trainer(max_steps=4, callbacks=[Looks(), saver])
+    trainer.fit(RegressionTask(), regression_loader())
+    assert found == [[]] * 4  # other threads may run through these hooks

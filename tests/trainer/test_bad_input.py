@@ -20,7 +20,7 @@ from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.model_summary import ModelSummary
 from trainwright.core.duration import Duration
-from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
+from trainwright.core.errors import CheckpointError, ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.trainer.trainer import Trainer
@@ -401,3 +401,45 @@ def test_an_optimizer_of_what_is_not_the_tasks_is_refused() -> None:
 def test_a_fit_that_is_given_no_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     quiet_trainer(max_epochs=1, limit_train_batches=0).fit(RegressionTask(), regression_loader())
     assert "nothing is left to train: limit_train_batches=0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\ud800"])
+def test_a_folder_that_no_path_can_name_is_refused_before_the_first_step(name: str) -> None:
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(name)])
+    with pytest.raises(ConfigurationError, match="is not a folder's name"):
+        trainer.fit(RegressionTask(), regression_loader(1))
+    assert trainer.global_step == 0
+
+
+def test_an_integer_that_no_float_holds_is_named() -> None:
+    class Huge(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("huge", 10**400)
+            return self.loss(batch)
+
+    with pytest.raises(TaskError, match=r"log\('huge'\) got an integer too large"):
+        quiet_trainer(max_epochs=1).fit(Huge(), regression_loader(1))
+
+
+def test_a_checkpoint_before_the_model_is_set_up_is_refused(tmp_path: Path) -> None:
+    class Early(RegressionTask):
+        def setup(self, stage: str) -> None:
+            self.trainer.save_checkpoint(tmp_path / "early")
+
+    with pytest.raises(ConfigurationError, match="between two steps of a fit"):
+        quiet_trainer(max_epochs=1).fit(Early(), regression_loader(1))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_a_sparse_buffer_that_cannot_be_saved_is_named(persistent: bool, tmp_path: Path) -> None:
+    class Sparse(RegressionTask):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=persistent)
+
+    trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path)])
+    if persistent:
+        with pytest.raises(CheckpointError, match=r"model\.adjacency: a torch\.sparse_coo tensor .* persistent=False"):
+            trainer.fit(Sparse(), regression_loader(1))
+    else:
+        trainer.fit(Sparse(), regression_loader(1))

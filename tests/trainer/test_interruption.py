@@ -16,7 +16,7 @@ from tests.trainer.runs import quiet_trainer
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import read_checkpoint
-from trainwright.core.errors import TrainwrightWarning
+from trainwright.core.errors import Preempted, TrainwrightWarning
 from trainwright.core.run import Stage
 from trainwright.loggers.logger import Logger, RunInfo
 
@@ -172,3 +172,35 @@ def test_the_same_trainer_can_fit_again_after_ctrl_c() -> None:
     trainer.fit(RegressionTask(), regression_loader(8))
     assert not trainer.interrupted
     assert (trainer.global_step, trainer.current_epoch) == (16, 2)
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("place", "status"),
+    [
+        ("setup", None),
+        ("configure_optimizers", None),
+        ("on_train_end", "success"),
+        ("on_fit_end", "success"),
+        ("teardown", "success"),
+    ],
+)
+def test_a_signal_before_and_after_training_ends_the_fit_in_order(place: str, status: str | None) -> None:
+    def signalled(self: Any, *args: Any) -> Any:
+        _terminate()
+        return getattr(RegressionTask, place)(self, *args)
+
+    task = type("Signalled", (RegressionTask,), {place: signalled})()
+    hears, logger = _Hears(), _Ends()
+    trainer = quiet_trainer(max_epochs=1, callbacks=[hears], logger=logger)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with pytest.raises(Preempted) as end:
+        trainer.fit(task, regression_loader(2))
+    signal.signal(signal.SIGTERM, before)
+    assert (end.value.code, end.value.signal_name) == (143, "SIGTERM")
+    assert hears.torn_down == ["fit"]
+    assert logger.statuses == ([] if status is None else [status])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
+from trainwright.core.errors import ConfigurationError
 
 
 class _Notes(Callback):
@@ -35,6 +38,49 @@ def test_each_stage_has_a_run_of_its_own_and_goes_on_with_one_history() -> None:
     trainer.fit(task, regression_loader(4, 2))
     assert [run for _, run in notes.heard] == [fitted, trainer.run]
     assert trainer.global_step == 4
+
+
+class _Calls(Callback):
+    """Call a verb of a Trainer (default: the one that fits) in the first batch of a fit, and note the error."""
+
+    def __init__(self, verb: str, threaded: bool = False, other: Any = None) -> None:
+        self.verb, self.threaded, self.other = verb, threaded, other
+        self.error: Exception | None = None
+
+    def on_train_batch_end(self, trainer: Any, task: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx:
+            return
+        thread = threading.Thread(target=self._call, args=(trainer, task))
+        if self.threaded:
+            thread.start()
+            thread.join()
+        else:
+            self._call(trainer, task)
+
+    def _call(self, trainer: Any, task: Any) -> None:
+        run = trainer.run
+        try:
+            getattr(self.other or trainer, self.verb)(task, regression_loader(1, 2))
+        except ConfigurationError as error:
+            self.error = error
+        assert trainer.run is run
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_a_verb_within_a_fit_is_refused_and_the_fit_goes_on(verb: str, threaded: bool) -> None:
+    calls = _Calls(verb, threaded)
+    trainer = quiet_trainer(max_epochs=2, callbacks=[calls])
+    trainer.fit(RegressionTask(), regression_loader(4, 2))
+    assert re.match(rf"trainer\.{verb}\(\) was called while fit\(\) runs", str(calls.error))
+    assert trainer.global_step == 4
+    assert trainer.state.finished
+
+
+def test_another_trainer_does_not_take_a_task_that_is_being_fitted() -> None:
+    calls = _Calls("validate", other=quiet_trainer())
+    quiet_trainer(max_epochs=1, callbacks=[calls]).fit(RegressionTask(), regression_loader(4, 2))
+    assert re.match(r"trainer\.validate\(\) was called while fit\(\) runs", str(calls.error))
 
 
 def test_what_a_run_knows_can_be_read_and_not_set() -> None:

@@ -47,7 +47,7 @@ def num_bytes_here(run: StageRun) -> int:
     states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
     kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     tensors = {id(tensor): tensor for tensor in (*run.task.parameters(), *run.task.buffers(), *kept)}
-    on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu"]
+    on_host = [tensor for tensor in tensors.values() if tensor.device.type == "cpu" and tensor.layout is torch.strided]
     # A DTensor counts with the rank's own piece; its class is not imported for the sake of those who have none.
     return sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in on_host)
 

@@ -17,8 +17,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
-
 from trainwright.checkpoint import Snapshot, remote, write_checkpoint
 from trainwright.checkpoint.disk.quiet_thread import leaves_cores
 from trainwright.checkpoint.run_folder import RunFolder
@@ -32,22 +30,22 @@ from trainwright.trainer.run import StageRun
 
 
 def prepare(run: StageRun) -> None:
-    """Have memory for the first save made ready while the fit goes on from its first step, where it will save.
+    """Have the writer follow the run's optimizers, and memory for the first save made ready where the fit will save.
 
-    Nothing is done where the state lies on a device: pinned memory is given whole when it is asked for.
+    Memory is not made ready where the state lies on a device: pinned memory is given whole when it is asked for.
     """
     saves = run.saves
-    writer = saves.writer
-    if writer is None or run.saver is None or run.strategy.device.type != "cpu":
-        return
-    if not (run.is_main or run.strategy.state.saves_pieces):
-        return
+    if saves.writer is not None:
+        saves.writer.optimizers = run.optimizers
+        on_host = run.saver is not None and run.strategy.device.type == "cpu"
+        saves.reserves = on_host and (run.is_main or run.strategy.state.saves_pieces)
 
-    def at_first_step(*_: object) -> None:
-        saves.forget_first_step()
-        writer.prepare(capture.num_bytes_here(run))
 
-    saves.first_step = register_optimizer_step_post_hook(at_first_step)  # before it, optimizers have no state
+def reserve(run: StageRun) -> None:
+    """Make memory for the first save ready while the fit goes on, after a step: before it optimizers have no state."""
+    assert run.saves.writer is not None
+    run.saves.reserves = False
+    run.saves.writer.prepare(capture.num_bytes_here(run))
 
 
 def settle(run: StageRun) -> None:
@@ -175,7 +173,6 @@ def finish(run: StageRun) -> None:
 def close(run: StageRun) -> None:
     """Wait likewise at the end of a stage, whatever ended it: nothing is communicated, errors are warned of."""
     saves = run.saves
-    saves.forget_first_step()
     if saves.writer is not None:
         saves.joint.hurry()  # after a stage that went well nothing is left to wait for
         try:

@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from torch.utils.hooks import RemovableHandle
-
 from trainwright.checkpoint import AsyncWriter
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.run import SaveRequest
@@ -35,7 +33,7 @@ class SaveQueue:
         complaints: likewise, for the user.
         placeholders: of names that are taken and not written yet, for other runs to see.
         longest_write_s: from its collection until it was published; on the main rank.
-        first_step: waits for the first optimizer step, to have memory made ready.
+        reserves: memory for the first save is to be made ready after the first step.
     """
 
     def __init__(self, strategy: Strategy, arguments: TrainerArguments, *, muted: bool = False) -> None:
@@ -50,7 +48,7 @@ class SaveQueue:
         self.complaints: deque[str] = deque()
         self.placeholders: list[Path] = []
         self.longest_write_s = 0.0
-        self.first_step: RemovableHandle | None = None
+        self.reserves = False
 
     @property
     def waiting(self) -> bool:
@@ -99,9 +97,3 @@ class SaveQueue:
             raise error
         if self._strategy.is_main:
             self.complaints.append(f"{error} Training goes on, as on_save_error='warn' says.")
-
-    def forget_first_step(self) -> None:
-        """Wait no more for the first optimizer step."""
-        if self.first_step is not None:
-            self.first_step.remove()
-            self.first_step = None

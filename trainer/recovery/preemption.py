@@ -13,9 +13,10 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from trainwright.core.errors import Preempted
 from trainwright.core.process import slurm_job
@@ -61,7 +62,7 @@ class _Requeue(_Handler):
             return
         name = signal.Signals(number).name
         done = requeue_job() if self._requeues else ""
-        os.write(2, f"trainwright: {name} came outside of a fit; the process ends.{done}\n".encode())
+        os.write(2, f"trainwright: {name} came outside of training; the process ends.{done}\n".encode())
         raise Preempted(name)
 
 
@@ -114,18 +115,37 @@ def _is_users(handler: object) -> bool:
 
 
 class _Note(_Handler):
-    """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well."""
+    """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well.
 
-    def __init__(self, preemption: Preemption, loop: LoopState, before: Mapping[int, Any]) -> None:
+    While the fit is set up nothing has to be saved: `Preempted` is raised at once.
+    """
+
+    def __init__(self, preemption: Preemption, run: Fit, before: Mapping[int, Any]) -> None:
         super().__init__()
-        self._preemption, self._loop, self._before = preemption, loop, before
+        self._preemption, self._run, self._before = preemption, run, before
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Note it."""
+        before, leaves = self._before[number], self._preemption.agreed
         self._preemption.take(number)
-        self._loop.look()
-        if _is_users(self._before[number]):
-            self._before[number](number, frame)
+        self._run.loop.look()
+        if _is_users(before):
+            before(number, frame)
+        elif not self._run.trains and not leaves:
+            self._preemption.agreed = True
+            (before if isinstance(before, _Requeue) else _Requeue(False, False)).handle(number, frame)
+
+
+class Fit(Protocol):
+    """The run that signals are watched for.
+
+    Attributes:
+        loop: where its loop stands.
+        trains: it is set up.
+    """
+
+    loop: LoopState
+    trains: bool
 
 
 class Preemption:
@@ -148,33 +168,44 @@ class Preemption:
         self._deadline = 0.0
 
     @contextlib.contextmanager
-    def watching(self, loop: LoopState) -> Iterator[None]:
+    def watching(self, run: Fit) -> Iterator[None]:
         """Note SIGTERM and SIGUSR1 meanwhile, instead of dying of them; handlers that the user has set run as well.
 
-        Only in the main thread, where Python allows handlers, and which `loop` runs in. A signal that nobody has acted
-        on by the end is passed on.
+        Only in the main thread, where Python allows handlers, and which `run` runs in.
+
+        Raises:
+            Preempted: a signal came while the fit ended, by itself or with an error, which is printed.
         """
         if self.grace_s is None or threading.current_thread() is not threading.main_thread():
             yield
             return
         before: dict[int, Any] = {}
-        note = _Note(self, loop, before)
+        note = _Note(self, run, before)
         _Leaving.begun = False
         for number in _SIGNALS:
             before[number] = signal.getsignal(number)
             signal.signal(number, note)
+        failure: BaseException | None = None
         try:
             yield
+        except BaseException as error:
+            failure = error
+            raise
         finally:
-            _Leaving.begun = self.agreed
+            late = self.signal and not self.agreed and not _is_users(before[self.signal])
+            _Leaving.begun = self.agreed = self.agreed or bool(late)
             leaving = _Leaving(self._deadline, before)
             for number, handler in before.items():
                 if self.agreed and not _is_users(handler):
                     signal.signal(number, leaving)
                 else:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if self.signal and not self.agreed and not _is_users(before[self.signal]):
-            signal.raise_signal(self.signal)
+            if late:
+                name = signal.Signals(self.signal).name
+                if isinstance(failure, Exception):
+                    traceback.print_exception(failure)
+                os.write(2, f"trainwright: {name} came while the fit ended; the process ends.\n".encode())
+                raise Preempted(name) from failure
 
     def take(self, number: int) -> None:
         """Take a signal that has come to this process; the first one counts."""

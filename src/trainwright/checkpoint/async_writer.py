@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainwright.checkpoint.disk.host_buffers import HostBuffers
 from trainwright.checkpoint.disk.host_copies import LaterCopy
@@ -55,6 +54,7 @@ class AsyncWriter:
 
     Attributes:
         buffers: the host memory, kept between saves.
+        optimizers: those whose state is saved.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -62,7 +62,8 @@ class AsyncWriter:
         self._max_shard_bytes = max_shard_bytes
         self._contents: Contents | None = None  # what is in the buffers
         self._later: LaterCopy | None = None  # what is not in them yet
-        self._guard: Any = None  # keeps optimizers from a step before it is
+        self.optimizers: Sequence[Optimizer] = ()
+        self._guards: list[Any] = []  # keep optimizers from a step before it is
         self._lock = threading.Lock()  # over the four below
         self._jobs: deque[_Job] = deque()
         self._thread: threading.Thread | None = None  # None: no job is being written
@@ -92,8 +93,8 @@ class AsyncWriter:
 
         Blocks until the previous checkpoint is published and the tensors are copied, those on a device too. The
         snapshot and everything it refers to may change as soon as this returns. If it `overlaps`, the optimizers'
-        tensors are left out of that: the thread copies them, and any `step` of a `torch.optim.Optimizer` waits for it
-        (and helps), as `finish_copy` does. One that is changed in another way before is an error of the save: see
+        tensors are left out of that: the thread copies them, and any `step` of one of `optimizers` waits for it (and
+        helps), as `finish_copy` does. One that is changed in another way before is an error of the save: see
         `wait`.
 
         Args:
@@ -149,8 +150,8 @@ class AsyncWriter:
         self._contents = self._later = None  # an error half way would leave a mixture of the two
         self._later = self.buffers.stage(contents.files)
         self._contents = contents
-        if self._later is not None and self._guard is None:
-            self._guard = register_optimizer_step_pre_hook(_Guard(self))
+        if self._later is not None and not self._guards:  # of each, since other threads may step others
+            self._guards = [optimizer.register_step_pre_hook(_Guard(self)) for optimizer in self.optimizers]
 
     def _write(self, path: Path, then: Then | None, fresh: bool, **changes: Any) -> None:
         assert self._contents is not None  # staged before
@@ -217,9 +218,8 @@ class AsyncWriter:
             if not self.is_writing:  # a second Ctrl-C may have ended the wait
                 self._contents = self._later = None
                 self.buffers.release()
-                if self._guard is not None:
-                    self._guard.remove()
-                    self._guard = None
+                while self._guards:
+                    self._guards.pop().remove()
 
     def _end_preparation(self) -> None:
         if self._preparation is not None:
@@ -289,7 +289,7 @@ class AsyncWriter:
 
 
 class _Guard:
-    """Called before any optimizer's step: has what it may change be copied first. Does not keep the writer alive."""
+    """Called before an optimizer's step: has what it may change be copied first. Does not keep the writer alive."""
 
     def __init__(self, writer: AsyncWriter) -> None:
         self._writer = weakref.ref(writer)

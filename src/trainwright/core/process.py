@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trainwright.core.errors import ConfigurationError, unknown
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, unknown
 
 LauncherName = Literal["auto", "torchrun", "slurm", "mpi", "none"]
 STARTED_BY_TRAINER = "TRAINWRIGHT_STARTED_BY_TRAINER"
@@ -263,3 +264,23 @@ def variables(prefix: str) -> dict[str, str]:
 def environment() -> dict[str, str]:
     """Return a copy of the environment, for a process that the launcher starts."""
     return dict(os.environ)
+
+
+def on_terminal() -> bool:
+    """Return whether standard output is open and a terminal."""
+    output = sys.stdout
+    return output is not None and not getattr(output, "closed", False) and output.isatty()
+
+
+def try_output(output: Callable[..., object], *args: object, **options: object) -> bool:
+    """Call `output`, which writes to standard output; warn and return False if that is closed, full or not read."""
+    try:
+        output(*args, **options)
+    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(error, OSError) and not getattr(sys.stdout, "closed", True):
+            raise
+        warnings.warn(
+            f"Standard output cannot be written ({error}): progress is not shown.", TrainwrightWarning, stacklevel=2
+        )
+        return False
+    return True

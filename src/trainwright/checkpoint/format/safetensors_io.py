@@ -84,7 +84,9 @@ def to_storable(tensor: torch.Tensor) -> tuple[torch.Tensor, str | None]:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_nested or tensor.is_quantized:
         what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise CheckpointError(f"a {what} tensor has no plain bytes to save.")
+        raise CheckpointError(
+            f"a {what} tensor has no plain bytes to save. Keep it dense, or use persistent=False for a buffer."
+        )
     if tensor.dtype in _DTYPE_NAMES:
         return tensor, None
     if tensor.dtype in _COMPLEX:
