@@ -86,24 +86,31 @@ class AcceleratedLoader:
         self._place = place
         place.num_batches = first
         steps, mean = accumulation.num_steps, accumulation.short_group == "mean"
+        carried = place.carried
         try:
-            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first):
+            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first, carried=carried):
                 batches, weights = group.batches, group.weights
                 size = len(batches)
-                place.divisor = size if mean else steps
-                place.num_missing = steps - size
+                accumulation.num_groups += 1
+                place.group, place.carried = accumulation.num_groups, carried
+                place.divisor = carried + size if mean else steps
+                place.num_missing = steps - carried - size
                 place.weight = None
                 for i in range(size):
                     batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
                     if weights is not None:  # of the mean over the group's real micro-batches on all ranks
                         place.weight = weights[i] * (size / place.divisor)
-                    place.starts_group, place.ends_group = i == 0, i == size - 1
+                    place.position = carried + i + 1
+                    place.starts_group, place.ends_group = carried + i == 0, i == size - 1
                     place.ends_data = place.ends_group and group.is_last
                     place.num_batches += 1
                     if self._mover is not None:
                         batch = self._mover(batch)
                     yield batch
                     del batch
+                carried = 0
+                if place.fresh:
+                    place.fresh.clear()
         finally:
             accumulation.end_pass(place)
             if self._place is place:

@@ -238,14 +238,15 @@ class Accelerator(PreparesObjects):
             models: those that are trained inside, with one forward and backward each.
         """
         accumulation = self._accumulation
-        accumulation.begin_micro_batch()
         outer, accumulation.models = accumulation.models, models
         try:
+            accumulation.begin_micro_batch(models, self._accumulated_parameters)
             with ExitStack() as stack:
                 if not (accumulation.sync_gradients or self._syncs_each_batch):
                     for model in models:
                         stack.enter_context(self.no_sync(model))
                 yield
+            accumulation.end_micro_batch(models)
         finally:
             accumulation.models = outer
 
