@@ -80,6 +80,7 @@ class Place:
         carried: Micro-batches that the group has from an earlier pass, which was left within it.
         position: Number of the present micro-batch in its group, 1-based, with those carried.
         fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
+        num_rows: Samples of the present micro-batch, where they may be fewer than in a full one; otherwise None.
         num_batches: micro-batches of this pass that the loop has been given, skipped ones too.
     """
 
@@ -93,6 +94,7 @@ class Place:
     carried: int = 0
     position: int = 1
     fresh: set[tuple[int, ...]] = field(default_factory=set)
+    num_rows: int | None = None
     num_batches: int = 0
 
 
@@ -126,6 +128,11 @@ class Accumulation:
     def place(self) -> Place | None:
         """Of the loader that is being read, the innermost one; None outside of prepared loaders."""
         return self._passes[-1][1] if self._passes else None
+
+    @property
+    def loader(self) -> Any:
+        """The loader that is being read, the innermost one; None outside of prepared loaders."""
+        return self._passes[-1][0] if self._passes else None
 
     def restarted(self) -> Accumulation:
         """Return one for the same settings that knows of no loop yet."""
