@@ -275,3 +275,12 @@ def test_repeated_losses_are_trimmed_on_every_rank() -> None:
         for losses in run_distributed(_losses_by_rank, 2, num, 4):
             assert len(losses) == num
             assert sum(losses) / num == pytest.approx((num - 1) / 2)
+
+
+def test_a_pass_draws_from_the_generator_what_a_plain_loader_draws() -> None:
+    def drawn(loader: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [torch.rand(1) for _ in range(2) for _ in loader]
+
+    loader = _loader(4)
+    assert drawn(Accelerator(cpu=True).prepare(loader)) == drawn(loader)

@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
@@ -77,6 +80,9 @@ class AcceleratedLoader:
         self._epoch += 1
         if position is not None:
             return self._batches(position["batch"])
+        raw = self.prepared.raw
+        if isinstance(raw, DataLoader) and raw.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # torch's loader draws a seed for each pass, too
         if first and not self.prepared.can_seek:
             return itertools.islice(self._batches(0), first, None)
         return self._batches(first or 0)
