@@ -53,7 +53,7 @@ class Loop:
     """A script's objects, and its loop."""
 
     def __init__(self, precision: str = "no", num_models: int = 1, **options: Any) -> None:
-        torch.manual_seed(5)
+        torch.manual_seed(6)
         self.accelerator = Accelerator(
             cpu=True,
             gradient_accumulation_plugin=GradientAccumulationPlugin(2, short_group="mean"),

@@ -248,3 +248,39 @@ def _gather_mixed() -> list[Any]:
 @pytest.mark.distributed
 def test_nothing_that_is_gathered_stays_behind_silently() -> None:
     assert run_distributed(_gather_mixed, 2, init=False) == [[[0, 1], None]] * 2
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_repeated_losses_of_a_short_last_batch_count_once_for_each_sample(as_objects: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_size=4))  # type: ignore[arg-type]
+    losses: list[Any] = []
+    for x in loader:
+        loss = x.mean()
+        rows = [loss.item()] * 4 if as_objects else loss.repeat(4)
+        losses.extend(accelerator.gather_for_metrics(rows))
+    assert len(losses) == 11
+    assert sum(map(float, losses)) / 11 == 5.0
+
+
+def _losses_by_rank(num: int, size: int) -> list[float]:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(float(num)), batch_size=size))  # type: ignore[arg-type]
+    return [v for x in loader for v in accelerator.gather_for_metrics(x.mean().repeat(size)).tolist()]
+
+
+@pytest.mark.distributed
+def test_repeated_losses_are_trimmed_on_every_rank() -> None:
+    for num in (11, 13):
+        for losses in run_distributed(_losses_by_rank, 2, num, 4):
+            assert len(losses) == num
+            assert sum(losses) / num == pytest.approx((num - 1) / 2)
+
+
+def test_a_pass_draws_from_the_generator_what_a_plain_loader_draws() -> None:
+    def drawn(loader: Any) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return [torch.rand(1) for _ in range(2) for _ in loader]
+
+    loader = _loader(4)
+    assert drawn(Accelerator(cpu=True).prepare(loader)) == drawn(loader)

@@ -7,7 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
 from trainwright.trainer.accelerator.accumulation import Accumulation, Place
@@ -76,6 +80,9 @@ class AcceleratedLoader:
         self._epoch += 1
         if position is not None:
             return self._batches(position["batch"])
+        raw = self.prepared.raw
+        if isinstance(raw, DataLoader) and raw.generator is None:
+            torch.empty((), dtype=torch.int64).random_()  # torch's loader draws a seed for each pass, too
         if first and not self.prepared.can_seek:
             return itertools.islice(self._batches(0), first, None)
         return self._batches(first or 0)
@@ -86,28 +93,61 @@ class AcceleratedLoader:
         self._place = place
         place.num_batches = first
         steps, mean = accumulation.num_steps, accumulation.short_group == "mean"
+        carried = place.carried
+        prepared = self.prepared
+        # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
+        full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
-            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first):
+            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first, carried=carried):
                 batches, weights = group.batches, group.weights
                 size = len(batches)
-                place.divisor = size if mean else steps
-                place.num_missing = steps - size
+                accumulation.num_groups += 1
+                place.group, place.carried = accumulation.num_groups, carried
+                place.divisor = carried + size if mean else steps
+                place.num_missing = steps - carried - size
                 place.weight = None
                 for i in range(size):
                     batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
                     if weights is not None:  # of the mean over the group's real micro-batches on all ranks
                         place.weight = weights[i] * (size / place.divisor)
-                    place.starts_group, place.ends_group = i == 0, i == size - 1
+                    place.position = carried + i + 1
+                    place.starts_group, place.ends_group = carried + i == 0, i == size - 1
                     place.ends_data = place.ends_group and group.is_last
+                    place.num_rows = self._num_rows(batch, place.num_batches) if place.num_batches >= full else None
                     place.num_batches += 1
                     if self._mover is not None:
                         batch = self._mover(batch)
                     yield batch
                     del batch
+                carried = 0
+                if place.fresh:
+                    place.fresh.clear()
         finally:
             accumulation.end_pass(place)
             if self._place is place:
                 self._place = outer
+
+    def _num_rows(self, batch: object, index: int) -> int | None:
+        """Return the samples of a batch of this rank, None if they are unknown or as many as in every other batch."""
+        prepared = self.prepared
+        full, found = prepared.batch_size, prepared.samples_in_round(index)
+        if full is None or found == full * prepared.real_ranks(index):
+            return None
+        if found is not None and prepared.options.world == 1:
+            return found
+        return batch_size(batch) if next(iterate_tensors(batch), None) is not None else None
+
+    def trim_rows(self, tree: Any) -> Any:
+        """Return results for the present micro-batch without the rows by which they exceed its samples.
+
+        Only tensors and lists with one row for each sample of a full batch are trimmed, as `loss.repeat(batch_size)`.
+        """
+        full, num_rows = self.prepared.batch_size, None if self._place is None else self._place.num_rows
+        if full is None or num_rows is None or num_rows >= full:
+            return tree
+        if isinstance(tree, list) and len(tree) == full and next(iterate_tensors(tree), None) is None:
+            return tree[:num_rows]
+        return map_tensors(lambda rows: rows[:num_rows] if rows.dim() and len(rows) == full else rows, tree)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data, after the micro-batch that the loop has been given last; this rank's own.

@@ -65,6 +65,7 @@ class AcceleratedOptimizer(Optimizer):
         """Free the gradients if the present micro-batch ends its group; they go on being added up otherwise."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
+            self._accumulation.discard_open_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""

@@ -238,14 +238,15 @@ class Accelerator(PreparesObjects):
             models: those that are trained inside, with one forward and backward each.
         """
         accumulation = self._accumulation
-        accumulation.begin_micro_batch()
         outer, accumulation.models = accumulation.models, models
         try:
+            accumulation.begin_micro_batch(models, self._accumulated_parameters)
             with ExitStack() as stack:
                 if not (accumulation.sync_gradients or self._syncs_each_batch):
                     for model in models:
                         stack.enter_context(self.no_sync(model))
                 yield
+            accumulation.end_micro_batch(models)
         finally:
             accumulation.models = outer
 
@@ -334,8 +335,8 @@ class Accelerator(PreparesObjects):
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Return every rank's results for the present micro-batch of the loader that is being read. Collective.
 
-        Padding is left out, and ranks may have different numbers of rows: the rows of all passes together are the data
-        set's, each once.
+        Padding is left out, also the rows of `loss.repeat(batch_size)` that exceed a short last batch. Ranks may have
+        different numbers of rows: the rows of all passes together are the data set's, each once.
 
         Args:
             input_data: tensors (with rows) in lists, tuples, dicts; or other objects, in a list.
@@ -343,6 +344,8 @@ class Accelerator(PreparesObjects):
         """
         place = self._accumulation.place
         padding = place is not None and place.weight == 0
+        if place is not None and place.num_rows is not None:
+            input_data = self._accumulation.loader.trim_rows(input_data)
         if use_gather_object or next(iterate_tensors(input_data), None) is None:
             values = input_data if isinstance(input_data, (list, tuple)) else [input_data]
             return gather_objects([] if padding else list(values), self.state.joined())

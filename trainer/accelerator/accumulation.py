@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -76,6 +76,11 @@ class Place:
         starts_group: the first one of its optimizer step.
         ends_group: the optimizer step follows.
         ends_data: no micro-batch follows in this pass.
+        group: Number of the present group, over all passes.
+        carried: Micro-batches that the group has from an earlier pass, which was left within it.
+        position: Number of the present micro-batch in its group, 1-based, with those carried.
+        fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
+        num_rows: Samples of the present micro-batch, where they may be fewer than in a full one; otherwise None.
         num_batches: micro-batches of this pass that the loop has been given, skipped ones too.
     """
 
@@ -85,6 +90,11 @@ class Place:
     starts_group: bool = True
     ends_group: bool = True
     ends_data: bool = False
+    group: int = 0
+    carried: int = 0
+    position: int = 1
+    fresh: set[tuple[int, ...]] = field(default_factory=set)
+    num_rows: int | None = None
     num_batches: int = 0
 
 
@@ -108,7 +118,9 @@ class Accumulation:
         self.sync_gradients = True
         self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
         self.num_micro_batches = 0  # that have begun, over all loops
+        self.num_groups = 0  # that loaders have begun, over all passes
         self._passes: list[tuple[Any, Place]] = []
+        self._open: dict[tuple[int, ...], tuple[int, int, int]] = {}  # models → group, position, divisor: no step yet
         self._num_counted = 0
         self._warns = warns and short_group is None
 
@@ -116,6 +128,11 @@ class Accumulation:
     def place(self) -> Place | None:
         """Of the loader that is being read, the innermost one; None outside of prepared loaders."""
         return self._passes[-1][1] if self._passes else None
+
+    @property
+    def loader(self) -> Any:
+        """The loader that is being read, the innermost one; None outside of prepared loaders."""
+        return self._passes[-1][0] if self._passes else None
 
     def restarted(self) -> Accumulation:
         """Return one for the same settings that knows of no loop yet."""
@@ -128,6 +145,8 @@ class Accumulation:
         place = self._passes[-1][1]
         if place.num_missing and self._warns:
             self._warn(place.num_missing)
+        if place.fresh and tuple(map(id, self.models)) in place.fresh:
+            loss = loss * (place.divisor / (place.divisor - place.carried))
         if place.weight is not None:
             return loss * place.weight
         return loss if place.divisor == 1 else loss / place.divisor
@@ -150,12 +169,20 @@ class Accumulation:
         """Whether the present micro-batch is the first one of its optimizer step."""
         place = self.place
         if place is not None:
+            if place.fresh and place.position == place.carried + 1:
+                return place.starts_group or tuple(map(id, self.models)) in place.fresh
             return place.starts_group
         return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
 
     def begin_pass(self, loader: object) -> Place:
-        """Note that a loader is being read, until `end_pass`."""
+        """Note that a loader is being read, until `end_pass`.
+
+        Its first group continues the one in which an earlier pass was left, but not inside of another pass.
+        """
         place = Place()
+        if self._open and not self._passes:
+            carried = max(position for _, position, _ in self._open.values())
+            place.carried = carried if carried < self.num_steps else 0
         self._rest()
         self._passes.append((loader, place))
         return place
@@ -169,12 +196,58 @@ class Accumulation:
         self._passes = [one for one in self._passes if one[1] is not place]
         self._rest()
 
-    def begin_micro_batch(self) -> None:
-        """Find out whether an optimizer steps after the micro-batch that begins."""
+    def discard_open_groups(self) -> None:
+        """Note that gradients were freed between two passes: the next group is a new one."""
+        if not self._passes:
+            self._open.clear()
+
+    def begin_micro_batch(
+        self, models: Sequence[nn.Module] = (), parameters: Callable[[], Iterable[torch.Tensor]] = tuple
+    ) -> None:
+        """Find out whether an optimizer steps after the micro-batch that begins.
+
+        Gradients of a group that was left are kept if this micro-batch continues it. Otherwise they are freed, with a
+        warning.
+
+        Args:
+            models: That the micro-batch trains; none: all.
+            parameters: Returns those of the models.
+        """
         self.num_micro_batches += 1
         place = self.place
-        if place is not None:
+        if place is None:
+            self._num_counted += 1
+            self.sync_gradients = self._num_counted % self.num_steps == 0
+        else:
             self.sync_gradients = place.ends_group
-            return
-        self._num_counted += 1
-        self.sync_gradients = self._num_counted % self.num_steps == 0
+            if place.ends_group and not self._open and not place.carried:
+                return
+        key = tuple(map(id, models))
+        left = self._open.pop(key, None)
+        if place is None or left is None or left[0] != place.group:
+            continues = left is not None and place is not None and left[1:] == (place.carried, place.divisor)
+            if left is not None and not continues:
+                _free_gradients(parameters(), left[1])
+            if place is not None and place.carried and not continues:
+                place.fresh.add(key)
+        if place is not None:
+            self._open[key] = (place.group, place.position, place.divisor)
+
+    def end_micro_batch(self, models: Sequence[nn.Module]) -> None:
+        """Note that a micro-batch ended without an error: where it ends its group, an optimizer has stepped."""
+        if self.sync_gradients and self._open:
+            self._open.pop(tuple(map(id, models)), None)
+
+
+def _free_gradients(parameters: Iterable[torch.Tensor], num_micro_batches: int) -> None:
+    held = [p for p in parameters if p.grad is not None]
+    for p in held:
+        p.grad = None
+    if held:
+        warnings.warn(
+            f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step, and "
+            "their gradients were freed: this micro-batch belongs to another group. Leave a loop where "
+            "accelerator.sync_gradients is True.",
+            TrainwrightWarning,
+            stacklevel=6,
+        )

@@ -79,6 +79,7 @@ def iterate_groups(
     world: int | None = None,
     uneven: Uneven | None = None,
     agree: Agree | None = None,
+    carried: int = 0,
 ) -> Iterator[Group]:
     """Return an iterator over the groups of the loader's current epoch. `is_last` of a group is exact: from the count
     if it is known, else by fetching one batch ahead. The iterator keeps no batch alive after the next group is
@@ -90,6 +91,7 @@ def iterate_groups(
         limit: maximal number of batches of this epoch, counted from its start; None: all. Default: None.
         start_batch: this rank's first batch in this epoch. Default: 0.
         rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared. Default: None.
+        carried: micro-batches, fewer than `accumulate`, that the first group has already. Default: 0.
 
     When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`.
     Otherwise nothing is communicated.
@@ -103,19 +105,20 @@ def iterate_groups(
     options = loader.options
     rounds = loader.num_batches
     if rounds is not None:
-        return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch)
+        return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch, carried)
     world = options.world if world is None else world
     if world == 1:
-        return _looking_ahead(loader, accumulate, limit, start_batch)
+        return _looking_ahead(loader, accumulate, limit, start_batch, carried)
     agree = agree or options.agree
     if agree is None:
         raise ConfigurationError(
             f"{options.title} has no length, so {world} ranks must agree where it ends: pass agree=."
         )
-    return _agreeing(loader, accumulate, limit, start_batch, _Agreement(world, uneven or options.uneven, agree))
+    agreement = _Agreement(world, uneven or options.uneven, agree)
+    return _agreeing(loader, accumulate, limit, start_batch, agreement, carried)
 
 
-def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int) -> Iterator[Group]:
+def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: int, carried: int) -> Iterator[Group]:
     """Yield the groups of a loader whose number of rounds is known."""
     if start_batch >= rounds:
         return
@@ -142,7 +145,8 @@ def _counted(loader: PreparedLoader, accumulate: int, rounds: int, start_batch: 
             _ended_early(loader, first, rounds)
         return
     while first < rounds:
-        stop = min(first + accumulate, rounds)
+        stop = min(first + accumulate - carried, rounds)
+        carried = 0
         group = _take(loader, batches, first, stop, rounds)
         if group is None:
             return
@@ -200,7 +204,9 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     warnings.warn(message, TrainwrightWarning, stacklevel=3)
 
 
-def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int) -> Iterator[Group]:
+def _looking_ahead(
+    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, carried: int
+) -> Iterator[Group]:
     """Yield the groups of a loader without length, on one rank."""
     if limit is not None and start_batch >= limit:
         return
@@ -208,7 +214,8 @@ def _looking_ahead(loader: PreparedLoader, accumulate: int, limit: int | None, s
     ahead, _ = loader.take_ahead(batches)
     first = start_batch
     while ahead:
-        size = accumulate if limit is None else min(accumulate, limit - first)
+        size = accumulate - carried
+        size, carried = size if limit is None else min(size, limit - first), 0
         group = Group([ahead.pop(), *itertools.islice(batches, size - 1)], first)
         first += len(group.batches)
         loader.release_state()
@@ -250,7 +257,7 @@ class _Agreement:
 
 
 def _agreeing(
-    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement
+    loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, agreement: _Agreement, carried: int
 ) -> Iterator[Group]:
     """Yield the groups of a loader without length, on several ranks."""
     if limit is not None and start_batch >= limit:
@@ -265,7 +272,8 @@ def _agreeing(
         loader.keep_run_out(begun_at)
     first = start_batch
     while True:
-        size = accumulate if limit is None else min(accumulate, limit - first)
+        size = accumulate - carried
+        size, carried = size if limit is None else min(size, limit - first), 0
         mine = [*ahead, *itertools.islice(batches, size - len(ahead))] if ahead else []
         ahead.clear()
         have = len(mine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -228,3 +230,77 @@ def test_items_are_counted_over_ranks_too() -> None:
         assert torch.equal(found["ours"], found["by hand"])
         for name in ("ours", "each"):
             torch.testing.assert_close(found[name], exact, rtol=1e-5, atol=1e-6)
+
+
+def _left_loop(passes: Any, plugin: GradientAccumulationPlugin, *, counted: bool = False) -> list[float]:
+    """Return the gradient of each optimizer step; every micro-batch has a gradient of 1."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    net = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(13, 1)))  # type: ignore
+    found: list[float] = []
+    for leaves_after in passes:
+        for i, x in enumerate(loader):
+            if i == leaves_after:
+                break
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean(), num_items=1 if counted else None)
+                if accelerator.sync_gradients:
+                    found.append(round(net.weight.grad.item(), 6))  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("short_group", ["steps", "mean"])
+def test_the_next_pass_continues_a_group_that_was_left(short_group: Any, counted: bool) -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, short_group=short_group)
+    assert _left_loop([6, 6, 2], plugin, counted=counted) == [1.0, 1.0, 1.0]
+    assert _left_loop([1] * 9, plugin, counted=counted) == [1.0, 1.0]
+
+
+def _run_micro_batches(accelerator: Accelerator, model: Any, loader: Any, fails_at: int | None = None) -> None:
+    for i, x in enumerate(loader):
+        with contextlib.suppress(MemoryError), accelerator.accumulate(model):
+            if i == fails_at:
+                raise MemoryError
+            accelerator.backward(model(x).mean())
+
+
+def test_gradients_of_a_group_that_was_left_are_freed_where_the_next_has_other_steps() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(4, 1)))
+    _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.warns(TrainwrightWarning, match="left after 1 micro-batch.* were freed"):
+        _run_micro_batches(accelerator, net, itertools.islice(loader, 1))
+    assert net.weight.grad.item() == 1.0  # of one micro-batch, as the next group's first was carried
+
+
+def test_another_models_group_does_not_continue_one_that_was_left() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    first, second, loader = accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
+    for model in (first, second):
+        _run_micro_batches(accelerator, model, itertools.islice(loader, 2))
+    assert accelerator.sync_gradients
+    assert second.weight.grad.item() == 1.0
+
+
+def test_gradients_of_a_group_that_failed_are_freed_before_the_next_one() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.ones(8, 1)))
+    with pytest.warns(TrainwrightWarning, match="were freed"):
+        _run_micro_batches(accelerator, net, loader, fails_at=3)
+    assert net.weight.grad.item() == 1.0
+
+
+def test_zero_grad_between_two_passes_ends_a_group_that_was_left() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, DataLoader(torch.ones(6, 1)))  # type: ignore
+    for _ in range(2):
+        optimizer.zero_grad()
+        _run_micro_batches(accelerator, net, itertools.islice(loader, 2))
+    assert net.weight.grad.item() == 0.5
