@@ -493,3 +493,23 @@ def test_a_folder_that_was_moved_or_copied_or_is_a_link_is_continued_as_the_same
     kept = {found.path.name: found.manifest.epoch for found in find_checkpoints(new)}
     assert kept == {"epoch=0-step=4": 0, "epoch=2-step=12": 2, "last": 2}
     assert saver.best_model_path == str(new / "epoch=0-step=4")
+
+
+def test_a_new_run_in_the_folder_of_one_whose_clock_was_ahead_is_resumed_by_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(name: str, ahead_h: int) -> None:
+        class Ahead(datetime.datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return datetime.datetime.now(tz) + datetime.timedelta(hours=ahead_h)
+
+        clock = types.SimpleNamespace(datetime=Ahead, timedelta=datetime.timedelta, UTC=datetime.UTC)
+        monkeypatch.setattr(layout, "datetime", clock)
+        monkeypatch.setattr(layout, "_youngest", "")  # as in another process
+        trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, filename=name)])
+        trainer.fit(RegressionTask(), regression_loader(2))
+
+    fit("first", ahead_h=2)
+    fit("second", ahead_h=0)
+    assert newest_valid(tmp_path) == tmp_path / "second"
