@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import time
 import warnings
 from collections.abc import Mapping
@@ -362,13 +361,9 @@ class ModelCheckpoint(Callback):
         """Return whether the names of a loaded index mean what is in the folder: it is the same one, maybe by a link,
         or was moved or copied with its index. In another folder equal names belong to others and are never deleted.
         """
-        if recorded == str(self.dirpath):
-            return True
-        if is_url(recorded) or self.remote is not None or self._folder is None:
-            return False
-        if self._folder.exists() and os.path.exists(recorded) and os.path.samefile(recorded, self._folder):
-            return True
-        return not os.path.exists(recorded) or run.wrote_into(self._folder)
+        if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
+            return recorded == str(self.dirpath)
+        return not Path(recorded).exists() or run.wrote_into(self._folder)
 
     def _newest(self, run: Run, moment: Moment) -> SaveRequest | None:
         if self.save_top_k == 0:

@@ -478,10 +478,6 @@ class Trainer(LightningNames):
         """Write a checkpoint from an exception path, as well as one process can; see `Run.emergency_save`."""
         safe_point.emergency_save(self.run, request)
 
-    def wrote_into(self, folder: Path) -> bool:
-        """Return whether a folder holds checkpoints of this run; see `Run.wrote_into`."""
-        return safe_point.wrote_into(self.run, folder)
-
     def remote_names(self, url: str) -> list[str]:
         """Return the names of what lies below a remote folder; see `Run.remote_names`."""
         return safe_point.remote_names(self.run, url)

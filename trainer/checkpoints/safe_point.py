@@ -96,11 +96,6 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
                 run.saves.take_name(_folder(run, request), request.name)
 
 
-def wrote_into(run: StageRun, folder: Path) -> bool:
-    """Return whether the index in a folder lists checkpoints of this run that are there. Not collective."""
-    return bool(RunFolder(folder, run=run.history.run_id).index.entries())
-
-
 def remote_names(run: StageRun, url: str) -> list[str]:
     """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
     return run.strategy.processes.on_main_rank(partial(remote.remote_names, url), f"look into {url}")
