@@ -353,12 +353,17 @@ class ModelCheckpoint(Callback):
 
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
         present = names_in(self._folder)
-        recorded = self._recorded
-        # A missing folder was moved, with its index. If it still exists while dirpath is another one, it is no longer
-        # used: equal names there belong to others and must never be deleted.
-        index_holds = recorded in (None, str(self.dirpath)) or not (is_url(recorded) or Path(str(recorded)).exists())
+        index_holds = self._recorded is None or self._is_same_folder(run, self._recorded)
         present |= self._remote_names
         return Moment(epoch, step, dict(run.callback_metrics), present, index_holds, self._kept.look(run))
+
+    def _is_same_folder(self, run: Run, recorded: str) -> bool:
+        """Return whether the names of a loaded index mean what is in the folder: it is the same one, maybe by a link,
+        or was moved or copied with its index. In another folder equal names belong to others and are never deleted.
+        """
+        if recorded == str(self.dirpath) or is_url(recorded) or self.remote is not None or self._folder is None:
+            return recorded == str(self.dirpath)
+        return not Path(recorded).exists() or run.wrote_into(self._folder)
 
     def _newest(self, run: Run, moment: Moment) -> SaveRequest | None:
         if self.save_top_k == 0:
@@ -456,7 +461,7 @@ class ModelCheckpoint(Callback):
         present = moment.present if moment.index_holds else frozenset[str]()
         missing = self._held_names() - present
         # In the same folder `last` is missing if the run was killed before it was created.
-        told = missing - {self._last} if recorded == str(self.dirpath) else missing
+        told = missing - {self._last} if moment.index_holds else missing
         self._left_over = sorted(present.intersection(self._left_over) - self._names_in_use(run))
         self._forget(missing)
         if told and run.is_global_zero:

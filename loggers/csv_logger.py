@@ -106,9 +106,9 @@ class CSVLogger(VersionedLogger):
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return columns and rows; a row has what is not empty in it."""
+    """Return columns and rows; a row has what is not empty in it. One without a newline is torn, and left out."""
     with open(path, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
+        reader = csv.DictReader(line for line in file if line.endswith("\n"))
         rows = [{name: text for name, text in row.items() if text} for row in reader]
         return list(reader.fieldnames or ()), rows
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainwright.core.tree import Batch, map_tensors
+from trainwright.data.groups import check_end
 from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
 from trainwright.trainer.recovery.failure import note_batch
@@ -72,9 +73,11 @@ def evaluate(
             several = len(data.loaders) > 1
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
                 metrics.dataloader_idx = index if several else None
+                num_done = 0
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
                         raise Abandoned
+                    num_done = idx + 1
                     if capabilities.lockstep_evaluation and not loader.has_batch(idx):
                         replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx)
                         continue
@@ -82,6 +85,7 @@ def evaluate(
                     if keep:
                         outputs[index].append(output)
                     del output, batch  # or they would live on through the next batch's forward
+                check_end(loader, num_done, limit)
                 loader.end_pass()
             metrics.dataloader_idx = None
             run.fire(f"on_{name}_epoch_end")

@@ -349,6 +349,7 @@ class LightningNames:
     show_now = of_run(StageRun.show_now)
     task_optimizers = of_run(StageRun.task_optimizers)
     whole_tensor = of_run(StageRun.whole_tensor)
+    wrote_into = of_run(StageRun.wrote_into)
 
     if not TYPE_CHECKING:  # or type checkers would take any name
 

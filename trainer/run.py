@@ -338,6 +338,10 @@ class StageRun:
         """The folder of this run's checkpoints."""
         return RunFolder(self.checkpoint_dir, run=self.history.run_id)
 
+    def wrote_into(self, folder: Path) -> bool:
+        """Return whether the index in a folder lists checkpoints of this run that are there. Not collective."""
+        return bool(RunFolder(folder, run=self.history.run_id).index.entries())
+
     def at_safe_point(self, action: Callable[[], None]) -> None:
         """Call `action` once, at the end of the present step; see `Run.at_safe_point`."""
         self.saves.add_action(action)

@@ -82,6 +82,12 @@ class ShardedState(FullState):
         states = super().optimizer_states()
         for optimizer, state in zip(self._optimizers, states, strict=True):
             forget_one_by_one(optimizer, state)
+            self._check_sharded(
+                optimizer,
+                state["state"],
+                "which is sharded. Each rank has another one, and only that of rank 0 would be saved. Build it from "
+                "the parameter (torch.zeros_like(parameter)), or use strategy='ddp'.",
+            )
         return [map_tensors(self._to_save, state) for state in states]
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -89,16 +95,23 @@ class ShardedState(FullState):
         pieces = {}
         for name, values in state.get("state", {}).items():
             pieces[name] = {key: self.shard_like(value, own.get(plain_name(name))) for key, value in values.items()}
-            for key, value in pieces[name].items():
-                cut = isinstance(own.get(plain_name(name)), DTensor)
-                if cut and isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
-                    raise CheckpointError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, which "
-                        "has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the "
-                        "optimizer anew with allow_missing=['optimizer']."
-                    )
+        self._check_sharded(
+            optimizer,
+            pieces,
+            "which has another shape, so that it cannot be cut into pieces. Use strategy='ddp', or start the optimizer "
+            "anew with allow_missing=['optimizer'].",
+        )
         super().load_optimizer_state(optimizer, {**state, "state": pieces})
         step_one_by_one([optimizer])
+
+    def _check_sharded(self, optimizer: Optimizer, states: Mapping[str, Mapping[str, Any]], problem: str) -> None:
+        """Check that the states of sharded parameters are sharded; only scalars may be full."""
+        own = {plain_name(name): parameter for parameter, name in self._parameter_names().items()}
+        for name, values in states.items():
+            for key, value in values.items() if isinstance(own.get(plain_name(name)), DTensor) else ():
+                if isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, DTensor):
+                    kept = f"{key!r} of shape {tuple(value.shape)}"
+                    raise CheckpointError(f"{type(optimizer).__name__} keeps {kept} for {name!r}, {problem}")
 
 
 def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:

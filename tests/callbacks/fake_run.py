@@ -182,6 +182,9 @@ class FakeRun:
     def request_save(self, request: SaveRequest) -> None:
         self.requests.append(request)
 
+    def wrote_into(self, folder: Path) -> bool:
+        return False
+
     def remote_names(self, url: str) -> list[str]:
         return []
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -278,3 +280,52 @@ def test_a_parameter_without_a_name_cannot_be_saved() -> None:
     optimizer = torch.optim.SGD([*module.parameters(), nn.Parameter(torch.zeros(7))], lr=0.1)
     with pytest.raises(CheckpointError, match=r"shape \(7,\) that is no parameter of the task"):
         named_optimizer_state(optimizer, names_of(module))
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps states of all kinds, none of the parameter's dtype."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def fill(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "step": torch.tensor(3.0),
+                    "same": torch.full_like(p, 0.3),
+                    "master": torch.full_like(p, 1 / 3, dtype=torch.float32),
+                    "double": torch.full_like(p, 1 / 3, dtype=torch.float64),
+                    "wave": torch.full_like(p, 1 + 2j, dtype=torch.complex128),
+                    "count": torch.tensor(2**53 + 1),
+                    "mask": torch.ones_like(p, dtype=torch.bool),
+                    "nested": {"history": [torch.full((2,), 1 / 3, dtype=torch.float64)], "note": "text"},
+                    "ordered": collections.OrderedDict(a=torch.full((2,), 1 / 3, dtype=torch.float64)),
+                    "array": np.array([1 / 3, 2.0]),
+                }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_states_of_any_dtype_and_kind_are_restored_as_they_were_saved(dtype: torch.dtype) -> None:
+    module = model().to(dtype)
+    optimizer, resumed = Odd(module.parameters()), Odd(module.parameters())
+    optimizer.fill()
+    tree = through_disk(named_optimizer_state(optimizer, names_of(module)))
+    seen = []
+    resumed.register_load_state_dict_post_hook(lambda one: seen.append(one.state[module[0].weight]["double"].dtype))
+    load_named_optimizer_state(resumed, tree, names_of(module))
+    assert same(dict(resumed.state), dict(optimizer.state))
+    assert seen == [torch.float64]  # a user's hook finds the restored state
+    assert resumed.state[module[0].weight]["double"] is not tree["state"]["0.weight"]["double"]
+
+
+def test_in_another_precision_states_of_the_parameters_dtype_follow_it_and_others_stay() -> None:
+    module = model().to(torch.bfloat16)
+    optimizer = Odd(module.parameters())
+    optimizer.fill()
+    tree = named_optimizer_state(optimizer, names_of(module))
+    other = model()
+    resumed = Odd(other.parameters())
+    load_named_optimizer_state(resumed, tree, names_of(other))
+    state = resumed.state[other[0].weight]
+    assert (state["same"].dtype, state["double"].dtype) == (torch.float32, torch.float64)

@@ -431,3 +431,17 @@ def test_sizes_and_ages_are_short() -> None:
         "7.0 TB",
     ]
     assert [_age(seconds) for seconds in (-1, 5, 90, 7200, 200000)] == ["0 s", "5 s", "2 min", "2 h", "2 d"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+def test_control_characters_in_a_name_do_not_reach_the_terminal(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run\x1b[31m"
+    path = write_small(folder, 4)
+    path = path.rename(folder / "a\x1b]0;title\x07\x9b")
+    _run(command, folder if command == "ls" else path)
+    _run(command, folder / "no\x1b[2J")
+    printed = "".join(capsys.readouterr())
+    assert not [char for char in printed if char != "\n" and not char.isprintable()]
+    assert "\\x1b" in printed

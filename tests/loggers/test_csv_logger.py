@@ -77,6 +77,18 @@ def test_a_row_cut_off_by_a_crash_is_left_out_and_the_next_one_is_whole(tmp_path
     assert rows(second) == [{"step": "1", "a": "0.125"}, {"step": "3", "a": "0.5"}]
 
 
+def test_a_row_that_is_torn_while_the_logger_runs_is_not_read_as_a_value(tmp_path: Path) -> None:
+    logger = started(tmp_path)
+    for step in (1, 2):
+        logger.log_metrics({"a": 1238.0}, step)
+    logger.flush()
+    path = logger.metrics_file
+    path.write_text(path.read_text()[: -len("38.0\n")])
+    logger.log_metrics({"b": 2.0}, 3)  # a new column: the file is read and rewritten
+    logger.finish("success")
+    assert rows(logger) == [{"step": "1", "a": "1238.0", "b": ""}, {"step": "3", "a": "", "b": "2.0"}]
+
+
 def test_a_metric_named_like_the_clock_does_not_replace_it(tmp_path: Path) -> None:
     logger = started(tmp_path)
     with pytest.warns(TrainwrightWarning, match="skips the metric 'step'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import math
+import shutil
 import types
 from pathlib import Path
 from typing import Any
@@ -260,9 +261,11 @@ def test_fewer_epochs_than_the_checkpoint_has_behind_it_are_an_error(checkpoint:
 # Which checkpoint is taken
 
 
-def _fit_with(folder: Path, saver: ModelCheckpoint, task: RegressionTask, **arguments: Any) -> Any:
+def _fit_with(
+    folder: Path, saver: ModelCheckpoint, task: RegressionTask, ckpt_path: Path | None = None, **arguments: Any
+) -> Any:
     trainer = quiet_trainer(callbacks=[saver], default_root_dir=folder, num_sanity_val_steps=0, **arguments)
-    trainer.fit(task, regression_loader(FOUR_BATCHES, 2), regression_loader(1))
+    trainer.fit(task, regression_loader(FOUR_BATCHES, 2), regression_loader(1), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -467,3 +470,46 @@ def test_a_fit_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytes
     assert "nothing is left to train" not in capsys.readouterr().out
     trainer.fit(RegressionTask(), regression_loader(2))
     assert "nothing is left to train: max_epochs=1 is reached at epoch 1" in capsys.readouterr().out
+
+
+def _best_two(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=True)
+
+
+@pytest.mark.parametrize("how", ["moved", "moved, with a link in its place", "copied", "link"])
+def test_a_folder_that_was_moved_or_copied_or_is_a_link_is_continued_as_the_same(how: str, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    _fit_with(tmp_path, _best_two(old), ScriptedTask([1.0, 3.0]), max_epochs=2, limit_val_batches=1)
+    if how == "copied":
+        shutil.copytree(old, new)
+    elif how == "link":
+        new.symlink_to(old)
+    else:
+        old.rename(new)
+        if how != "moved":
+            old.symlink_to(new)
+    saver = _best_two(new)
+    _fit_with(tmp_path, saver, ScriptedTask([2.0]), max_epochs=3, limit_val_batches=1, ckpt_path=new / "last")
+    kept = {found.path.name: found.manifest.epoch for found in find_checkpoints(new)}
+    assert kept == {"epoch=0-step=4": 0, "epoch=2-step=12": 2, "last": 2}
+    assert saver.best_model_path == str(new / "epoch=0-step=4")
+
+
+def test_a_new_run_in_the_folder_of_one_whose_clock_was_ahead_is_resumed_by_its_own_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fit(name: str, ahead_h: int) -> None:
+        class Ahead(datetime.datetime):
+            @classmethod
+            def now(cls, tz: Any = None) -> Any:
+                return datetime.datetime.now(tz) + datetime.timedelta(hours=ahead_h)
+
+        clock = types.SimpleNamespace(datetime=Ahead, timedelta=datetime.timedelta, UTC=datetime.UTC)
+        monkeypatch.setattr(layout, "datetime", clock)
+        monkeypatch.setattr(layout, "_youngest", "")  # as in another process
+        trainer = quiet_trainer(max_epochs=1, callbacks=[ModelCheckpoint(tmp_path, filename=name)])
+        trainer.fit(RegressionTask(), regression_loader(2))
+
+    fit("first", ahead_h=2)
+    fit("second", ahead_h=0)
+    assert newest_valid(tmp_path) == tmp_path / "second"

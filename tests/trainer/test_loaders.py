@@ -214,3 +214,24 @@ def test_a_list_of_batches_is_a_loader() -> None:
     trainer = quiet_trainer(max_epochs=2)
     trainer.fit(RegressionTask(), batches)
     assert (trainer.global_step, trainer.state.samples) == (6, 12)
+
+
+class StopsEarly(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Declares 8 samples, and ends after 4."""
+
+    def __len__(self) -> int:
+        """Return the declared length."""
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a sample."""
+        if index >= 4:
+            raise StopIteration
+        return regression_loader().dataset[index]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_of_fewer_batches_than_the_declared_length_warns(stage: str) -> None:
+    run = getattr(quiet_trainer(), stage)
+    with pytest.warns(TrainwrightWarning, match="ended after 2 of the 4 batches of its declared length"):
+        run(RegressionTask(), DataLoader(StopsEarly(), batch_size=2))

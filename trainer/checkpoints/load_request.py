@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from trainwright.callbacks.roles import Saver
-from trainwright.checkpoint import Snapshot, clean_stale
+from trainwright.checkpoint import Snapshot
 from trainwright.checkpoint.format.layout import PARTS, Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint
 from trainwright.checkpoint.format.reader import check_opened, read_opened
@@ -340,7 +340,7 @@ def open_for(run: StageRun, stage: Stage, load: LoadRequest) -> Opened | None:
         FileNotFoundError, ConfigurationError, CheckpointError: see `find_checkpoint`, `check_fits` and `Opened.at`.
     """
     if stage == "fit" and run.is_main and not run.is_trial and run.checkpoint_dir.is_dir():
-        clean_stale(run.checkpoint_dir)  # what a run that was killed while it wrote has left
+        run.folder.prepare()
     found = run.broadcast(left_by_earlier(run.attempt, run.folder) if run.is_main else None)
     if found is not None:
         load = replace(load, ckpt_path=found.path, weights_only=False)

@@ -11,17 +11,19 @@ from pathlib import Path
 from typing import Literal
 
 from trainwright.checkpoint.disk.durable import hidden, make_folder
-from trainwright.checkpoint.format.layout import Kind, NewerFormatError
+from trainwright.checkpoint.format.layout import Kind, NewerFormatError, go_on_from
 from trainwright.checkpoint.format.manifests import (
     FoundCheckpoint,
     HashFiles,
     LookedAt,
+    find_checkpoints,
     hash_files,
     look_at,
     open_checkpoint,
     scan,
 )
 from trainwright.checkpoint.format.reader import check_opened
+from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.retention import IndexEntry, RunIndex
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.names.hidden_names import names_in
@@ -52,6 +54,12 @@ class RunFolder:
             CheckpointError: see `RunIndex`.
         """
         return RunIndex(self.path, run=self._run)
+
+    def prepare(self) -> None:
+        """Delete what killed runs have left, and date later checkpoints of this process after all that are there."""
+        clean_stale(self.path)
+        for found in find_checkpoints(self.path):  # of a run whose clock may have been ahead
+            go_on_from(found.manifest.created)
 
     def listed(self, wanted: Callable[[IndexEntry], bool]) -> list[LookedAt]:
         """Return those of this run's checkpoints that are wanted, opened, with their paths."""

@@ -12,9 +12,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
-from trainwright.core.errors import CheckpointError, ConfigurationError
+from trainwright.core.errors import CheckpointError, ConfigurationError, visible
 from trainwright.core.host.folders import is_url
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ def checkpoint(argv: Sequence[str]) -> int:
         raise
     except OSError as error:  # missing, no permission to read or write, or no space
         raise CheckpointError(str(error)) from error
+
+
+def _print(text: object, file: TextIO | None = None) -> None:
+    print(visible(str(text)), file=file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,10 +120,10 @@ def _ls(wanted: argparse.Namespace) -> int:
     else:
         rows = list_folder(Path(wanted.folder), hashes=wanted.verify)
     if wanted.json:
-        print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2))
+        _print(json.dumps([_plain(dataclasses.asdict(row)) for row in rows], indent=2))
         return 0
     if not rows:
-        print(f"no checkpoints in {wanted.folder}")
+        _print(f"no checkpoints in {wanted.folder}")
         return 0
     lines = [["NAME", "STEP", "EPOCH", "KIND", "SIZE", "AGE", "METRICS"]]
     for row in rows:
@@ -133,10 +137,10 @@ def _ls(wanted: argparse.Namespace) -> int:
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     for line in lines:
-        print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
+        _print("  ".join(f"{text:<{width}}" for text, width in zip(line, widths, strict=True)).rstrip())
     for row in rows:
         for problem in row.problems:
-            print(f"{row.name}: {problem}")
+            _print(f"{row.name}: {problem}")
     return 0
 
 
@@ -145,7 +149,7 @@ def _show(wanted: argparse.Namespace) -> int:
 
     facts = describe(wanted.path)
     if wanted.json:
-        print(json.dumps(_plain(facts), indent=2))
+        _print(json.dumps(_plain(facts), indent=2))
         return 0
     _print_tree(facts, "")
     return 0
@@ -161,12 +165,12 @@ def _verify(wanted: argparse.Namespace) -> int:
             found[str(path)] = verify(path)
     damaged = any(found.values())
     if wanted.json:
-        print(json.dumps({"damaged": damaged, "checkpoints": found}, indent=2))
+        _print(json.dumps({"damaged": damaged, "checkpoints": found}, indent=2))
     else:
         for name, problems in found.items():
-            print(f"{name}: {'damaged' if problems else 'intact'}")
+            _print(f"{name}: {'damaged' if problems else 'intact'}")
             for problem in problems:
-                print(f"  {problem}")
+                _print(f"  {problem}")
     return _FOUND if damaged else 0
 
 
@@ -177,7 +181,7 @@ def _diff(wanted: argparse.Namespace) -> int:
     if wanted.json:
         largest = found.largest()
         facts = {**dataclasses.asdict(found), "largest": None if largest is None else dataclasses.asdict(largest)}
-        print(json.dumps(_plain({"same": not found, **facts}), indent=2))
+        _print(json.dumps(_plain({"same": not found, **facts}), indent=2))
     else:
         _print_difference(found, wanted.left, wanted.right)
     return _FOUND if found else 0
@@ -185,7 +189,7 @@ def _diff(wanted: argparse.Namespace) -> int:
 
 def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> None:
     if not found:
-        print("identical, by the hashes in their manifests; verify compares the files with these")
+        _print("identical, by the hashes in their manifests; verify compares the files with these")
         return
     for side, only in ((left, found.only_left), (right, found.only_right)):
         _print_some(f"only in {side}:", only)
@@ -193,7 +197,7 @@ def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> N
     if found.tensors:
         first, largest = found.tensors[0], found.largest()
         most = "" if largest is None else f"; largest difference {largest.max_abs:.6g} in {largest.path}"
-        print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
+        _print(f"{len(found.tensors)} of {found.num_tensors} compared tensors differ, the first is {first.path}{most}")
         differing = [
             f"{item.path}: {item.left} -> {item.right}" if item.max_abs is None else f"{item.path}: {item.max_abs:.6g}"
             for item in found.tensors
@@ -204,11 +208,11 @@ def _print_difference(found: CheckpointDifference, left: Path, right: Path) -> N
 def _print_some(title: str, lines: Sequence[str]) -> None:
     if not lines:
         return
-    print(title)
+    _print(title)
     for line in lines[:_SHOWN]:
-        print(f"  {line}")
+        _print(f"  {line}")
     if len(lines) > _SHOWN:
-        print(f"  ... and {len(lines) - _SHOWN} more (all of them with --json)")
+        _print(f"  ... and {len(lines) - _SHOWN} more (all of them with --json)")
 
 
 # Weights in and out
@@ -239,12 +243,12 @@ def _export(wanted: argparse.Namespace) -> int:
 
 def _tell(exported: Exported) -> None:
     for file in exported.files:
-        print(file)
-    print(f"{exported.num_tensors} tensors, {_size(exported.num_bytes)}")
+        _print(file)
+    _print(f"{exported.num_tensors} tensors, {_size(exported.num_bytes)}")
     for name, first in exported.tied.items():
-        print(f"note: {name} is the same weight as {first} and is written under that name only", file=sys.stderr)
+        _print(f"note: {name} is the same weight as {first} and is written under that name only", file=sys.stderr)
     if exported.left_out:
-        print("note: entries of the state dict that are not tensors are skipped", file=sys.stderr)
+        _print("note: entries of the state dict that are not tensors are skipped", file=sys.stderr)
 
 
 def _convert(wanted: argparse.Namespace) -> int:
@@ -264,9 +268,9 @@ def _convert(wanted: argparse.Namespace) -> int:
     )
     done = convert_checkpoint(wanted.source, wanted.target, options)
     what = "a full checkpoint" if done.kind == "full" else "weights only"
-    print(f"{done.path}: {what} from {done.source}, {done.num_tensors} tensors, step {done.step}, epoch {done.epoch}")
+    _print(f"{done.path}: {what} from {done.source}, {done.num_tensors} tensors, step {done.step}, epoch {done.epoch}")
     for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
+        _print(f"note: {note}", file=sys.stderr)
     return 0
 
 
@@ -276,14 +280,14 @@ def _convert(wanted: argparse.Namespace) -> int:
 def _print_tree(value: Mapping[str, object], indent: str) -> None:
     for name, item in value.items():
         if isinstance(item, dict) and item:
-            print(f"{indent}{name}:")
+            _print(f"{indent}{name}:")
             _print_tree(item, indent + "  ")
         elif isinstance(item, list) and item and isinstance(item[0], dict):
             for number, one in enumerate(item):
-                print(f"{indent}{name.removesuffix('s')} {number}:")
+                _print(f"{indent}{name.removesuffix('s')} {number}:")
                 _print_tree(one, indent + "  ")
         else:
-            print(f"{indent}{name}: {_text(item)}")
+            _print(f"{indent}{name}: {_text(item)}")
 
 
 def _text(value: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainwright import __version__
-from trainwright.core.errors import TrainwrightError, nearest
+from trainwright.core.errors import TrainwrightError, nearest, visible
 from trainwright.core.registry import import_object
 
 _PROG = "trainwright"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if show_traceback:
             traceback.print_exc()
         else:
-            print(f"{_PROG}: error: {error}", file=sys.stderr)
+            print(visible(f"{_PROG}: error: {error}"), file=sys.stderr)
         return _USAGE_ERROR
     except BrokenPipeError:  # `trainwright … | head` has read enough
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the rest of the pipe is not flushed at exit

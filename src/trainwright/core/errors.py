@@ -110,3 +110,8 @@ def require_package(module: str, *, purpose: str, install: str | None = None) ->
             f"{purpose} needs the package {root!r}, which is not installed. Run: pip install {install or root}"
         )
     return importlib.import_module(module)
+
+
+def visible(text: str) -> str:
+    """Return `text` with control characters escaped, such as those of a file's name, which a terminal would obey."""
+    return "".join(char if char == "\n" or char.isprintable() else ascii(char)[1:-1] for char in text)

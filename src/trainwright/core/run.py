@@ -253,6 +253,9 @@ class Run(Protocol):
     def request_save(self, request: SaveRequest) -> None:
         """Request a checkpoint at the next safe point. Every rank must make the same request; rank 0's is written."""
 
+    def wrote_into(self, folder: Path) -> bool:
+        """Return whether the index in a folder lists checkpoints of this run that are there. Not collective."""
+
     def remote_names(self, url: str) -> list[str]:
         """Return the names below a remote folder, on every rank. Collective; rank 0 uses the network.
 

@@ -166,6 +166,19 @@ def _finish(loader: PreparedLoader, batches: Iterator[Any], rounds: int) -> None
         next(batches, None)
 
 
+def check_end(loader: PreparedLoader, batch: int, limit: int | None) -> None:
+    """Check after `batch` rounds of an evaluation that the loader gave as many batches as its length says.
+
+    Warns:
+        TrainwrightWarning: it gave fewer. With several ranks in lock step that is a ConfigurationError.
+    """
+    counts = loader.counts
+    if counts is not None:
+        rounds = loader.num_batches if loader.options.in_lockstep else counts[loader.options.rank]
+        if rounds is not None and batch < (rounds if limit is None else min(rounds, limit)):
+            _ended_early(loader, batch, rounds)
+
+
 def _take(loader: PreparedLoader, batches: Iterator[Any], first: int, stop: int, rounds: int) -> Group | None:
     taken = list(itertools.islice(batches, stop - first))
     if len(taken) == stop - first:
@@ -197,7 +210,7 @@ def _weights(real: list[bool], total_real: int, world: int) -> list[float] | Non
 def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
     options = loader.options
     message = f"{options.title} ended after {batch} of the {rounds} batches of its declared length."
-    if options.world > 1:
+    if options.world > 1 and options.in_lockstep:
         raise ConfigurationError(
             f"{message} The other ranks wait for the rest. Return the true length, or define none."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from tests.checkpoint.snapshots import same
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import assert_equal_weights, quiet_trainer, weights_of
 from tests.strategies.fsdp.test_fsdp import Blocks, batches
@@ -38,11 +40,17 @@ class SaveAtEnd(Callback):
 
 
 def train(
-    processes: int, epochs: int, *, strategy: Any = "auto", callbacks: Any = (), ckpt_path: Path | None = None
+    processes: int,
+    epochs: int,
+    *,
+    strategy: Any = "auto",
+    callbacks: Any = (),
+    ckpt_path: Path | None = None,
+    make: type[Blocks] = Blocks,
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train to so many epochs, four micro-batches a step over all ranks; return this rank's weights and losses."""
     warnings.filterwarnings("ignore", message=".*generators start anew")
-    task = Blocks()
+    task = make()
     trainer = quiet_trainer(
         devices="auto" if processes > 1 else 1, strategy=strategy, max_epochs=epochs,
         accumulate_grad_batches=4 // processes, gradient_clip_val=0.5, callbacks=list(callbacks),
@@ -137,6 +145,72 @@ def test_what_all_replicas_hold_is_written_once_by_turns(tmp_path: Path) -> None
     assert min(sizes) > total / 3
     assert verify(tmp_path / "a") == []
     assert set(read_checkpoint(tmp_path / "a").model or {}) == set(Blocks().state_dict())
+
+
+class Precise(torch.optim.Optimizer):
+    """Sums gradients in float64 and counts in int64."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Take a step."""
+        loss = None if closure is None else closure()
+        for p in self.param_groups[0]["params"]:
+            if not self.state[p]:
+                self.state[p] = {
+                    "sum": torch.zeros_like(p, dtype=torch.float64), "count": torch.tensor(2**53 + 1, device=p.device)
+                }  # fmt: skip
+            self.state[p]["sum"] += p.grad.double() / 3
+            self.state[p]["count"] += 1
+            p.data -= (0.1 * self.state[p]["sum"]).to(p.dtype)
+        return loss
+
+
+class PreciseBlocks(Blocks):
+    """Blocks with an optimizer whose states have other dtypes than the parameters."""
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer over what is not frozen."""
+        return Precise([p for p in self.parameters() if p.requires_grad])
+
+
+def _resume_with_precise_states(folder: Path, state_dict_type: str) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"strategy": FSDPStrategy(state_dict_type=state_dict_type), "make": PreciseBlocks}
+    train(2, 1, callbacks=[SaveAtEnd(folder / "first")], **options)
+    resumed = train(2, 2, callbacks=[SaveAtEnd(folder / "second")], ckpt_path=folder / "first", **options)
+    return resumed, train(2, 2, callbacks=[SaveAtEnd(folder / "whole")], **options)
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+def test_states_of_other_dtypes_than_the_parameters_continue_bit_for_bit(state_dict_type: str, tmp_path: Path) -> None:
+    work = functools.partial(_resume_with_precise_states, tmp_path, state_dict_type)
+    (resumed, expected), _ = run_distributed(work, 2, init=False, timeout=300)
+    assert_equal_weights(resumed[1], expected[1])
+    (tree,), (whole,) = (read_checkpoint(tmp_path / name).optimizers for name in ("second", "whole"))
+    assert tree["state"]["blocks.0.mix.weight"]["sum"].dtype == torch.float64
+    assert same(tree, whole)
+
+
+class LocalBlocks(Blocks):
+    """Blocks with an optimizer that keeps a state of this rank's shard alone."""
+
+    def on_train_epoch_end(self) -> None:
+        """Add the state."""
+        optimizer: Any = self.optimizers()
+        parameter: Any = self.blocks[0].mix.weight  # type: ignore[union-attr]
+        optimizer.state[parameter]["mine"] = parameter.to_local().detach().clone()
+
+
+def _save_local_state(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        train(2, 1, strategy="fsdp", callbacks=[SaveAtEnd(path)], make=LocalBlocks)
+    return str(caught.value)
+
+
+def test_a_state_of_one_ranks_shard_alone_is_refused_at_the_save(tmp_path: Path) -> None:
+    messages = run_distributed(lambda: _save_local_state(tmp_path / "a"), 2, init=False, timeout=300)
+    assert all("keeps 'mine'" in message and "only that of rank 0 would be saved" in message for message in messages)
 
 
 @pytest.mark.slow

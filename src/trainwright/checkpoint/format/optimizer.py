@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.tree import map_tensors
+from trainwright.core.tree import iterate_tensors, map_tensors
 
 # Keys of a group in torch's format that are positions or copies of names, not hyper-parameters.
 _NOT_HYPERPARAMETERS = ("params", "param_names")
@@ -26,7 +27,8 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
     Returns:
         `{"class": name, "groups": [{hyper-parameters..., "params": [names]}], "state": {name: {key: value}}}`, with
         `{}` as the state of a parameter that has none yet. State that belongs to no parameter stands under `"shared"`,
-        further entries of the state dict under `"extra"`. Tensors are the optimizer's own: copy them to keep them.
+        further entries of the state dict under `"extra"`, and under `"dtypes"` the dtypes of those parameters whose
+        states have others. Tensors are the optimizer's own: copy them to keep them.
 
     Raises:
         CheckpointError: a parameter has no name, or two have the same.
@@ -49,6 +51,18 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[torch
             shared[key] = value
     tree: dict[str, Any] = {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
     extra = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    dtypes = {
+        names_of[index]: parameter.dtype
+        for index, parameter in zip(names_of, _parameters(optimizer), strict=True)
+        if any(
+            tensor.dtype != parameter.dtype
+            for key, value in packed["state"].get(index, {}).items()
+            if key != "step"
+            for tensor in iterate_tensors(value)
+        )
+    }
+    if dtypes:
+        tree["dtypes"] = dtypes
     if shared:
         tree["shared"] = shared
     if extra:
@@ -61,8 +75,9 @@ def load_named_optimizer_state(
 ) -> None:
     """Load what `named_optimizer_state` gave into an optimizer over the same parameters, in whatever order.
 
-    Goes through `optimizer.load_state_dict`, so that its hooks run and tensors land on each parameter's device and
-    dtype as torch decides. Groups of the same parameters find each other; groups of which the members changed are
+    Goes through `optimizer.load_state_dict`, so that its hooks run and tensors land on each parameter's device. A
+    tensor that was saved in its parameter's dtype takes the dtype that the parameter has now; others keep theirs, where
+    torch alone would cast them. Groups of the same parameters find each other; groups of which the members changed are
     taken in order. The optimizer shares no memory with `tree` afterwards (torch alone would take over tensors that
     need no conversion, and then train on in the caller's copy).
 
@@ -104,12 +119,70 @@ def load_named_optimizer_state(
         # A key that a newer torch has added keeps its present value.
         groups.append({**group, **saved, "params": group["params"]})
     state: dict[Any, Any] = map_tensors(torch.clone, dict(tree.get("shared", {})))
-    parameters = dict(zip(names_of, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    parameters = dict(zip(names_of, _parameters(optimizer), strict=True))
     for index, name in names_of.items():
         if saved_state[name]:
             state[index] = _own_copy(saved_state[name], parameters[index].device)
     extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
-    optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
+    dtypes = {index: tree.get("dtypes", {}).get(name) for index, name in names_of.items()}
+
+    def keep(_: Any, packed: dict[str, Any]) -> dict[str, Any]:
+        states = {
+            index: _kept(values, dtypes[index], parameters[index].device) if index in parameters else values
+            for index, values in packed["state"].items()
+        }
+        return {**packed, "state": states}
+
+    def restore(_: Any) -> None:
+        for parameter in parameters.values():
+            if parameter in optimizer.state:
+                optimizer.state[parameter] = _restored(optimizer.state[parameter])
+
+    # After the user's hooks of the one kind and before those of the other: they see plain states.
+    before = optimizer.register_load_state_dict_pre_hook(keep)
+    after = optimizer.register_load_state_dict_post_hook(restore, prepend=True)
+    try:
+        optimizer.load_state_dict({**extra, "state": state, "param_groups": groups})
+    finally:
+        before.remove()
+        after.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A value that `Optimizer.load_state_dict` passes on unchanged."""
+
+    value: Any
+
+
+def _kept(value: Any, dtype: torch.dtype | None, device: torch.device, key: Any = None) -> Any:
+    """Return a state in which all that torch would cast, or build again from a generator, is `_Kept`.
+
+    Args:
+        value: of a state.
+        dtype: the parameter's when it was saved; None: that of all its states.
+        device: the parameter's.
+        key: of the value in its mapping.
+    """
+    if isinstance(value, torch.Tensor):
+        return value if key == "step" or dtype in (None, value.dtype) else _Kept(value.to(device))
+    if type(value) is dict:
+        return {name: _kept(item, dtype, device, name) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_kept(item, dtype, device) for item in value)
+    return _Kept(map_tensors(lambda tensor: tensor.to(device), value)) if isinstance(value, Iterable) else value
+
+
+def _restored(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _restored(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_restored(item) for item in value)
+    return value.value if isinstance(value, _Kept) else value
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _own_copy(values: Any, device: torch.device) -> Any:

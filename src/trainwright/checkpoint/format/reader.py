@@ -384,6 +384,6 @@ def check_optimizers(trees: Sequence[Any], origin: str) -> None:
     """
     for number, tree in enumerate(trees):
         groups = tree.get("groups", tree.get("param_groups", [])) if isinstance(tree, dict) else None
-        states = tree.get("state", {}) if isinstance(tree, dict) else None
-        if not _list_of(_GROUP)(groups) or not isinstance(states, dict):
+        states, dtypes = (tree.get("state", {}), tree.get("dtypes", {})) if isinstance(tree, dict) else (None, None)
+        if not _list_of(_GROUP)(groups) or not isinstance(states, dict) or not isinstance(dtypes, dict):
             raise CheckpointError(f"{origin}: optimizer {number} has no groups and states; it is damaged or not ours.")
