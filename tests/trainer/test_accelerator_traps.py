@@ -319,3 +319,32 @@ def test_an_optimizer_of_another_model_is_warned_of() -> None:
         Accelerator(cpu=True).prepare(net, torch.optim.SGD(other.parameters(), lr=0.1))
     net.requires_grad_(False)
     Accelerator(cpu=True).prepare(net, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(_loader(11, batch_size=4))
+    assert isinstance(loader, DataLoader)
+    assert isinstance(accelerator.skip_first_batches(loader, 1), DataLoader)
+    assert (loader.total_batch_size, loader.total_dataset_length, loader.remainder) == (4, 11, 3)
+    assert not loader.end_of_dataloader
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert loader.end_of_dataloader
+    next(iter(loader))
+    assert not loader.end_of_dataloader
+    assert accelerator.prepare(_loader(11, batch_size=4, drop_last=True)).remainder == -1
+    assert accelerator.prepare_data_loader([torch.ones(2)]).remainder == -1
+
+
+def test_a_state_is_not_saved_with_gradients_of_a_group_that_was_left(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, optimizer, loader = accelerator.prepare(net := _net(), torch.optim.SGD(net.parameters(), lr=0.1), _loader())
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).sum())
+        break
+    with pytest.raises(ConfigurationError, match=r"optimizer\.step\(\).*optimizer\.zero_grad\(\)"):
+        accelerator.save_state(tmp_path / "state")
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "state")

@@ -425,6 +425,7 @@ class Accelerator(PreparesObjects):
                 micro-batches.
         """
         output_dir = checked_folder("save_state", "output_dir", output_dir)
+        self._accumulation.refuse_open_group()
         if not safe_serialization:
             warnings.warn(
                 "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "
