@@ -323,8 +323,7 @@ def test_an_optimizer_of_another_model_is_warned_of() -> None:
 
 def test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes() -> None:
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(_loader(11, batch_size=4))
-    assert isinstance(loader, DataLoader)
+    loader: Any = accelerator.prepare(_loader(11, batch_size=4))
     assert isinstance(accelerator.skip_first_batches(loader, 1), DataLoader)
     assert (loader.total_batch_size, loader.total_dataset_length, loader.remainder) == (4, 11, 3)
     assert not loader.end_of_dataloader
@@ -332,6 +331,7 @@ def test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes() -> No
     assert loader.end_of_dataloader
     next(iter(loader))
     assert not loader.end_of_dataloader
+    assert isinstance(loader, DataLoader)
     assert accelerator.prepare(_loader(11, batch_size=4, drop_last=True)).remainder == -1
     assert accelerator.prepare_data_loader([torch.ones(2)]).remainder == -1
 

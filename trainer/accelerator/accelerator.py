@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
 from trainwright.trainer.accelerator.settings import (
     accumulation_of,
     checked_folder,
+    compare_precision,
     read_settings,
     refuse_attribute,
     refuse_option,
@@ -57,7 +58,6 @@ from trainwright.trainer.accelerator.settings import (
 )
 
 T = TypeVar("T")
-_living: WeakSet[Accelerator] = WeakSet()
 
 
 class Accelerator(PreparesObjects):
@@ -137,7 +137,7 @@ class Accelerator(PreparesObjects):
         self._prepared: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._others: list[Any] = []
         self._trigger = False
-        _compare_precision(self)
+        compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     # Where it runs
 
@@ -490,17 +490,3 @@ class Accelerator(PreparesObjects):
     def clear(self, *objects: object) -> list[Any]:
         """Do what `free_memory` does."""
         return self.free_memory(*objects)
-
-
-def _compare_precision(new: Accelerator) -> None:
-    """Warn where another Accelerator of this process computes in another precision."""
-    others = {other.mixed_precision for other in _living} - {new.mixed_precision}
-    _living.add(new)
-    if others and new.state.is_main_process:
-        warnings.warn(
-            f"this process has an Accelerator with mixed_precision={others.pop()!r} already, and this one has "
-            f"{new.mixed_precision!r}: a model computes in the precision of the one that prepared it. Pass the same "
-            "mixed_precision to both, or use one Accelerator.",
-            TrainwrightWarning,
-            stacklevel=4,
-        )
