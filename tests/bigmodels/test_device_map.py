@@ -392,3 +392,11 @@ def test_maps_are_those_of_accelerate_where_each_device_can_hold_the_largest_lay
         assert get_balanced_memory(model, budgets) == balanced
         if compared == 40:
             return
+
+
+def test_only_the_tied_layer_of_a_head_is_placed_before_its_turn() -> None:
+    head = nn.Sequential(*(nn.Linear(4, size, bias=False) for size in (4, 4, 8)))
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "body": nn.Linear(4, 4, bias=False), "head": head})
+    head[2].weight = model["embed"].weight
+    found = infer_auto_device_map(model, max_memory={"cpu": 256})
+    assert found == {"embed": "cpu", "body": "cpu", "head.0": "disk", "head.1": "disk", "head.2": "cpu"}

@@ -86,6 +86,16 @@ def test_a_program_migrates_without_a_rest_and_runs(
             "try:\n    import lightning as L\nexcept ImportError:\n    L = None\n",
             "try:\n    import trainwright as L\nexcept ImportError:\n    L = None\n",
         ),
+        ("from accelerate import accelerator as A\nA.Accelerator()\n", "import trainwright as A\nA.Accelerator()\n"),
+        (
+            "from lightning.pytorch.callbacks import early_stopping as E\nE.EarlyStopping()\n",
+            "from trainwright import callbacks as E\nE.EarlyStopping()\n",
+        ),
+        ("import accelerate.accelerator as A\nA.Accelerator()\n", "import trainwright as A\nA.Accelerator()\n"),
+        (
+            "from lightning.pytorch.utilities.types import STEP_OUTPUT\ndef f() -> STEP_OUTPUT: ...\n",
+            "from typing import Any\ndef f() -> Any: ...\n",
+        ),
         ("import lightning as L\r\nL.Trainer()\r\n", "import trainwright as L\r\nL.Trainer()\r\n"),
     ],
 )
@@ -121,6 +131,12 @@ def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> No
         ("import lightning as L\nL.__version__\n", 2, "lightning.__version__ has no counterpart here"),
         ("x = 'lightning.pytorch.Trainer'\n", 1, "names another library: is trainwright.Trainer here."),
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
+        ("from accelerate.utils import is_bf16_available\n", 1, "call torch.cuda.is_bf16_supported()"),
+        (
+            "from accelerate import InitProcessGroupKwargs\n",
+            1,
+            "PartialState(timeout=…, backend=…) before Accelerator()",
+        ),
         ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
     ],
 )

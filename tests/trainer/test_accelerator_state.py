@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
+from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
+from trainwright.bigmodels.saving import save_model
 from trainwright.checkpoint.format.manifests import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.trainer.accelerator.accelerator import Accelerator
@@ -212,3 +214,22 @@ def test_one_process_takes_over_from_two(tmp_path: Path) -> None:
     for _ in alone.loader:
         pass
     assert sorted(alone.data.fetched[6:]) == list(range(22))
+
+
+def test_a_saved_state_is_a_checkpoint_of_weights(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(nn.Linear(4, 1))
+    accelerator.save_state(tmp_path / "state")
+    other = nn.Linear(4, 1)
+    load_checkpoint_in_model(other, tmp_path / "state")
+    assert torch.equal(other.weight, net.weight)
+
+
+def test_a_state_of_accelerate_is_named_with_what_reads_it(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = accelerator.prepare(nn.Linear(4, 1))
+    save_model(net, tmp_path)
+    (tmp_path / "random_states_0.pkl").touch()
+    with pytest.raises(CheckpointError, match=r"Accelerate's save_state.*load_checkpoint_in_model"):
+        accelerator.load_state(tmp_path)
+    load_checkpoint_in_model(net, tmp_path)

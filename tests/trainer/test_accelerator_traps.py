@@ -69,6 +69,7 @@ def _micro_batches(accelerator: Accelerator, net: Any, optimizer: Any, loader: A
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:this process has an Accelerator:trainwright.core.errors.TrainwrightWarning")
 def test_a_notebook_s_cell_may_be_run_twice() -> None:
     net: Any = _net()
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -189,7 +190,7 @@ def test_the_order_of_the_data_is_that_of_the_seed_that_a_script_sets_after_cons
 
 def test_a_group_that_was_left_does_not_hold_back_what_follows() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    net, optimizer, loader = accelerator.prepare(_net(), torch.optim.SGD(_net().parameters(), lr=0.1), _loader())
+    net, optimizer, loader = accelerator.prepare(net := _net(), torch.optim.SGD(net.parameters(), lr=0.1), _loader())
     for (x,) in loader:
         with accelerator.accumulate(net):
             accelerator.backward(net(x).sum())
@@ -284,3 +285,66 @@ def test_a_pass_draws_from_the_generator_what_a_plain_loader_draws() -> None:
 
     loader = _loader(4)
     assert drawn(Accelerator(cpu=True).prepare(loader)) == drawn(loader)
+
+
+def test_two_accelerators_of_different_precision_are_warned_of() -> None:
+    first = Accelerator(cpu=True, mixed_precision="bf16")
+    Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.warns(TrainwrightWarning, match=r"mixed_precision='bf16'.*this one has 'no'"):
+        Accelerator(cpu=True)
+    del first
+    Accelerator(cpu=True)
+
+
+def test_a_step_without_any_item_is_warned_of_once() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net, optimizer, loader = accelerator.prepare(net := _net(), torch.optim.SGD(net.parameters(), lr=0.1), _loader())
+
+    def loop(counts: list[int]) -> None:
+        for (x,), num_items in zip(loader, counts, strict=True):
+            with accelerator.accumulate(net):
+                accelerator.backward(net(x).mean(), num_items=num_items)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    loop([0, 1, 1, 0] * 2)
+    with pytest.warns(TrainwrightWarning, match="num_items=0 in every micro-batch") as told:
+        loop([0, 0, 0, 0] * 2)
+    assert len(told) == 1
+
+
+def test_an_optimizer_of_another_model_is_warned_of() -> None:
+    net, other = _net(), _net()
+    with pytest.warns(TrainwrightWarning, match="SGD holds no parameter of a prepared model"):
+        Accelerator(cpu=True).prepare(net, torch.optim.SGD(other.parameters(), lr=0.1))
+    net.requires_grad_(False)
+    Accelerator(cpu=True).prepare(net, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
+def test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader: Any = accelerator.prepare(_loader(11, batch_size=4))
+    assert isinstance(accelerator.skip_first_batches(loader, 1), DataLoader)
+    assert (loader.total_batch_size, loader.total_dataset_length, loader.remainder) == (4, 11, 3)
+    assert not loader.end_of_dataloader
+    assert [loader.end_of_dataloader for _ in loader] == [False, False, True]
+    assert loader.end_of_dataloader
+    next(iter(loader))
+    assert not loader.end_of_dataloader
+    assert isinstance(loader, DataLoader)
+    assert accelerator.prepare(_loader(11, batch_size=4, drop_last=True)).remainder == -1
+    assert accelerator.prepare_data_loader([torch.ones(2)]).remainder == -1
+
+
+def test_a_state_is_not_saved_with_gradients_of_a_group_that_was_left(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    net, optimizer, loader = accelerator.prepare(net := _net(), torch.optim.SGD(net.parameters(), lr=0.1), _loader())
+    for (x,) in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(x).sum())
+        break
+    with pytest.raises(ConfigurationError, match=r"optimizer\.step\(\).*optimizer\.zero_grad\(\)"):
+        accelerator.save_state(tmp_path / "state")
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "state")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from trainwright.data.prepared import PreparedLoader
 from trainwright.trainer.accelerator.accumulation import Accumulation, Place
 
 
-class AcceleratedLoader:
+class AcceleratedLoader(DataLoader[Any]):
     """What `Accelerator.prepare` makes of a loader; to be iterated any number of times.
 
     All ranks get the same number of micro-batches. One that runs out earlier gets its last one again, which weighs
@@ -39,6 +39,7 @@ class AcceleratedLoader:
         self._epoch = 0
         self._resumes_at: dict[str, int] | None = None
         self._place: Place | None = None  # of the present pass
+        self._last_place: Place | None = None  # of the newest pass, over or not
 
     def __len__(self) -> int:
         """Micro-batches of one pass, the same number on every rank."""
@@ -46,6 +47,29 @@ class AcceleratedLoader:
         if found is None:
             raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
         return found
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one micro-batch over all processes."""
+        return (self.prepared.batch_size or 1) * self.prepared.options.world
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set."""
+        return len(self.prepared.raw.dataset)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last micro-batch over all processes, 0 if it is full; -1 if unknown or dropped."""
+        raw = self.prepared.raw
+        if not isinstance(raw, DataLoader) or raw.drop_last or not isinstance(raw.dataset, Sized):
+            return -1
+        return self.total_dataset_length % self.total_batch_size
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the newest pass has given its last micro-batch."""
+        return self._last_place is not None and self._last_place.ends_data
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch (0-based) of the next pass, which its order depends on; passes count on by themselves."""
@@ -63,7 +87,7 @@ class AcceleratedLoader:
             raise ConfigurationError(f"num_batches={num_batches!r}: write a whole number of at least 0.")
         return SkippedStart(self, num_batches)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over this rank's micro-batches of the next epoch. Collective for data without length."""
         return self.begin_pass(None)
 
@@ -90,7 +114,7 @@ class AcceleratedLoader:
     def _batches(self, first: int) -> Iterator[Any]:
         accumulation = self._accumulation
         outer, place = self._place, accumulation.begin_pass(self)
-        self._place = place
+        self._place = self._last_place = place
         place.num_batches = first
         steps, mean = accumulation.num_steps, accumulation.short_group == "mean"
         carried = place.carried
@@ -195,7 +219,7 @@ class AcceleratedLoader:
         return getattr(self.prepared.raw, name)
 
 
-class SkippedStart:
+class SkippedStart(DataLoader[Any]):
     """A prepared loader whose first pass begins in its middle; from the second one on it is the loader.
 
     Args:
@@ -211,7 +235,7 @@ class SkippedStart:
         """Micro-batches of the next pass."""
         return max(0, len(self.loader) - self._num_left_out)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over the next epoch of the loader."""
         first, self._num_left_out = self._num_left_out, 0
         return self.loader.begin_pass(first or None)

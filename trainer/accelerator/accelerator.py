@@ -50,6 +50,7 @@ from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
 from trainwright.trainer.accelerator.settings import (
     accumulation_of,
     checked_folder,
+    compare_precision,
     read_settings,
     refuse_attribute,
     refuse_option,
@@ -136,6 +137,7 @@ class Accelerator(PreparesObjects):
         self._prepared: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._others: list[Any] = []
         self._trigger = False
+        compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     # Where it runs
 
@@ -423,6 +425,7 @@ class Accelerator(PreparesObjects):
                 micro-batches.
         """
         output_dir = checked_folder("save_state", "output_dir", output_dir)
+        self._accumulation.refuse_open_group()
         if not safe_serialization:
             warnings.warn(
                 "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "

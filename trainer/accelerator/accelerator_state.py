@@ -115,6 +115,11 @@ def load_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes)
         FileNotFoundError: nothing is there.
         CheckpointError: it is damaged, or of another loop.
     """
+    if (path / "random_states_0.pkl").is_file():
+        raise CheckpointError(
+            f"{path} is a folder of Accelerate's save_state, which load_state does not read. Load its weights with "
+            "load_checkpoint_in_model(model, path); the optimizer and the place in the data begin anew."
+        )
     snapshot = read_checkpoint(path, copy_model=False)
     entry = snapshot.trainer.get(_ENTRY)
     if entry is None or snapshot.model is None:

@@ -201,6 +201,19 @@ class Accumulation:
         if not self._passes:
             self._open.clear()
 
+    def refuse_open_group(self) -> None:
+        """Check before a save that no pass was left within a group: its gradients are in no state.
+
+        Raises:
+            ConfigurationError: One was.
+        """
+        if self._open and not self._passes:
+            raise ConfigurationError(
+                "save_state() was called after a pass was left within a group of micro-batches, whose gradients would "
+                "be lost. Call optimizer.step() and optimizer.zero_grad() first, or optimizer.zero_grad() alone to "
+                "drop them."
+            )
+
     def begin_micro_batch(
         self, models: Sequence[nn.Module] = (), parameters: Callable[[], Iterable[torch.Tensor]] = tuple
     ) -> None:

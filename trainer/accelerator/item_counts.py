@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from trainwright.core.errors import TaskError
+from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.tree import WAITED_FOR
 from trainwright.strategies.steps.gradients import scale_gradients, stack_counts
 from trainwright.strategies.strategy import Strategy
@@ -47,6 +48,7 @@ class ItemCounts:
         self._strategy = strategy
         self._steps: dict[tuple[int, ...], _StepItems] = {}
         self._unit: float | None = None if scaled else 1.0
+        self._warns = True  # of a step without items
 
     def weigh(
         self, loss: torch.Tensor, num_items: object, parameters: Callable[[], Iterable[torch.Tensor]]
@@ -111,6 +113,14 @@ class ItemCounts:
         strategy, unit = self._strategy, self._unit or 1.0
         alone = strategy.data_ranks.size == 1
         if alone and not isinstance(total, torch.Tensor):
+            if total == 0 and self._warns:
+                self._warns = False
+                warnings.warn(
+                    "backward() was given num_items=0 in every micro-batch of an optimizer step: its gradient is zero, "
+                    "and nothing is learned from it. Pass the number of items that the loss is the mean over.",
+                    TrainwrightWarning,
+                    stacklevel=4,
+                )
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
         own, of_group = stack_counts([count, total], strategy.device).unbind()
         everyone = (of_group if alone else strategy.data_ranks.sum(of_group.clone())).clamp(min=1)

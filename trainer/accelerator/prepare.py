@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
@@ -13,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.strategy import Strategy
@@ -78,6 +79,8 @@ class PreparesObjects:
         for prepares in (self._prepare_own, self._prepare_follower):
             for i, value in enumerate(found):
                 found[i] = prepares(value, placements[i])
+        if any(isinstance(value, nn.Module) for value in found):
+            _warn_of_other_parameters(found, self._models, self._optimizers)
         return found[0] if len(found) == 1 else tuple(found)
 
     def _prepare_own(self, value: object, placement: bool | None) -> Any:
@@ -218,3 +221,25 @@ def prepared_from(value: object) -> Any:
     if isinstance(value, AcceleratedScheduler):
         return value.scheduler
     return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
+
+
+def _warn_of_other_parameters(
+    prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Warn of an optimizer without a parameter of a prepared model, beside a model that no optimizer trains."""
+
+    def held(*optimizers: Optimizer) -> set[int]:
+        return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+
+    trained = held(*optimizers)
+    ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
+    if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):
+        return
+    for one in prepared:
+        if isinstance(one, AcceleratedOptimizer) and held(one).isdisjoint(set().union(*ids)):
+            warnings.warn(
+                f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps change nothing in "
+                "them. Make it from the parameters of the model that is prepared.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )

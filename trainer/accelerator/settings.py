@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_ARGUMENTS, select_for_loop
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 
+_living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
@@ -157,3 +160,17 @@ def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     if name in METHODS:
         return AttributeError(f"Accelerator has no {name!r} yet. Instead: {METHODS[name]}")
     return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
+
+
+def compare_precision(accelerator: object, precision: str, *, warns: bool) -> None:
+    """Warn where another Accelerator of this process computes in another precision."""
+    others = set(_living.values()) - {precision}
+    _living[accelerator] = precision
+    if others and warns:
+        warnings.warn(
+            f"this process has an Accelerator with mixed_precision={others.pop()!r} already, and this one has "
+            f"{precision!r}: a model computes in the precision of the one that prepared it. Pass the same "
+            "mixed_precision to both, or use one Accelerator.",
+            TrainwrightWarning,
+            stacklevel=4,
+        )

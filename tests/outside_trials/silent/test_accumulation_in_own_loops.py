@@ -136,6 +136,7 @@ def test_with_num_items_a_step_is_the_mean_over_all_items(steps: int, as_tensor:
     torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:backward.. was given num_items=0:trainwright.core.errors.TrainwrightWarning")
 def test_a_step_without_any_item_has_a_gradient_of_zero() -> None:
     accelerator = Accelerator(cpu=True)
     net, before = _net(), _weights(_net())

@@ -138,7 +138,7 @@ def read_checkpoint(checkpoint: Path) -> StoredWeights:
 
     Args:
         checkpoint: a file of weights, an index (`*.index.json`, or JSON of names and files), or a folder with either.
-            In a folder an index comes first, safetensors before others.
+            In a folder an index comes first, safetensors before others; a checkpoint of ours has them in `model/`.
 
     Returns:
         Its weights, mapped; the headers of its files are read, and nothing else.
@@ -191,6 +191,8 @@ def _find(checkpoint: Path) -> Path:
         if found:
             names = ", ".join(path.name for path in found)
             raise CheckpointError(f"{checkpoint} holds {names} and no index that says which to load. Name the file.")
+    if (checkpoint / "model").is_dir():  # of a checkpoint of ours
+        return _find(checkpoint / "model")
     raise CheckpointError(f"{checkpoint} holds no weights: no index and no {', '.join(_SUFFIXES)} file.")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.cli.configs.foreign_config import UNUSED, is_unused
 from trainwright.cli.migration.counterparts import FACE, advice, counterpart, instead, is_module, own_object
 from trainwright.core.errors import require_package
-from trainwright.core.names.foreign_names import LIBRARIES
+from trainwright.core.names.foreign_names import LIBRARIES, own_module
 
 if TYPE_CHECKING:
     import libcst as cst
@@ -127,7 +127,12 @@ class _Rewrite:
                 local = assignment.name.partition(".")[0]
                 outside = len(inside) < len(uses) or local in elsewhere or self._is_exported(node, local)
                 outside |= isinstance(scope, self.cst.metadata.ClassScope)
-                yield _Bound(local, path, counterpart(path), node, inside, outside)
+                yield _Bound(local, path, counterpart(path) or self._own_module(path, inside), node, inside, outside)
+
+    def _own_module(self, path: str, uses: Sequence[Any]) -> str | None:
+        """Return the counterpart of an imported sub-module, which is identified by a use of a name in it."""
+        names = [chain[1].attr.value for use in uses if len(chain := self._chain(use)) > 1]
+        return own_module(path) if any(counterpart(f"{path}.{name}") for name in names) else None
 
     def _foreign_path(self, node: Any, local: str) -> str | None:
         """Return the path that an import binds to a local name, if it is another library's."""
@@ -300,7 +305,7 @@ class _Rewrite:
 
     def _change_import(self, node: Any, group: Sequence[_Bound], names: Mapping[str, str]) -> None:
         if isinstance(node, self.cst.Import):
-            self._change_plain_import(node, names)
+            self._change_plain_import(node, {each.local: each.own for each in group}, names)
             return
         by_local = {each.local: each for each in group}
         made: dict[str, list[Any]] = {}
@@ -327,12 +332,17 @@ class _Rewrite:
             return alias.asname
         return self.cst.AsName(name=self.cst.Name(local))
 
-    def _change_plain_import(self, node: cst.Import, names: Mapping[str, str]) -> None:
+    def _change_plain_import(
+        self, node: cst.Import, own_names: Mapping[str, str | None], names: Mapping[str, str]
+    ) -> None:
         aliases = []
         for alias in node.names:
-            root = alias.evaluated_name.partition(".")[0]
-            if root in LIBRARIES and counterpart(alias.evaluated_name) is not None:
-                own = counterpart(alias.evaluated_name) if alias.asname is not None else FACE
+            root = _root(alias.evaluated_name)
+            own = None
+            if root in LIBRARIES:
+                own = own_names.get(alias.evaluated_alias or "") or counterpart(alias.evaluated_name)
+            if own is not None:
+                own = own if alias.asname is not None else FACE
                 local = alias.evaluated_alias or names.get(root, root)
                 asname = alias.asname
                 if asname is None and local != FACE:

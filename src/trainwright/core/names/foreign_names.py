@@ -39,6 +39,11 @@ MODULES: Mapping[str, str | None] = {
 }
 """Module (and its sub-modules) → the module with equal names here; None: equal names have another meaning."""
 
+
+def _each(names: str, answer: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), answer)
+
+
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "Lightning": {
         "CombinedLoader": "trainwright.CombinedLoader",
@@ -51,16 +56,15 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
         "SpikeDetection": "trainwright.callbacks.LossSpikeDetector",
         "seed_everything": "trainwright.seed_everything",
         "ThroughputMonitor": "trainwright.callbacks.Throughput",
+        **_each(
+            "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType", "typing.Any"
+        ),
     },
     "Accelerate": {
         "set_seed": "trainwright.seed_everything",
     },
 }
 """Library → its name → the full name here, if it differs or is in another module than in `MODULES`."""
-
-
-def _each(names: str, answer: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), answer)
 
 
 _LIGHTNING = {
@@ -101,10 +105,6 @@ _LIGHTNING = {
     **_each("loops", "override hooks of TaskModule, or keep your own loop with trainwright.Accelerator."),
     **_each("demos", "write the small model or data set yourself; `trainwright new` creates a project to start from."),
     "Fabric": "use trainwright.Accelerator: prepare() for setup() and setup_dataloaders(), accelerator.backward(loss).",
-    **_each(
-        "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType",
-        "annotate with typing.Any.",
-    ),
     **_each("find_shared_parameters set_shared_parameters", "use find_tied_parameters and retie_parameters."),
     **_each(
         "disable_possible_user_warnings is_picklable is_shared_filesystem suggested_max_num_workers LightningEnum "
@@ -133,7 +133,7 @@ _ACCELERATE = {
     **_each(
         "AutocastKwargs GradScalerKwargs", "pass mixed_precision='fp16' or 'bf16'; the scale is adapted automatically."
     ),
-    "InitProcessGroupKwargs": "the launcher and PartialState start the process group; delete it.",
+    "InitProcessGroupKwargs": "call PartialState(timeout=…, backend=…) before Accelerator().",
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
     **_each("ProjectConfiguration", "pass the folders to save_state and to your loggers."),
@@ -166,8 +166,9 @@ _ACCELERATE = {
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper get_active_deepspeed_plugin",
         "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
+    "is_bf16_available": "call torch.cuda.is_bf16_supported(); the CPU computes in bf16 always.",
     **_each(
-        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType KwargsHandler is_bf16_available "
+        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType KwargsHandler "
         "is_mps_available is_torch_version install_xla listify convert_model convert_outputs_to_fp32 convert_to_fp32 "
         "get_grad_scaler get_mixed_precision_context_manager clear_environment patch_environment slice_tensors "
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading is_rich_available",
