@@ -73,7 +73,7 @@ def test_the_trainer_the_run_and_the_loop_are_small() -> None:
 
 
 def test_strategies_are_small() -> None:
-    assert len(methods_of(Strategy)) <= 30
+    assert len(methods_of(Strategy)) <= 36  # six of them answer to names of Lightning
     for strategy in (DDPStrategy, LocalSGDStrategy, FSDPStrategy, TensorParallelStrategy, DeepSpeedStrategy):
         assert len(methods_of(strategy)) <= 45
 
