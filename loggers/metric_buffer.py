@@ -248,6 +248,8 @@ class MetricBuffer:
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
         if not isinstance(name, str) or not name:
             raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
         if self._closed:
             raise TaskError(
                 f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "

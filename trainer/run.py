@@ -304,6 +304,7 @@ class StageRun:
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
+        self.strategy.processes.meet("all_gather()")
         return map_tensors(lambda tensor: self.strategy.data_ranks.all_gather(tensor, sync_grads), data)
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:

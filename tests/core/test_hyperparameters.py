@@ -196,3 +196,14 @@ def test_the_entries_of_a_namespace_are_taken() -> None:
             self.save_hyperparameters(args)
 
     assert Spaced(argparse.Namespace(lr=1, width=2)).hparams == {"lr": 1, "width": 2}
+
+
+def test_a_value_that_contains_itself_is_named() -> None:
+    loop: list[Any] = []
+    loop.append({"inner": loop})
+    with pytest.raises(ConfigurationError, match="'extra' contains itself"):
+        Task(1, extra=loop)
+    task = Task(1)
+    task.hparams.late = loop
+    with pytest.raises(ConfigurationError, match="'late' contains itself"):
+        task.saved_hyperparameters()

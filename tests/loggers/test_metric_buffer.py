@@ -369,6 +369,11 @@ def test_a_name_that_is_no_text_is_refused(name: Any) -> None:
         training().log(name, 1.0)
 
 
+def test_a_name_that_no_file_can_hold_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="surrogate"):
+        training().log("loss\udc80", 1.0)
+
+
 @pytest.mark.parametrize("size", [-1, torch.tensor(4), "4"])
 def test_a_batch_size_that_is_no_count_is_refused(size: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import time
 from pathlib import Path
@@ -16,6 +18,8 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.early_stopping import EarlyStopping
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
+from trainwright.core.errors import ConfigurationError
+from trainwright.processes import process_group
 
 pytestmark = pytest.mark.distributed
 
@@ -154,3 +158,51 @@ def _ragged() -> list[int]:
 def test_ranks_with_batches_of_different_sizes_validate_at_the_same_steps() -> None:
     first, second = run_distributed(_ragged, 2, init=False)
     assert first == second == [2, 4, 6]  # 8 samples a step over both ranks
+
+
+def _other_lengths() -> str:
+    trainer = quiet_trainer(devices="auto", max_epochs=1)
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.fit(RegressionTask(), regression_loader(20 if os.environ["RANK"] == "0" else 30, 2))
+    return str(caught.value)
+
+
+def test_a_data_set_whose_length_differs_by_rank_is_refused_on_every_rank() -> None:
+    for text in run_distributed(_other_lengths, 2, init=False):
+        assert "10 batches on rank 0" in text
+        assert "15 batches on rank 1" in text
+        assert "use_distributed_sampler=False" in text
+
+
+class _Alone(RegressionTask):
+    """Rank 0 makes a collective call for which rank 1 is late."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Make the call."""
+        if self.global_rank == 1:
+            time.sleep(0.5)
+        if self.path is None:
+            self.all_gather(torch.ones(1))
+        else:
+            self.trainer.save_checkpoint(self.path)
+
+
+def _call_alone(path: Path | None) -> str:
+    process_group._LATE_S = 0.1
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        quiet_trainer(devices="auto", max_steps=1).fit(_Alone(path), regression_loader(4))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("call", ["all_gather", "save_checkpoint"])
+def test_a_collective_call_of_one_rank_alone_is_named(call: str, tmp_path: Path) -> None:
+    first, second = run_distributed(
+        _call_alone, 2, tmp_path / "saved" if call == "save_checkpoint" else None, init=False
+    )
+    assert f"rank 0 waits in {call}() for rank 1" in first
+    assert "Call it on every rank" in first
+    assert call not in second

@@ -126,6 +126,7 @@ def save_now(
             )
     path = remote_saves.twin(run, place) if is_url(place) else Path(place).expanduser()
     with _reunited(run):
+        run.strategy.processes.meet("save_checkpoint()")
         snapshot = capture.capture(run, weights_only=weights_only)
 
         def upload(path: Path) -> None:

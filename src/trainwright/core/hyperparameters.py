@@ -183,7 +183,14 @@ def _init_arguments(obj: object, frame: types.FrameType | None) -> dict[str, Any
 
 def kept_and_left_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Divide hyper-parameters into those that a checkpoint can hold, and the names of the others with a description."""
-    reasons = {name: _reason(value, name) for name, value in values.items()}
+    reasons = {}
+    for name, value in values.items():
+        try:
+            reasons[name] = _reason(value, name)
+        except RecursionError:
+            raise ConfigurationError(
+                f"the hyper-parameter {name!r} contains itself, or is nested too deeply. Remove that reference."
+            ) from None
     kept = {name: value for name, value in values.items() if reasons[name] is None}
     return kept, {name: reason for name, reason in reasons.items() if reason is not None}
 

@@ -369,11 +369,14 @@ class PreparedLoader(ABC):
 
     def _all_counts(self) -> list[int] | None:
         counts = self._count()
-        if isinstance(counts, list):
-            return counts
         options = self.options
         if options.world == 1 or options.agree is None:
-            return None if counts is None else [counts] * options.world
+            return counts if counts is None or isinstance(counts, list) else [counts] * options.world
+        if isinstance(counts, list):
+            totals = [row[0] for row in options.agree([sum(counts)])]
+            if len(set(totals)) > 1:
+                raise _different_lengths(options.title, totals)
+            return counts
         # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
         # rank knows.
         told = [row[0] for row in options.agree([-1 if counts is None else counts])]
@@ -455,3 +458,11 @@ def _drain(items: list[Any]) -> Iterator[Any]:
     """Yield the items without keeping references."""
     while items:
         yield items.pop(0)
+
+
+def _different_lengths(title: str, totals: list[int]) -> ConfigurationError:
+    shown = [f"{total} batches on rank {totals.index(total)}" for total in dict.fromkeys(totals)]
+    return ConfigurationError(
+        f"{title} has another length on some ranks ({', '.join(shown)}), although it is divided over them. Build the "
+        "same data set on every rank; if each rank has its own data, pass use_distributed_sampler=False."
+    )

@@ -26,6 +26,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)  # torch's own for gloo
 _LONGEST_HANG_TIMEOUT = datetime.timedelta(minutes=10)
 _LONGEST_LOOK_S = 0.25
 _SLOW_START_S = 60.0
+_LATE_S = 10.0  # after which a rank that waits for others in a call names them
 
 _groups_made = 0
 _stores: dict[tuple[str, int, int], TCPStore] = {}
@@ -117,6 +118,14 @@ class Processes:
         """Return whether any rank's flag is set. Collective, on the host."""
         return flag
 
+    def meet(self, call: str) -> None:
+        """Wait until every rank makes this call, and name the ranks that are late. Collective, through the store: a
+        call of one rank alone cannot be mixed up with another exchange of the others.
+
+        Raises:
+            TimeoutError: ranks did not come within `timeout`.
+        """
+
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
         """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
         Collective.
@@ -180,6 +189,7 @@ class ProcessGroup(Processes):
         self._failed = False
         self._is_open = False
         self._others_end = False
+        self._num_meetings = 0
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -278,6 +288,32 @@ class ProcessGroup(Processes):
         """Leave the others after a failure, without waiting for pending operations."""
         self._failed = True
         self.close()
+
+    def meet(self, call: str) -> None:
+        if not self._made_here:
+            return
+        self._num_meetings += 1
+        store, start_s, is_told = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store), time.monotonic(), False
+        store.set(str(self.rank), "")
+        if store.add("arrived", 1) == self.world_size:
+            store.set("everyone", "")
+        while True:
+            try:
+                store.wait(["everyone"], datetime.timedelta(seconds=min(_LATE_S, 1.0)))  # Ctrl-C works between two
+                return
+            except dist.DistStoreError:
+                waited_s = time.monotonic() - start_s
+            if waited_s < _LATE_S or (is_told and waited_s < self.timeout.total_seconds()):
+                continue
+            missing = ranks_text([rank for rank in range(self.world_size) if not store.check([str(rank)])])
+            text = (
+                f"rank {self.rank} waits in {call} for {missing}, which may be slow or never makes this call. Call it "
+                "on every rank, not within `if trainer.is_global_zero`."
+            )
+            if waited_s >= self.timeout.total_seconds():
+                raise TimeoutError(f"{text} Waited for {self.timeout}.")
+            is_told = True
+            sys.stderr.write(f"trainwright: {text}\n")
 
     def own_store(self, corner: str) -> Any:
         # Torch has no public name for the store of a group that the user has created.
