@@ -246,10 +246,7 @@ class MetricBuffer:
     def _open(self, name: str, value: object, options: tuple[Any, ...]) -> MetricSlot:
         """Find or create the slot for `name`, and check `options` against each other and against earlier calls."""
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_index, main_only, in_step, index = options
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
-        if any("\ud800" <= letter <= "\udfff" for letter in name):
-            raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")
+        _check_name(name)
         if self._closed:
             raise TaskError(
                 f"log({name!r}) in {self._closed}: values are not read there. Call it in a *_step or in a hook of an "
@@ -454,3 +451,10 @@ class MetricBuffer:
             result = slot.metric.compute() if everywhere else compute_alone(slot.metric)
             waiting += named_values(slot, entry_of(slot), result)
         read_into(flushed, waiting, "epoch")
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"log got the name {name!r}; a metric's name is non-empty text.")
+    if any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise ConfigurationError(f"log got the name {name!r}, which no file can hold; remove its lone surrogates.")

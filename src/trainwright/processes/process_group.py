@@ -190,6 +190,7 @@ class ProcessGroup(Processes):
         self._is_open = False
         self._others_end = False
         self._num_meetings = 0
+        self._meeting: Any = None
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -279,7 +280,7 @@ class ProcessGroup(Processes):
             else:
                 dist.destroy_process_group()
         self._made_here = self._is_open = False
-        self._host_group = self._store = None
+        self._host_group = self._store = self._meeting = None
         if self._detector is not None:
             self._detector.close()
             self._detector = None
@@ -294,8 +295,11 @@ class ProcessGroup(Processes):
             return
         self._num_meetings += 1
         store, start_s, is_told = PrefixStore(f"meet/{self._num_meetings}/{call}", self._store), time.monotonic(), False
+        earlier, self._meeting = self._meeting, store
         store.set(str(self.rank), "")
         if store.add("arrived", 1) == self.world_size:
+            for key in ("arrived", "everyone", *map(str, range(self.world_size))) if earlier is not None else ():
+                earlier.delete_key(key)  # all have left the meeting before this one
             store.set("everyone", "")
         while True:
             try:
