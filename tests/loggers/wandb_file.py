@@ -33,12 +33,12 @@ def payloads(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def read_run(folder: Path, *, timeout_s: float = 20.0) -> dict[str, Any]:
+def read_run(folder: Path | str, *, timeout_s: float = 20.0) -> dict[str, Any]:
     """Return `id`, `project`, `name`, `config`, `history` (a list of dicts) and `exit_code` of the newest run below.
 
     W&B's own process writes the file, and may still be at it when `finish` has returned: wait for the last record.
     """
-    path = max(folder.rglob("*.wandb"), key=lambda found: found.stat().st_mtime)
+    path = max(Path(folder).rglob("*.wandb"), key=lambda found: found.stat().st_mtime)
     deadline_s = time.monotonic() + timeout_s
     while (run := _read(path))["exit_code"] is None and time.monotonic() < deadline_s:
         time.sleep(0.05)

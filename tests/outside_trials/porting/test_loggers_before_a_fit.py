@@ -24,7 +24,7 @@ def test_a_logger_is_used_before_a_fit_and_the_fit_goes_on_in_its_folder(kind: A
     logger.log_hyperparams(Namespace(lr=0.1))
     logger.log_metrics({"before": 1.0}, 0)
     folder = logger.log_dir
-    assert folder == tmp_path / "runs" / "version_0"
+    assert folder == str(tmp_path / "runs" / "version_0")
     assert (logger.version, logger.name) == (0, "runs")
     trainer = quiet_trainer(max_steps=2, log_every_n_steps=1, logger=logger)
     trainer.fit(RegressionTask(), regression_loader(4))
