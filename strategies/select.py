@@ -85,6 +85,10 @@ def select(
         chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
     else:
         check_owner(strategy)
+        if not isinstance(strategy, Strategy):
+            raise ConfigurationError(
+                f"strategy={strategy!r}: write a name such as 'ddp', or a Strategy such as DDPStrategy()."
+            )
         chosen = strategy
     if sync_batchnorm and hasattr(chosen, "sync_batchnorm"):
         chosen.sync_batchnorm = True
@@ -121,6 +125,7 @@ def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: b
     topology = detect()
     for handler in handlers:
         if not isinstance(handler, DistributedDataParallelKwargs):
+            check_owner(handler)
             raise ConfigurationError(
                 f"kwargs_handlers holds a {type(handler).__name__}. Served: DistributedDataParallelKwargs."
             )

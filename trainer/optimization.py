@@ -154,11 +154,16 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
             )
 
 
+def _forms(returned: object) -> str:
+    inner = f" of {', '.join(type(item).__name__ for item in returned)}" if isinstance(returned, (list, tuple)) else ""
+    return f"a {type(returned).__name__}{inner}"
+
+
 def _unknown_form(returned: object, origin: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{origin}.configure_optimizers returned {type(returned).__name__} ({returned!r:.80}). Return an optimizer, a "
-        "list of them, ([optimizers], [schedulers]), a dict {'optimizer', 'lr_scheduler'}, a list of such dicts, or "
-        "None."
+        f"{origin}.configure_optimizers returned {_forms(returned)}. Return an optimizer, a list of them, "
+        "([optimizers], [schedulers]) with a list for each, a dict {'optimizer', 'lr_scheduler'}, a list of such "
+        "dicts, or None."
     )
 
 

@@ -167,7 +167,7 @@ class StageRun:
             TaskError: no stage has been started yet.
         """
         if self._task is None:
-            raise TaskError("this Trainer has no task yet; it gets one from fit, validate, test or predict.")
+            raise TaskError("this Trainer has no task yet. Pass one: trainer.fit(task, …) or trainer.test(task, …).")
         return self._task
 
     @property

@@ -225,4 +225,5 @@ def _sanity_check(run: StageRun) -> None:
 def _end_fit(run: StageRun) -> None:
     safe_point.settle(run)
     safe_point.finish(run)  # every checkpoint is on the disk, or this raises
+    run.metrics.close("on_fit_end")
     run.fire("on_fit_end")

@@ -63,59 +63,59 @@ class Trainer(LightningNames):
     Args:
         accelerator: `"auto"`, `"cpu"`, `"gpu"` or a vendor's name.
         strategy: `"auto"`, a name (see `trainwright.strategies.STRATEGIES`) or a Strategy object.
-        devices: how many processes on this node, one device each: a count, indices, `-1` or `"auto"`. More than one
-            without a launcher: the Trainer starts the others.
+        devices: the number of processes on this node, one device each: a count, indices, `-1` or `"auto"`. If there is
+            no launcher, the Trainer starts the other processes.
         num_nodes: nodes of the run; more than one needs a launcher.
         precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`.
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
         fast_dev_run: run this many batches (True: 1) of everything once, without loggers and checkpoints.
-        max_epochs, max_steps, max_time, max_samples, max_tokens: whichever is reached first ends `fit`. Steps are
-            optimizer steps; samples and tokens are counted over all ranks. 1,000 epochs when none is given.
-        min_epochs, min_steps: a wish to stop early waits for both.
+        max_epochs, max_steps, max_time, max_samples, max_tokens: `fit` ends at the first that is reached. Steps are
+            optimizer steps; samples and tokens are counted over all ranks. Default: 1,000 epochs if none is given.
+        min_epochs, min_steps: a request to stop early waits for both.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: a number of batches, or a
             fraction of them (1.0: all).
         overfit_batches: train and validate on this much of the data, unshuffled.
-        val_check_interval: validate after every so many batches (int), fraction of an epoch (float), or length with a
-            unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
-        check_val_every_n_epoch: validate in every so many epochs; None: `val_check_interval` counts over epochs.
-        num_sanity_val_steps: validation batches tried before training; -1: all. 2 unless told.
-        log_every_n_steps: metrics are read from the device and handed to loggers after every so many steps.
+        val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length with
+            a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
+        check_val_every_n_epoch: epochs between two validations; None: `val_check_interval` counts over epochs.
+        num_sanity_val_steps: validation batches that are tried before training; -1: all. Default: 2.
+        log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
         enable_checkpointing, enable_progress_bar, enable_model_summary: switch a default callback off (or on).
         accumulate_grad_batches: micro-batches in one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
-        deterministic: True: only repeatable kernels; `"warn"`: warn where there is none.
+        deterministic: True: only deterministic kernels; `"warn"`: warn where there is none.
         benchmark: let the device's library time its kernels first.
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
-        use_distributed_sampler: deal the data to ranks; False: your loaders do it themselves.
-        per_sample_rng: what a data set draws for a sample depends on (seed, epoch, its index) alone, whatever the
-            number of ranks and loader workers; costs some 20 µs a sample.
+        use_distributed_sampler: distribute the data over ranks; False: your loaders do it themselves.
+        per_sample_rng: random draws of a data set for a sample depend on (seed, epoch, its index) only, whatever the
+            number of ranks and loader workers; costs some 20 µs per sample.
         detect_anomaly: find the operation behind a NaN in backward; slow.
-        barebones: leave out everything that is not training, for measuring.
+        barebones: switch everything off that is not training, for measuring.
         sync_batchnorm: BatchNorm statistics over all processes.
-        reload_dataloaders_every_n_epochs: ask for the loaders anew after every so many epochs; 0: never.
-        default_root_dir: where a run's files go; the present folder unless told.
-        enable_autolog_hparams: hand hyper-parameters to the loggers when a fit starts. Default: True.
-        profiler, plugins, model_registry: accepted as Lightning has them by default, None (for `plugins` also an empty
-            list); anything else is an error that says what does the same.
+        reload_dataloaders_every_n_epochs: request new loaders after this many epochs; 0: never.
+        default_root_dir: folder for the files of the run. Default: the current folder.
+        enable_autolog_hparams: pass hyper-parameters to the loggers when a fit starts. Default: True.
+        profiler, plugins, model_registry: accepted with Lightning's defaults only, None (for `plugins` also an empty
+            list); other values raise an error that names the equivalent.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
-        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables say which rank this is.
-        uneven_batches: what happens when ranks have different numbers of batches: `"pad"`, `"stop"` or `"error"`.
-        on_nonfinite: what to do when a loss or gradient is NaN or infinite on any rank, before weights change:
-            `"raise"`, `"skip"` the group, or `"rollback"` to the newest checkpoint and leave it out. None: nothing is
-            looked at; the others read one flag from the device in each step.
-        max_rollbacks: how often a run may go back to a checkpoint.
-        max_skipped: how many groups may be skipped one after the other; None: any number. Default: 100.
-        seed: of the order of the data; torch's initial seed unless told.
-        async_save: checkpoints that callbacks ask for are copied to host memory and written while training goes on, at
-            the cost of one copy of the state in memory; False: training waits until they are on the disk.
-        on_save_error: what to do when one of them cannot be written (a full disk): `"raise"`, at the next save or at
-            the end of the fit; or `"warn"` and train on. The earlier ones are whole in any case.
-        preemption_grace: how long (seconds, or `"2 min"`) the machine leaves a process that it has sent SIGTERM or
-            SIGUSR1. A `fit` then saves after the present step, if a save is known to take less, and every rank exits
-            with 143. None: signals are left alone.
-        auto_requeue: have Slurm run the job again when it sent SIGUSR1, as `sbatch --signal=USR1@120` makes it do.
-        on_interrupt: what follows once Ctrl-C has ended a stage in order, with `trainer.interrupted` set: `"return"`
+        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables determine the rank.
+        uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
+        on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
+            `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: nothing is checked.
+            `"skip"` and `"rollback"` read one flag from the device in each step.
+        max_rollbacks: the number of rollbacks after which a run fails.
+        max_skipped: the number of groups that may be skipped in a row; None: any number. Default: 100.
+        seed: of the order of the data. Default: torch's initial seed.
+        async_save: copy requested checkpoints to host memory and write them during training, which takes the memory of
+            one copy of the state; False: training waits until they are on the disk.
+        on_save_error: the action when a checkpoint cannot be written (a full disk): `"raise"` at the next save or at
+            the end of the fit, or `"warn"` and continue. Earlier checkpoints stay valid in both cases.
+        preemption_grace: the time (seconds, or `"2 min"`) that the machine gives a process after SIGTERM or SIGUSR1.
+            A `fit` then saves after the current step, if saves are known to take less, and every rank exits with 143.
+            None: signals are not handled.
+        auto_requeue: requeue the job of Slurm after SIGUSR1, which `sbatch --signal=USR1@120` requests.
+        on_interrupt: what follows after Ctrl-C has ended a stage cleanly, with `trainer.interrupted` set: `"return"`
             (default at a prompt or in a notebook) or `"raise"` (default in a script).
 
     Raises:
@@ -220,11 +220,11 @@ class Trainer(LightningNames):
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
             weights_only: accepted for compatibility: Lightning's word about unpickling, and nothing is unpickled here.
             load_weights_only: take its weights alone, and begin at step 0 with new optimizers. Default: False.
-            strict: whether weights that are missing or left over are an error; the task's `strict_loading` unless told.
-            allow_missing: what the checkpoint may lack; it starts anew, with a warning: `"optimizer"`, `"rng"`,
-                `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
-            on_damaged: `"error"`, or `"fall_back"` to the newest valid one before it, with a warning. Unless told,
-                `"last"` falls back and everything else is an error.
+            strict: whether missing or unexpected weights are an error. Default: the task's `strict_loading`.
+            allow_missing: parts that may be missing, and then start from scratch with a warning: `"optimizer"`,
+                `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.
+            on_damaged: `"error"`, or `"fall_back"` to the newest valid checkpoint before it, with a warning. Default:
+                `"fall_back"` for `"last"`, otherwise `"error"`.
 
         Raises:
             ConfigurationError: the task or its data cannot be trained.

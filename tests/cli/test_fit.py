@@ -368,6 +368,7 @@ def test_help_describes_the_trainer_s_arguments(capsys: pytest.CaptureFixture[st
         (["--config", "config.yaml", "task.lrr=3"], "lrr"),
         (["--config", "config.yaml", "task.lr=fast"], "lr"),
         (["--config", "config.yaml", "ckpt_path=nowhere"], "ckpt_path='nowhere' does not exist"),
+        (["--config", "config.yaml", "trainer.callbacks+=EarlyStopping"], "its argument monitor is required"),
         (["--task=cli_project.Missing"], "Missing"),
         (["trainer.max_epochs=3"], "no task is configured"),
         (["--config", "config.yaml", "--trainer.max_epochs"], "has no value"),

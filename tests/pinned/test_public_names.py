@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from tests.pinned import arguments_page
 from tests.pinned.public_names import FILE, public_names
 
 
@@ -20,3 +21,9 @@ def test_the_list_sees_arguments_and_members() -> None:
     assert "max_epochs" in trainer["()"]
     assert "ckpt_path" in trainer["fit"]
     assert trainer["callback_metrics"] == "property"
+
+
+def test_the_page_of_arguments_is_that_of_the_docstrings() -> None:
+    assert arguments_page.FILE.read_text() == arguments_page.arguments_page(), (
+        "run python -m tests.pinned.arguments_page"
+    )

@@ -35,6 +35,7 @@ from trainwright.trainer.trainer import Trainer
         ({"resume_from_checkpoint": "x"}, r"Use fit\(ckpt_path=…\) instead"),
         ({"max_epochs": 1.5}, r"max_epochs=1.5: write a whole number"),
         ({"max_steps": -2}, r"max_steps=-2: write a whole number of at least -1"),
+        ({"strategy": 3}, r"strategy=3: write a name such as 'ddp', or a Strategy"),
         ({"max_samples": 0}, r"max_samples=0: write a whole number of at least 1"),
         ({"max_time": "3 epochs"}, r"max_time='3 epochs' is in epochs; write a length of time"),
         ({"max_time": {"hour": 1}}, r"max_time={'hour': 1}: .*timedelta's argument names"),
@@ -122,6 +123,11 @@ def _with(name: str, base: type = _Untouched) -> Any:
     return type("Task", (base,), {name: hook})()
 
 
+def _compiled(task: TaskModule) -> nn.Module:
+    """Return what `torch.compile(task)` is for a reader, without importing the compiler."""
+    return type("OptimizedModule", (nn.Module,), {"_orig_mod": task})()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -131,6 +137,7 @@ def _with(name: str, base: type = _Untouched) -> Any:
         (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
         (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*on_train_epoch_end"),
         (lambda: torch.nn.Linear(1, 1), r"fit\(\) was given a Linear; it needs a TaskModule"),
+        (lambda: _compiled(RegressionTask()), r"given a compiled task. Pass the task and Trainer\(compile=True\)"),
         (lambda: RegressionTask, r"was given the class RegressionTask. Make a task of it: RegressionTask\(…\)"),
     ],
 )  # fmt: skip
@@ -385,8 +392,38 @@ def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) 
     task = type("Task", (RegressionTask,), {hook: logs})()
     trainer = quiet_trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True)
     run = partial(trainer.predict, task) if hook == "predict_step" else partial(trainer.fit, task, regression_loader())
-    with pytest.raises(TaskError, match=r"log\('lost'\) in .*: values are not read there"):
+    where = "a prediction" if hook == "predict_step" else hook
+    with pytest.raises(TaskError, match=rf"log\('lost'\) in {where}: values are not read there"):
         run(regression_loader())
+
+
+def test_what_configure_optimizers_returned_is_described() -> None:
+    class Task(RegressionTask):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    with pytest.raises(ConfigurationError, match=r"returned a tuple of SGD, StepLR. Return .*with a list for each"):
+        quiet_trainer(max_steps=1).fit(Task(), regression_loader())
+
+
+def test_a_prediction_without_a_task_or_a_forward_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"no task yet. Pass one: trainer.fit\(task"):
+        quiet_trainer().predict()
+    task = type("Task", (TaskModule,), {})()
+    with pytest.raises(TaskError, match=r"Task has neither predict_step nor forward. Define one of them"):
+        quiet_trainer().predict(task, regression_loader())
+
+
+def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> None:
+    trainer = quiet_trainer(max_steps=1, default_root_dir=tmp_path)
+    trainer.fit(RegressionTask(), regression_loader())
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    task = RegressionTask()
+    task.net[0] = nn.Linear(3, 2)
+    for strict in (None, False):
+        with pytest.raises(CheckpointError, match=r"Give the layers below the sizes of the checkpoint, or other names"):
+            quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved, strict=strict)
 
 
 def test_an_optimizer_of_what_is_not_the_tasks_is_refused() -> None:

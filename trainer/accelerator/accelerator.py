@@ -73,12 +73,12 @@ class Accelerator(PreparesObjects):
         split_batches: only False: a loader's batch size is that of one process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
-        gradient_accumulation_plugin: says the number of steps in its place, and what a short last group is divided by.
+        gradient_accumulation_plugin: the number of steps, and the divisor of a short last group.
         cpu: use the CPU although there is an accelerator.
         step_scheduler_with_optimizer: False: every call of a scheduler's `step` counts.
         kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that serves loops of others.
-        seed: of the order of the data; torch's initial seed on the first process unless told.
+        seed: of the order of the data. Default: torch's initial seed on the first process.
 
     Arguments of Accelerate that are served elsewhere are accepted as None.
 

@@ -16,6 +16,7 @@ from trainwright.checkpoint.format.layout import PARTS, Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint, HashFiles, hash_files, open_checkpoint
 from trainwright.checkpoint.format.reader import check_opened, read_opened
 from trainwright.checkpoint.run_folder import OnDamaged, RunFolder, open_valid
+from trainwright.core import errors
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.host.folders import is_url
 from trainwright.core.run import Stage
@@ -166,9 +167,8 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         )
         newer = remote_saves.newer_than(run, local, kind)
         if newer is None and local is None:
-            raise FileNotFoundError(
-                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass its path, or leave "
-                "ckpt_path out to start from scratch."
+            raise errors.CheckpointNotFoundError(
+                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path, or none at all."
             )
         if newer is None:
             return local
@@ -226,7 +226,7 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
             parts, allow_missing = request.parts(stage), request.parts_to_miss
             check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
             _check_kind(request, stage, found)
-        except (CheckpointError, FileNotFoundError) as error:
+        except CheckpointError as error:
             if request.on_damaged != "fall_back":
                 raise
             flaws.append(str(error))

@@ -69,6 +69,8 @@ def check_task(
             raise ConfigurationError(
                 f"{stage}() was given the class {task.__name__}. Make a task of it: {task.__name__}(…)."
             )
+        if isinstance(getattr(task, "_orig_mod", None), TaskModule):
+            raise ConfigurationError(f"{stage}() was given a compiled task. Pass the task and Trainer(compile=True).")
         raise ConfigurationError(
             f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
             "put the module inside."

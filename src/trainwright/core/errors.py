@@ -29,6 +29,10 @@ class CheckpointError(TrainwrightError, RuntimeError):
     """Checkpoint that is missing, damaged, incomplete or does not fit the run."""
 
 
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No checkpoint where one was requested, such as `ckpt_path="last"` in a new folder."""
+
+
 class NonFiniteError(TrainwrightError, ArithmeticError):
     """Non-finite loss or gradient with `on_nonfinite="raise"`; the weights are unchanged.
 

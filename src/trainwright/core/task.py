@@ -62,6 +62,8 @@ class TaskModule(HyperparametersMixin, TaskHooks, nn.Module):
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
         """Return the prediction for one batch; by default `self(batch)`, or `self(batch[0])` for a tuple or list."""
+        if type(self).forward is nn.Module.forward:
+            raise TaskError(f"{type(self).__name__} has neither predict_step nor forward. Define one of them.")
         return self(batch[0]) if isinstance(batch, (tuple, list)) else self(batch)
 
     def configure_optimizers(self) -> Any:

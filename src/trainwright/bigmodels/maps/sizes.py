@@ -37,6 +37,8 @@ _SHORT = {
 }  # fmt: skip
 _SUB_BYTE = {"int4": 0.5, "uint4": 0.5, "fp4": 0.5, "nf4": 0.5, "int2": 0.25, "uint2": 0.25, "int1": 0.125}
 
+_WITHOUT_SIZE = {f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7)}  # torch has only the names
+
 
 def dtype_byte_size(dtype: DType) -> float:
     """Return the bytes of one element: 4 for `torch.float32` or `"float32"`, 0.5 for `"int4"`.
@@ -53,7 +55,7 @@ def dtype_byte_size(dtype: DType) -> float:
     if name in _SUB_BYTE:
         return _SUB_BYTE[name]
     found = getattr(torch, _SHORT.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    if not isinstance(found, torch.dtype) or name in _WITHOUT_SIZE:
         known = ("float32", "bfloat16", "float16", "float8", "int8", "int4", "nf4")
         raise ConfigurationError(f"dtype {dtype!r} is unknown.{nearest(name, known)} Known: {', '.join(known)}, …")
     return float(found.itemsize)

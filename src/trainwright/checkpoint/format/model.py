@@ -58,7 +58,10 @@ def load_plain_state(
     try:
         found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
-        hint = " Pass strict=False to load what fits by name." if strict else ""
+        if "size mismatch" in str(error):
+            hint = " Give the layers below the sizes of the checkpoint, or other names with strict=False."
+        else:
+            hint = " Pass strict=False to load the weights whose names are found in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
     if found is None:  # a module that overrides load_state_dict need not return what torch's does
         return [], []

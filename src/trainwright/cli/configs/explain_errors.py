@@ -26,6 +26,7 @@ _FILLING = ("Does not validate against any of the Union subtypes", "Errors:", "G
 _UNKNOWN = re.compile(r"Option '(?P<name>[^']*)' is not accepted")
 _NO_NAME = re.compile(r"module '(?P<module>[^']*)' has no attribute '(?P<name>[^']*)'")
 _NOT_A = re.compile(r"Import path (?P<path>\S+) does not correspond to a subclass of (?P<base>.+)")
+_REQUIRED = re.compile(r"the following arguments are required: (?P<names>.*)")
 _NOT_A_PATH = re.compile(r"Expected a dot import path string: (?P<name>.*)")
 
 
@@ -115,6 +116,12 @@ def _sentence(reason: _Reason, known_names: Callable[[str], Sequence[str]]) -> s
         return f"{key}={match['path']} is not a {match['base']}. Name a sub-class of {match['base']}."
     if reason.text.startswith("No module named") and reason.class_path:
         return f"{key}={reason.class_path} cannot be imported: {reason.text}."
+    if (match := _REQUIRED.fullmatch(reason.text)) and reason.class_path:
+        return (
+            f"{key}={reason.class_path.rpartition('.')[2]}: its argument {match['names']} is required. Write it below "
+            "the class: init_args: {…} in a file, or a further option such as "
+            f"--{key}.{match['names'].partition(',')[0]}=…"
+        )
     if match := _NOT_A_PATH.fullmatch(reason.text):
         known = known_names(key)
         close = nearest(match["name"], known) or _listed("Known here", known)
