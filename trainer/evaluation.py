@@ -12,6 +12,7 @@ import torch
 
 from trainwright.core.tree import Batch, map_tensors
 from trainwright.data.groups import check_end
+from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
 from trainwright.trainer.recovery.failure import note_batch
@@ -55,6 +56,7 @@ def evaluate(
         Collective in its last act, the exchange of metrics.
     """
     name, metrics = _EVENTS[kind], run.metrics
+    run.data.evaluation(kind).begin()
     data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
@@ -82,8 +84,7 @@ def evaluate(
                     if capabilities.lockstep_evaluation and not loader.has_batch(idx):
                         replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx, calls)
                         continue
-                    may_pad = capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
-                    step = calls.record(run) if may_pad else contextlib.nullcontext()
+                    step = _recorded(run, calls, loader, idx)
                     output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
                     if keep:
                         outputs[index].append(output)
@@ -156,6 +157,12 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
     limits = [_least(limit, max_batches) for limit in data.limits]
     run.num_eval_batches = [float("inf") if limit is None else limit for limit in limits]
     return data, limits
+
+
+def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
+    """Return what to enter around a step: in lock step the calls of this rank's last one are recorded."""
+    may_pad = run.strategy.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
+    return calls.record(run) if may_pad else contextlib.nullcontext()
 
 
 def _one_batch(

@@ -166,13 +166,18 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state = self._run, self._run.data, self._run.state
+        run, data, state, hooks = self._run, self._run.data, self._run.state, self._run.hooks
         run.loop.group_end = None
-        data.train().begin_epoch(state.epoch, data.take_place())
+        place, before = data.take_place(), data.train().num_batches
+        data.train().begin_epoch(state.epoch, place)
         run.metrics.begin("train")
         run.saves.finish_copy()  # callbacks may give optimizers a new start here
         if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
             run.fire("on_train_epoch_start")
+            if hooks.on_train_epoch_start:  # one may have changed the length of the data
+                data.train().begin_epoch(state.epoch, place)
+        if data.train().num_batches != before:
+            run.loop.validation = None  # its interval may be a fraction of the epoch
         self._validation.align(run.trainer)
         self._validates = data.has_validation
         run.loop.quiet_groups = 0
