@@ -45,6 +45,7 @@ class FitLoop:
         self._agreement = Agreement(run.strategy.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
         self._validates = False  # in the present epoch
+        self._metrics_begun = False  # of the epoch that comes next
         self._align()
 
     def _align(self) -> None:
@@ -59,8 +60,7 @@ class FitLoop:
         """Train; a rollback ends an epoch and goes on from a checkpoint."""
         run = self._run
         run.data.train()
-        run.metrics.close("on_train_start")
-        run.fire("on_train_start")
+        self._start()
         run.loop.clock = time.perf_counter()
         if run.state.batch_in_epoch == 0:
             run.loop.restore_last()
@@ -77,7 +77,7 @@ class FitLoop:
             rollback.go_back(run, wish)
             self._align()
             begin_fit(run)
-            run.fire("on_train_start")
+            self._start()
             if run.state.batch_in_epoch == 0:
                 run.loop.restore_last()
         run.saves.finish_copy()  # callbacks may empty optimizers here
@@ -85,6 +85,12 @@ class FitLoop:
         run.fire("on_train_end")
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
             run.flush_step(run.state.epoch_of_last_batch)  # what was logged since the last interval
+
+    def _start(self) -> None:
+        """Call `on_train_start`, whose values belong to the epoch that follows."""
+        self._run.metrics.begin("train")
+        self._metrics_begun = True
+        self._run.fire("on_train_start")
 
     def _epoch(self) -> None:
         """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
@@ -170,7 +176,9 @@ class FitLoop:
         run.loop.group_end = None
         place, before = data.take_place(), data.train().num_batches
         data.train().begin_epoch(state.epoch, place)
-        run.metrics.begin("train")
+        if not self._metrics_begun:
+            run.metrics.begin("train")
+        self._metrics_begun = False
         run.saves.finish_copy()  # callbacks may give optimizers a new start here
         if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
             run.fire("on_train_epoch_start")
