@@ -60,7 +60,9 @@ class FitLoop:
         """Train; a rollback ends an epoch and goes on from a checkpoint."""
         run = self._run
         run.data.train()
-        self._start()
+        self._metrics_begun = True  # what on_train_start logs belongs to the epoch that follows
+        run.metrics.begin("train")
+        run.fire("on_train_start")
         run.loop.clock = time.perf_counter()
         if run.state.batch_in_epoch == 0:
             run.loop.restore_last()
@@ -77,7 +79,9 @@ class FitLoop:
             rollback.go_back(run, wish)
             self._align()
             begin_fit(run)
-            self._start()
+            self._metrics_begun = True
+            run.metrics.begin("train")
+            run.fire("on_train_start")
             if run.state.batch_in_epoch == 0:
                 run.loop.restore_last()
         run.saves.finish_copy()  # callbacks may empty optimizers here
@@ -85,12 +89,6 @@ class FitLoop:
         run.fire("on_train_end")
         if self._log_every.left(run.state) < run.settings.log_every_n_steps:
             run.flush_step(run.state.epoch_of_last_batch)  # what was logged since the last interval
-
-    def _start(self) -> None:
-        """Call `on_train_start`, whose values belong to the epoch that follows."""
-        self._run.metrics.begin("train")
-        self._metrics_begun = True
-        self._run.fire("on_train_start")
 
     def _epoch(self) -> None:
         """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""

@@ -85,19 +85,7 @@ def _collect(
     task, strategy = run.task, run.strategy
     by_data_rank = strategy.data_ranks.pick(of_ranks) if of_ranks else []
     optimizers = [] if weights_only else strategy.state.optimizer_states()
-    read: dict[str, Callable[[], Any]] = {
-        "epoch": lambda: run.state.epoch,
-        "global_step": lambda: run.state.step,
-        "hyper_parameters": lambda: task.saved_hyperparameters().get("hyper_parameters", {}),
-    }
-    if not weights_only:
-        read |= {
-            "callbacks": lambda: _callback_states(run),
-            "lr_schedulers": run.schedules.state_dict,
-            "optimizer_states": lambda: optimizers,
-        }
-    advice = "add entries under other names"
-    shown = ShownCheckpoint("on_save_checkpoint", {}, strategy.state.model_state(), read, advice=advice)
+    shown = _shown(run, None if weights_only else optimizers)
     with run.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
@@ -144,6 +132,23 @@ def _collect(
         in_pieces=strategy.state.saves_pieces,
         overlaps=strategy.capabilities.state_rests,
     )
+
+
+def _shown(run: StageRun, optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
+    """Return the checkpoint as hooks see it; `optimizers` is None for weights only. Collective."""
+    read: dict[str, Callable[[], Any]] = {
+        "epoch": lambda: run.state.epoch,
+        "global_step": lambda: run.state.step,
+        "hyper_parameters": lambda: run.task.saved_hyperparameters().get("hyper_parameters", {}),
+    }
+    if optimizers is not None:
+        read |= {
+            "callbacks": lambda: _callback_states(run),
+            "lr_schedulers": run.schedules.state_dict,
+            "optimizer_states": lambda: optimizers,
+        }
+    advice = "add entries under other names"
+    return ShownCheckpoint("on_save_checkpoint", {}, run.strategy.state.model_state(), read, advice=advice)
 
 
 def _callback_states(run: StageRun) -> dict[str, Any]:
