@@ -236,7 +236,10 @@ class Callback:
 
     # Checkpoints
     def on_save_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
-        """Add entries to `checkpoint` before it is written; called on every rank."""
+        """Add entries to `checkpoint` before it is written; called on every rank.
+
+        `checkpoint["state_dict"]` may be changed; the other entries with Lightning's names are read-only.
+        """
 
     def on_load_checkpoint(self, trainer: Run, task: TaskModule, checkpoint: dict[str, Any]) -> None:
         """Read the entries that `on_save_checkpoint` added; called after the task is built and before it has

@@ -97,6 +97,7 @@ class MetricBuffer:
             device: of this rank.
         """
         metrics, self._device = self._stages["train"], device
+        metrics.by_name.clear()  # on_train_start may have logged
         for key, state in states.items():
             slot = make_slot(state)
             if slot is None:

@@ -252,10 +252,15 @@ class EvaluationData:
         if self.is_list and isinstance(loaders, (list, tuple, dict)):
             items = list(loaders.values() if isinstance(loaders, dict) else loaders)
         self.loaders = [prepare_loader(item, options.evaluating(kind)) for item in items]
+        self._limit, self._name = limit, _LIMITS[kind]
         self.limits: list[int | None] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an evaluation: read the lengths of the data. Collective."""
         for loader in self.loaders:
             loader.set_epoch(0)
-            self.limits.append(resolve_limit(limit, loader.num_batches, _LIMITS[kind]))
+        self.limits = [resolve_limit(self._limit, loader.num_batches, self._name) for loader in self.loaders]
 
     def close(self) -> None:
         """End the loaders' workers."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from trainwright.core.tree import Batch, map_tensors
 from trainwright.data.groups import check_end
+from trainwright.data.prepared import PreparedLoader
 from trainwright.loggers.metric_values import Flushed
 from trainwright.trainer.data import EvaluationData, EvaluationKind
 from trainwright.trainer.recovery.failure import note_batch
 from trainwright.trainer.run import StageRun
-from trainwright.trainer.search.replay import replay_batch
+from trainwright.trainer.search.replay import StepCalls, replay_batch
 
 
 class Abandoned(Exception):
@@ -54,6 +56,7 @@ def evaluate(
         Collective in its last act, the exchange of metrics.
     """
     name, metrics = _EVENTS[kind], run.metrics
+    run.data.evaluation(kind).begin()
     data, limits = _prepare(run, kind, max_batches)
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
@@ -73,15 +76,16 @@ def evaluate(
             several = len(data.loaders) > 1
             for index, (loader, limit) in enumerate(zip(data.loaders, limits, strict=True)):
                 metrics.dataloader_idx = index if several else None
-                num_done = 0
+                num_done, calls = 0, StepCalls()
                 for idx, batch in enumerate(itertools.islice(loader.iterate(), limit)):
                     if abandon is not None and abandon(index, idx):
                         raise Abandoned
                     num_done = idx + 1
                     if capabilities.lockstep_evaluation and not loader.has_batch(idx):
-                        replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx)
+                        replay_batch(run, kind, f"{name}_step", batch, idx, metrics.dataloader_idx, calls)
                         continue
-                    output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, keep=keep)
+                    step = _recorded(run, calls, loader, idx)
+                    output = _one_batch(run, kind, name, batch, idx, metrics.dataloader_idx, step, keep=keep)
                     if keep:
                         outputs[index].append(output)
                     del output, batch  # or they would live on through the next batch's forward
@@ -155,13 +159,28 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
     return data, limits
 
 
+def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
+    """Return what to enter around a step: in lock step the calls of this rank's last one are recorded."""
+    may_pad = run.strategy.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
+    return calls.record(run) if may_pad else contextlib.nullcontext()
+
+
 def _one_batch(
-    run: StageRun, kind: EvaluationKind, name: str, batch: Batch, idx: int, dataloader_idx: int | None, *, keep: bool
+    run: StageRun,
+    kind: EvaluationKind,
+    name: str,
+    batch: Batch,
+    idx: int,
+    dataloader_idx: int | None,
+    step: AbstractContextManager[None],
+    *,
+    keep: bool,
 ) -> Any:
     """Run one batch and return what the step returned, without a graph where anybody keeps it.
 
     Args:
         dataloader_idx: None with a single loader; hooks and steps are handed it only with several.
+        step: entered around the step alone.
         keep: the caller keeps the output.
     """
     metrics, task, hooks = run.metrics, run.task, run.hooks
@@ -171,7 +190,8 @@ def _one_batch(
     for hook in getattr(hooks, f"on_{name}_batch_start"):
         hook(run.trainer, task, batch, idx, *loader)
     try:
-        output = run.strategy.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
+        with step:
+            output = run.strategy.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
     except Exception as error:
         note_batch(run, error, f"{name}_step", batch, idx)
         raise

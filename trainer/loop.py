@@ -45,6 +45,7 @@ class FitLoop:
         self._agreement = Agreement(run.strategy.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
         self._validates = False  # in the present epoch
+        self._metrics_begun = False  # of the epoch that comes next
         self._align()
 
     def _align(self) -> None:
@@ -59,7 +60,8 @@ class FitLoop:
         """Train; a rollback ends an epoch and goes on from a checkpoint."""
         run = self._run
         run.data.train()
-        run.metrics.close("on_train_start")
+        self._metrics_begun = True  # what on_train_start logs belongs to the epoch that follows
+        run.metrics.begin("train")
         run.fire("on_train_start")
         run.loop.clock = time.perf_counter()
         if run.state.batch_in_epoch == 0:
@@ -77,6 +79,8 @@ class FitLoop:
             rollback.go_back(run, wish)
             self._align()
             begin_fit(run)
+            self._metrics_begun = True
+            run.metrics.begin("train")
             run.fire("on_train_start")
             if run.state.batch_in_epoch == 0:
                 run.loop.restore_last()
@@ -166,13 +170,20 @@ class FitLoop:
         return int(nearest)
 
     def _begin_epoch(self) -> Iterable[Group]:
-        run, data, state = self._run, self._run.data, self._run.state
+        run, data, state, hooks = self._run, self._run.data, self._run.state, self._run.hooks
         run.loop.group_end = None
-        data.train().begin_epoch(state.epoch, data.take_place())
-        run.metrics.begin("train")
+        place, before = data.take_place(), data.train().num_batches
+        data.train().begin_epoch(state.epoch, place)
+        if not self._metrics_begun:
+            run.metrics.begin("train")
+        self._metrics_begun = False
         run.saves.finish_copy()  # callbacks may give optimizers a new start here
         if not state.batch_in_epoch:  # not again in an epoch that is resumed in its middle
             run.fire("on_train_epoch_start")
+            if hooks.on_train_epoch_start:  # one may have changed the length of the data
+                data.train().begin_epoch(state.epoch, place)
+        if data.train().num_batches != before:
+            run.loop.validation = None  # its interval may be a fraction of the epoch
         self._validation.align(run.trainer)
         self._validates = data.has_validation
         run.loop.quiet_groups = 0

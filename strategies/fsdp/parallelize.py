@@ -198,12 +198,12 @@ class ParallelModel:
         """What runs a training step: `call(name, *args)`."""
         return self._run_whole if self._outputs_split else self.root
 
-    def _run_whole(self, name: str, *args: Any) -> Any:
+    def _run_whole(self, name: str | Callable[..., Any], *args: Any) -> Any:
         """Run a step, and make whole what its output has in pieces."""
         output = self.root(name, *args)
         return output if self._outputs_split is None else map_tensors(whole_output, output)
 
-    def evaluate(self, name: str, *args: Any) -> Any:
+    def evaluate(self, name: str | Callable[..., Any], *args: Any) -> Any:
         """Run an evaluation step, and free what it has gathered: whoever looks now shall see the true parameters."""
         output = self._run_whole(name, *args)
         if self._is_sharded:

@@ -200,7 +200,7 @@ class OffloadStep(AutomaticStep):
 
     # Evaluation
 
-    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+    def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         if self._stream is None:
             return super().evaluate(name, batch, idx, dataloader_idx)
         if idx == 0:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,14 +234,18 @@ class Step(ABC):
         """Return a batch on this process's device, through the task's or data module's transfer hooks."""
         return batch if self._transfer is None else self._transfer(batch, dataloader_idx)
 
-    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
-        """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device.
+    def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+        """Run `validation_step`, `test_step` or `predict_step` on one batch, which is on the device, or a function
+        that takes a step's place.
 
         `dataloader_idx` is handed on to steps that take it; None where there is only one loader.
         """
-        step = self._eval_steps.get(name)
-        if step is None:
-            step = self._eval_steps[name] = bind_step(self.task, name, self.parts.eval_call)
+        call = self.parts.eval_call
+        step: Callable[..., Any] | None
+        if not isinstance(name, str):
+            step = name if call is None else partial(call, name)
+        elif (step := self._eval_steps.get(name)) is None:
+            step = self._eval_steps[name] = bind_step(self.task, name, call)
         with self._context or nullcontext():
             return step(batch, idx) if dataloader_idx is None else step(batch, idx, dataloader_idx)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,6 @@ class StepModule(nn.Module):
         super().__init__()
         self.task = task
 
-    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """Run the step called `step`, for example `"training_step"`."""
-        return getattr(self.task, step)(*args, **kwargs)
+    def forward(self, step: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the step called `step`, for example `"training_step"`, or a function in its place."""
+        return (getattr(self.task, step) if isinstance(step, str) else step)(*args, **kwargs)

@@ -158,7 +158,7 @@ class PipelineStep(AutomaticStep):
 
     # Evaluation: every stage's outputs go to both ranks
 
-    def evaluate(self, name: str, batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
+    def evaluate(self, name: str | Callable[..., Any], batch: Any, idx: int, dataloader_idx: int | None = None) -> Any:
         with self._stages_across():
             return super().evaluate(name, batch, idx, dataloader_idx)
 

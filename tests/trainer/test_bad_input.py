@@ -383,7 +383,7 @@ def test_half_of_a_validation_is_told(
 
 
 @pytest.mark.parametrize(
-    "hook", ["on_train_start", "on_validation_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "predict_step"]
+    "hook", ["on_validation_end", "on_save_checkpoint", "on_train_end", "on_fit_end", "predict_step"]
 )
 def test_a_value_that_nobody_would_read_is_not_taken(hook: str, tmp_path: Path) -> None:
     def logs(self: TaskModule, *_: Any) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.helpers.distributed import RankError, run_distributed
 from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from tests.trainer.runs import Endless, Tally, quiet_trainer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.task import TaskModule
 from trainwright.data import CombinedLoader, DataModule
 
 
@@ -235,3 +238,74 @@ def test_an_evaluation_of_fewer_batches_than_the_declared_length_warns(stage: st
     run = getattr(quiet_trainer(), stage)
     with pytest.warns(TrainwrightWarning, match="ended after 2 of the 4 batches of its declared length"):
         run(RegressionTask(), DataLoader(StopsEarly(), batch_size=2))
+
+
+class _ChangesLength(TaskModule):
+    """Gives its data another length in each epoch, and writes down what the epochs have seen."""
+
+    lengths = (6, 9, 4)
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.weight, self.hook = torch.nn.Parameter(torch.zeros(1)), hook
+        self.data = [torch.tensor([float(i)]) for i in range(6)]
+        self.trained: list[list[float]] = []
+        self.validated: list[list[float]] = []
+
+    def _change(self, epoch: int) -> None:
+        self.data[:] = [torch.tensor([float(i)]) for i in range(self.lengths[epoch % 3])]
+
+    def on_train_epoch_start(self) -> None:
+        self.trained.append([])
+        if self.hook == "start":
+            self._change(self.current_epoch)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.trained[-1] += batch.flatten().tolist()
+        return (self.weight * batch).sum()
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append([])
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.validated[-1] += batch.flatten().tolist()
+
+    def on_train_epoch_end(self) -> None:
+        if self.hook == "end":
+            self._change(self.current_epoch + 1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _seen(hook: str, as_list: bool) -> tuple[list[list[float]], list[list[float]]]:
+    task = _ChangesLength(hook)
+    data: Any = task.data if as_list else DataLoader(task.data, batch_size=2, shuffle=True)
+    quiet_trainer(max_epochs=3, devices="auto").fit(task, data, task.data if as_list else DataLoader(task.data))
+    return task.trained, task.validated[-3:]
+
+
+@pytest.mark.parametrize("hook", ["start", "end"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_length_of_data_is_read_in_each_epoch(hook: str, as_list: bool) -> None:
+    for epochs in _seen(hook, as_list):
+        assert [sorted(seen) for seen in epochs] == [[float(i) for i in range(n)] for n in _ChangesLength.lengths]
+
+
+@pytest.mark.distributed
+def test_all_ranks_read_the_length_of_data_in_each_epoch() -> None:
+    (first, _), (second, _) = run_distributed(_seen, 2, "start", False)
+    epochs = [sorted(set(mine + theirs)) for mine, theirs in zip(first, second, strict=True)]
+    assert epochs == [[float(i) for i in range(n)] for n in _ChangesLength.lengths]
+
+
+@pytest.mark.distributed
+def test_a_length_that_differs_between_ranks_is_an_error() -> None:
+    with pytest.raises(RankError, match=r"7 num_samples on rank 0, 8 num_samples on rank 1"):
+        run_distributed(_fit_with_lengths_by_rank, 2)
+
+
+def _fit_with_lengths_by_rank() -> None:
+    task = _ChangesLength("end")
+    task.lengths = (6, 7 + int(os.environ["RANK"]), 4)
+    quiet_trainer(max_epochs=3, devices="auto").fit(task, DataLoader(task.data, batch_size=4))

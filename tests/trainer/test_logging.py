@@ -91,6 +91,16 @@ def test_loggers_are_called_after_every_so_many_steps_counted_over_epochs(every:
     assert logger.values("count") == {step: float(step) for step in steps}
 
 
+def test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch() -> None:
+    class Task(RegressionTask):
+        def on_train_start(self) -> None:
+            self.log("at_start", 2.0)
+
+    logger = MemoryLogger()
+    quiet_trainer(max_epochs=2, logger=logger, log_every_n_steps=1).fit(Task(), regression_loader(4))
+    assert logger.values("at_start") == {3: 2.0}
+
+
 def test_each_logged_row_says_its_epoch() -> None:
     logger = MemoryLogger()
     trainer = quiet_trainer(max_steps=5, limit_train_batches=2, log_every_n_steps=1, logger=logger)

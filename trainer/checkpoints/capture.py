@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.rng import rng_state
 from trainwright.loggers.epoch_state import objects_state
+from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
-
-_OWN_KEYS = ("epoch", "global_step", "state_dict")  # what hooks find in a checkpoint besides their own entries
 
 
 def half_done(run: StageRun) -> str | None:
@@ -84,21 +84,18 @@ def _collect(
 ) -> Snapshot:
     task, strategy = run.task, run.strategy
     by_data_rank = strategy.data_ranks.pick(of_ranks) if of_ranks else []
-    shown: dict[str, Any] = {
-        "epoch": run.state.epoch,
-        "global_step": run.state.step,
-        "state_dict": strategy.state.model_state(),
-    }
+    optimizers = [] if weights_only else strategy.state.optimizer_states()
+    shown = _shown(run, None if weights_only else optimizers)
     with run.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
     trainer: dict[str, Any] = {
         **task.saved_hyperparameters(),
-        "task": {key: value for key, value in shown.items() if key not in _OWN_KEYS},
+        "task": shown.own,
     }
     if not weights_only:
         trainer |= {
-            "callbacks": {c.state_key: state for c in run.callbacks if (state := c.state_dict())},
+            "callbacks": _callback_states(run),
             "schedulers": run.schedules.state_dict(),
             "strategy": strategy.state_dict(),
             "data": _place_in_data(run, by_data_rank),
@@ -121,7 +118,6 @@ def _collect(
             trainer["data_ranks"] = list(strategy.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
-    optimizers = [] if weights_only else strategy.state.optimizer_states()
     if strategy.state.saves_pieces:
         model, optimizers = strategy.state.in_pieces((model, optimizers))
     return Snapshot(
@@ -136,6 +132,27 @@ def _collect(
         in_pieces=strategy.state.saves_pieces,
         overlaps=strategy.capabilities.state_rests,
     )
+
+
+def _shown(run: StageRun, optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
+    """Return the checkpoint as hooks see it; `optimizers` is None for weights only. Collective."""
+    read: dict[str, Callable[[], Any]] = {
+        "epoch": lambda: run.state.epoch,
+        "global_step": lambda: run.state.step,
+        "hyper_parameters": lambda: run.task.saved_hyperparameters().get("hyper_parameters", {}),
+    }
+    if optimizers is not None:
+        read |= {
+            "callbacks": lambda: _callback_states(run),
+            "lr_schedulers": run.schedules.state_dict,
+            "optimizer_states": lambda: optimizers,
+        }
+    advice = "add entries under other names"
+    return ShownCheckpoint("on_save_checkpoint", {}, run.strategy.state.model_state(), read, advice=advice)
+
+
+def _callback_states(run: StageRun) -> dict[str, Any]:
+    return {callback.state_key: state for callback in run.callbacks if (state := callback.state_dict())}
 
 
 def frozen_names(task: torch.nn.Module) -> list[str]:

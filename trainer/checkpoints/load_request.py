@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from trainwright.callbacks.roles import Saver
@@ -24,6 +23,7 @@ from trainwright.processes.process_group import Processes
 from trainwright.trainer.checkpoints import remote_saves
 from trainwright.trainer.checkpoints.job import Attempt
 from trainwright.trainer.checkpoints.saved_best import rank_saved
+from trainwright.trainer.checkpoints.shown import ShownCheckpoint
 from trainwright.trainer.run import StageRun
 
 WEIGHTS = ("trainer", "model")  # the parts that hold weights, and what tasks and callbacks saved beside them
@@ -408,7 +408,8 @@ def _shown(found: FoundCheckpoint, snapshot: Snapshot) -> ShownCheckpoint:
             "lr_schedulers": lambda: trainer.get("schedulers", []),
             "optimizer_states": lambda: read_opened(found, parts=("optimizer",)).optimizers,
         }
-    return ShownCheckpoint(trainer.get("task", {}), snapshot.model, read)
+    advice = "pass allow_missing=[...] to fit to start parts from scratch"
+    return ShownCheckpoint("on_load_checkpoint", trainer.get("task", {}), snapshot.model, read, advice=advice)
 
 
 def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
@@ -420,81 +421,3 @@ def check_fits(run: StageRun, found: FoundCheckpoint) -> None:
     epoch, bound = found.manifest.epoch, run.settings.limits.max_epochs
     if bound is not None and epoch > bound:
         raise ConfigurationError(f"{found.path} is in epoch {epoch}, but max_epochs={bound}. Increase max_epochs.")
-
-
-class ShownCheckpoint(dict[str, Any]):
-    """A dict whose `"state_dict"` and own entries may be changed; all else can only be read.
-
-    Args:
-        own: what `on_save_checkpoint` added.
-        weights: `"state_dict"`: what is loaded is what stands here after the hooks.
-        read: name → reads an entry, at the first access.
-    """
-
-    def __init__(self, own: Mapping[str, Any], weights: object, read: Mapping[str, Callable[[], Any]]) -> None:
-        self._unread = {name: make for name, make in read.items() if name not in own}
-        self._fixed = frozenset(self._unread)
-        super().__init__({**dict.fromkeys(self._unread), **own, "state_dict": weights})
-
-    def __getitem__(self, name: str) -> Any:
-        if name in self._unread:
-            super().__setitem__(name, _frozen(self._unread.pop(name)()))
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        self._refuse(name)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        self._refuse(name)
-        super().__delitem__(name)
-
-    def __iter__(self) -> Iterator[str]:  # with an iterator of its own, dict(self) and {**self} read the entries
-        return super().__iter__()
-
-    def get(self, name: str, default: object = None) -> Any:
-        """Return an entry, or `default`."""
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-    def pop(self, name: str, *default: object) -> Any:
-        """Take an own entry out and return it."""
-        self._refuse(name)
-        return super().pop(name, *default)
-
-    def update(self, *others: object, **entries: object) -> None:
-        """Change own entries."""
-        for name, value in dict(*others, **entries).items():
-            self[name] = value
-
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]  # as for `values`
-        """Return all entries, read."""
-        self._read_all()
-        return super().items()
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]  # typeshed's dict_values cannot be named
-        """Return the values of all entries, read."""
-        self._read_all()
-        return super().values()
-
-    def _read_all(self) -> None:
-        for name in list(self._unread):
-            self[name]
-
-    def _refuse(self, name: str) -> None:
-        if name in self._fixed:
-            raise ConfigurationError(
-                f"on_load_checkpoint cannot change checkpoint[{name!r}]: a change would have no effect. Change "
-                "checkpoint['state_dict'], or pass allow_missing=[...] to fit to start parts from scratch."
-            )
-
-
-def _frozen(tree: object) -> Any:
-    """Return containers that cannot be changed, since a change would be lost; tensors are the reader's own copies."""
-    if isinstance(tree, Mapping):
-        return MappingProxyType({key: _frozen(value) for key, value in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        return tuple(_frozen(value) for value in tree)
-    return tree

@@ -1,15 +1,64 @@
-"""A batch that a rank evaluates again because the others still have one of their own, and that counts for nothing."""
+"""Padding of evaluations in lock step: a rank without a batch of its own communicates what the others expect."""
 
 from __future__ import annotations
 
-from typing import Literal
+import contextlib
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch, map_tensors
 from trainwright.loggers.epoch_state import load_objects_state, objects_state
 from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.trainer.run import StageRun
+
+
+class StepCalls:
+    """Calls that a step makes of the task's modules and of `all_gather`: all that it communicates.
+
+    Attributes:
+        can_repeat: a step was recorded, and none of the calls recorded gradients, whose backward communicates too.
+    """
+
+    def __init__(self) -> None:
+        self.can_repeat = False
+        self._calls: list[Callable[[], object]] = []
+        self._is_nested = False
+
+    @contextlib.contextmanager
+    def record(self, run: StageRun) -> Iterator[None]:
+        """Keep the outermost calls that the running step makes, in the place of those of an earlier step."""
+        self._calls, self.can_repeat = [], True
+        with contextlib.ExitStack() as undo:
+            # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.
+            for module in dict.fromkeys(_modules_below(run.task)):
+                call = module._compiled_call_impl or module._call_impl
+                undo.enter_context(_attribute(module, "_compiled_call_impl", partial(self._run, call)))
+            undo.enter_context(_attribute(run.trainer, "all_gather", partial(self._run, run.all_gather)))
+            yield
+
+    def _run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self._is_nested:
+            return call(*args, **options)
+        self.can_repeat = self.can_repeat and not torch.is_grad_enabled()
+        self._calls.append(partial(call, *map_tensors(torch.detach, args), **map_tensors(torch.detach, options)))
+        self._is_nested = True
+        try:
+            return call(*args, **options)
+        finally:
+            self._is_nested = False
+
+    def repeat(self, *_: object) -> None:
+        """Make the recorded calls again."""
+        for call in self._calls:
+            call()
 
 
 def replay_batch(
@@ -19,31 +68,74 @@ def replay_batch(
     batch: Batch,
     idx: int,
     dataloader_idx: int | None,
+    calls: StepCalls,
 ) -> None:
-    """Run an evaluation step for what it communicates only: nothing is logged, kept or told to anybody.
+    """Communicate what an evaluation step does, without results: nothing is logged, and no hook is called.
 
-    Metric objects of the task are put back; what else the step changes by itself is not.
+    The calls of this rank's last step are repeated. If there are none to repeat, the step itself runs; the task's
+    metric objects and attributes made of numbers, tensors and containers are restored after it.
 
     Args:
-        run: the Trainer, in an evaluation in lock step.
+        run: an evaluation in lock step.
         kind: `"validate"`, `"test"` or `"predict"`.
         step: the task's method.
         batch: some batch, on the host.
         idx: its round.
         dataloader_idx: its loader's index; None with a single loader.
+        calls: of this loader's last batch of this rank.
     """
     task, device = run.task, run.strategy.device
     unread = MetricBuffer()
     unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
-    before = map_tensors(torch.clone, objects_state(task))
-    sink, task._sink = task._sink, unread
-    try:
-        unread.batch = run.strategy.step.to_device(batch, dataloader_idx or 0)
-        run.strategy.step.evaluate(step, unread.batch, idx, dataloader_idx)
-    finally:
-        task._sink = sink
+    metrics = map_tensors(torch.clone, objects_state(task))
+    with _attribute(task, "_sink", unread), contextlib.nullcontext() if calls.can_repeat else _same_attributes(task):
+        if calls.can_repeat:
+            run.strategy.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
+        else:
+            unread.batch = run.strategy.step.to_device(batch, dataloader_idx or 0)
+            run.strategy.step.evaluate(step, unread.batch, idx, dataloader_idx)
     parts = dict(task.named_modules())
-    for name in objects_state(task).keys() - before.keys():
+    for name in objects_state(task).keys() - metrics.keys():
         parts[name].reset()
-    load_objects_state(task, before, device)
+    load_objects_state(task, metrics, device)
+
+
+def _modules_below(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose calls may communicate, but none that compiled code calls."""
+    for child in module.children():
+        if not is_metric_object(child):
+            yield child
+            if child._compiled_call_impl is None and not hasattr(child, "_orig_mod"):
+                yield from _modules_below(child)
+
+
+@contextlib.contextmanager
+def _attribute(owner: object, name: str, value: object) -> Iterator[None]:
+    """Set an instance's attribute for a while."""
+    attributes = vars(owner)
+    before = {name: attributes[name]} if name in attributes else {}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)
+
+
+@contextlib.contextmanager
+def _same_attributes(task: TaskModule) -> Iterator[None]:
+    """Let a step change copies of the task's own attributes that hold numbers, tensors and containers."""
+    attributes, not_own = vars(task), vars(TaskModule()).keys()
+    before = {name: value for name, value in attributes.items() if name not in not_own}
+    for name, value in before.items():
+        if isinstance(value, (list, dict, torch.Tensor)):
+            attributes[name] = map_tensors(torch.clone, value)
+        elif isinstance(value, (set, deque)):
+            attributes[name] = copy.copy(value)
+    try:
+        yield
+    finally:
+        for name in attributes.keys() - not_own:
+            del attributes[name]
+        attributes.update(before)

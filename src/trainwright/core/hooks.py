@@ -186,7 +186,10 @@ class TaskHooks(DataHooks):
 
     # Checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written."""
+        """Add entries (numbers, text, lists, dicts, tensors) to `checkpoint` before it is written.
+
+        `checkpoint["state_dict"]` may be changed; the other entries with Lightning's names are read-only.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the entries that `on_save_checkpoint` added; called after the task is built, before weights and

@@ -113,10 +113,10 @@ class _PreparedByIndex(PreparedLoader):
         return self._dealer.indices_in(batch) if self.has_batch(batch) else []
 
     def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        if sets_epoch(self._loader):  # first: its length may depend on the epoch
+            self._loader.set_epoch(epoch)
         # What other ranks have consumed says nothing about a loader that is this rank's own affair.
         self._dealer.set_epoch(epoch, resume if resume is None or self._is_dealt else {"batch": resume["batch"]})
-        if sets_epoch(self._loader):
-            self._loader.set_epoch(epoch)
 
     def _count(self) -> list[int] | int | None:
         counts = self._dealer.counts()
@@ -179,7 +179,7 @@ class PreparedSequence(_PreparedByIndex):
     def __init__(self, batches: Indexed, options: LoaderOptions) -> None:
         self._is_dealt = options.world == 1 or options.use_distributed_sampler
         rank, world = (options.rank, options.world) if self._is_dealt else (0, 1)
-        dealer = BatchShard(range(len(batches)), rank=rank, world=world, seed=options.seed)
+        dealer = BatchShard(SequentialSampler(batches), rank=rank, world=world, seed=options.seed)
         super().__init__(batches, options, dealer=dealer)
         self._loader = batches
 
@@ -312,7 +312,7 @@ class PreparedIterable(PreparedLoader):
             return None
         drop_last = bool(getattr(loader, "drop_last", False))
         return ShardedBatchSampler(
-            len(dataset), size, shuffle=False, seed=0, drop_last=drop_last, rank=options.rank, world=options.world
+            dataset, size, shuffle=False, seed=0, drop_last=drop_last, rank=options.rank, world=options.world
         )
 
     def _find_state(self, dataset: object) -> Any:
@@ -350,7 +350,7 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
     dealer: Dealer
     if _has_default_sampler(loader):
         dealer = ShardedBatchSampler(
-            len(cast(SequentialSampler, loader.sampler).data_source),
+            cast(SequentialSampler, loader.sampler).data_source,
             (loader.batch_size or 1) if batched else 1,
             shuffle=_shuffles(loader, options),
             seed=options.seed,

@@ -373,9 +373,11 @@ class PreparedLoader(ABC):
         if options.world == 1 or options.agree is None:
             return counts if counts is None or isinstance(counts, list) else [counts] * options.world
         if isinstance(counts, list):
-            totals = [row[0] for row in options.agree([sum(counts)])]
-            if len(set(totals)) > 1:
-                raise _different_lengths(options.title, totals)
+            # Equal numbers of batches may hide different numbers of samples, and so different orders.
+            lengths = {"batches": sum(counts), **self.facts()}
+            of_ranks = [tuple(row) for row in options.agree([int(length) for length in lengths.values()])]
+            if len(set(of_ranks)) > 1:
+                raise _different_lengths(options.title, list(lengths), of_ranks)
             return counts
         # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
         # rank knows.
@@ -460,8 +462,12 @@ def _drain(items: list[Any]) -> Iterator[Any]:
         yield items.pop(0)
 
 
-def _different_lengths(title: str, totals: list[int]) -> ConfigurationError:
-    shown = [f"{total} batches on rank {totals.index(total)}" for total in dict.fromkeys(totals)]
+def _different_lengths(title: str, names: list[str], told: list[tuple[int, ...]]) -> ConfigurationError:
+    differ = [i for i in range(len(names)) if len({row[i] for row in told}) > 1]
+    shown = [
+        f"{' and '.join(f'{row[i]} {names[i]}' for i in differ)} on rank {told.index(row)}"
+        for row in dict.fromkeys(told)
+    ]
     return ConfigurationError(
         f"{title} has another length on some ranks ({', '.join(shown)}), although it is divided over them. Build the "
         "same data set on every rank; if each rank has its own data, pass use_distributed_sampler=False."

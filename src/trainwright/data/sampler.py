@@ -176,7 +176,7 @@ class ShardedBatchSampler(Dealer):
     A resume starts at any position in constant time, without computing earlier indices.
 
     Args:
-        num_samples: samples in the data set.
+        num_samples: samples in the data set; or the data set, whose length is read at the beginning of each epoch.
         batch_size: samples in a micro-batch; the last one of the epoch may be short.
         shuffle: visit the samples in `ShuffledOrder(num_samples, seed, epoch)`, otherwise in their own order.
         seed: seed of the order; the same on every rank.
@@ -193,7 +193,7 @@ class ShardedBatchSampler(Dealer):
 
     def __init__(
         self,
-        num_samples: int,
+        num_samples: int | Sized,
         batch_size: int,
         *,
         shuffle: bool,
@@ -205,11 +205,13 @@ class ShardedBatchSampler(Dealer):
         seeding: Seeding = "none",
     ) -> None:
         super().__init__(rank=rank, world=world, seed=seed, seeding=seeding)
+        data, num_samples = num_samples, num_samples if isinstance(num_samples, int) else len(num_samples)
         if num_samples < 0 or batch_size < 1 or (single and batch_size != 1):
             raise ConfigurationError(
                 f"num_samples={num_samples}, batch_size={batch_size}: expected at least 0 and at least 1"
                 f"{', exactly 1 for single indices' if single else ''}."
             )
+        self._data = data
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -225,6 +227,8 @@ class ShardedBatchSampler(Dealer):
     def set_epoch(self, epoch: int, resume: Mapping[str, int] | None = None) -> None:
         """Set `epoch`; `resume` holds `batch` and `samples` (over all ranks) consumed in it so far, if any."""
         super().set_epoch(epoch, resume)
+        if isinstance(self._data, Sized):
+            self.num_samples = len(self._data)
         consumed = resume.get("samples", int(resume["batch"]) * self.world * self.batch_size) if resume else 0
         self._anchor_sample = min(self.num_samples, int(consumed))
 

@@ -101,6 +101,33 @@ def test_a_hook_sees_the_keys_that_lightning_shows(tmp_path: Path) -> None:
     assert looks.optimizers == []
 
 
+class _LooksAtSave(_Looks):
+    def on_save_checkpoint(self, trainer: Any, task: Any, checkpoint: dict[str, Any]) -> None:
+        self.saved = dict(checkpoint)
+        with pytest.raises(
+            ConfigurationError, match=r"on_save_checkpoint cannot change checkpoint\['optimizer_states'\]"
+        ):
+            del checkpoint["optimizer_states"]
+        checkpoint["own"] = 1
+
+
+def test_a_hook_sees_at_a_save_what_it_sees_at_a_load(tmp_path: Path) -> None:
+    looks = _LooksAtSave()
+    trainer = quiet_trainer(max_steps=3, callbacks=looks)
+    trainer.fit(_Scheduled(), regression_loader(8))
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    quiet_trainer(max_steps=4, callbacks=looks).fit(_Scheduled(), regression_loader(8), ckpt_path=path)
+    assert looks.seen.pop("own") == 1
+    torch.testing.assert_close(looks.saved.pop("state_dict"), looks.seen.pop("state_dict"))
+    [saved], [loaded] = looks.saved.pop("optimizer_states"), looks.seen.pop("optimizer_states")
+    torch.testing.assert_close(_tensors_of(saved), _tensors_of(loaded))
+    assert looks.saved == looks.seen
+
+
+def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    return {name: values["momentum_buffer"] for name, values in state["state"].items()}
+
+
 def test_a_hook_that_does_not_look_reads_no_optimizer_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

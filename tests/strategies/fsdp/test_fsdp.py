@@ -26,6 +26,7 @@ from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import ConfigurationError, NonFiniteError
+from trainwright.data import ShardedIterable
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -489,6 +490,76 @@ def test_a_batch_that_is_replayed_for_the_others_counts_for_nothing(num: int) ->
         assert found["rows_too"] == rows
         assert num == 1 or found["rows"] == rows  # a rank without any batch has logged no metric object: warned of
     assert [hooks for _, hooks in by_rank] == [(num + 1) // 2, num // 2]
+
+
+_num_steps = 0
+
+
+class KeepsOutputs(Blocks):
+    """Keeps what its steps see, inside and outside of itself, and gathers it.
+
+    Args:
+        with_gradients: the step computes gradients, as force fields do.
+    """
+
+    def __init__(self, with_gradients: bool = False) -> None:
+        super().__init__()
+        self.with_gradients = with_gradients
+        self.outs: list[int] = []
+        self.seen_at: dict[int, list[torch.Tensor]] = {}
+        self.num_rows = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Count the batch in every way."""
+        global _num_steps
+        _num_steps += 1
+        self.outs.append(len(batch))
+        self.seen_at.setdefault(0, []).append(batch)
+        self.num_rows += len(batch)
+        if self.with_gradients:
+            with torch.enable_grad():
+                self(batch.clone().requires_grad_()).sum().backward()
+        self.blocks[1](inputs=torch.zeros(1, 7))
+        assert self.all_gather(torch.tensor(float(self(batch).sum()))).shape == (2,)
+
+    test_step = predict_step = validation_step  # type: ignore[assignment]  # they return nothing
+
+
+class _Unsized(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Any:
+        return iter(batches(self.num))
+
+
+def _keep_outputs() -> list[tuple[int, list[int], int, int]]:
+    global _num_steps
+    found = []
+    trainer = quiet_trainer(devices="auto", strategy="fsdp")
+    unsized: Any = torch.utils.data.DataLoader(ShardedIterable(_Unsized(3)), batch_size=None)
+    for run, with_gradients, data in (
+        (trainer.validate, False, batches(3)),
+        (trainer.test, False, unsized),
+        (trainer.predict, False, batches(3)),
+        (trainer.validate, True, batches(3)),
+        (trainer.validate, False, batches(1)),
+    ):
+        task, _num_steps = KeepsOutputs(with_gradients), 0
+        run(task, data)
+        found.append((_num_steps, task.outs, task.num_rows, sum(map(len, task.seen_at.get(0, [])))))
+    return found
+
+
+@pytest.mark.distributed
+def test_a_step_of_an_evaluation_runs_once_for_each_batch() -> None:
+    rows = [len(batch) for batch in batches(3)]
+    for rank, (*stages, computes_gradients, has_one) in enumerate(run_distributed(_keep_outputs, 2)):
+        mine = rows[rank::2]
+        assert stages == [(len(mine), mine, sum(mine), sum(mine))] * 3
+        # The step itself runs again where it computes gradients or the rank has no batch; its attributes are restored.
+        assert computes_gradients[1:] == (mine, sum(mine), sum(mine))
+        assert has_one[1:] == ((rows[:1], rows[0], rows[0]) if rank == 0 else ([], 0, 0))
 
 
 def _count_rows_twice() -> list[float]:
