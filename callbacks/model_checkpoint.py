@@ -353,10 +353,8 @@ class ModelCheckpoint(Callback):
             self._request(run, request, moment)
 
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
-        present = names_in(self._folder)
+        present, claimed = names_in(self._folder) | self._remote_names, claimed_names(self._folder)
         index_holds = self._recorded is None or self._is_same_folder(run, self._recorded)
-        present |= self._remote_names
-        claimed = claimed_names(self._folder) if self.enable_version_counter else frozenset[str]()
         return Moment(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:

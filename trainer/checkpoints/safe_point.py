@@ -37,6 +37,7 @@ def prepare(run: StageRun) -> None:
     saves = run.saves
     if saves.writer is not None:
         saves.writer.optimizers = run.optimizers
+        saves.writer.deadline_s = run.preemption.write_deadline_s
         on_host = run.saver is not None and run.strategy.device.type == "cpu"
         saves.reserves = on_host and (run.is_main or run.strategy.state.saves_pieces)
 

@@ -94,6 +94,9 @@ class SaveQueue:
 
     def tolerate(self, error: Exception) -> None:
         """Raise what has kept a checkpoint from being written, or have it told."""
+        if self.writer is not None and self.writer.has_dropped:  # the process is about to end
+            self.complaints.append(str(error))
+            return
         if self.raises:
             raise error
         if self._strategy.is_main:
