@@ -16,6 +16,7 @@ class Moment:
     step: int  # completed optimizer steps
     metrics: dict[str, float]  # the latest values of all metrics
     present: frozenset[str]  # names of what lies in the folder (see `names_in`)
+    claimed: frozenset[str] = frozenset()  # of those, names that another process is using
     index_holds: bool = True  # names of an index that was loaded mean what lies in the folder
     stretch_end: float | None = None  # how far the run is, in the unit of `keep_every`, when a stretch has passed
 

@@ -19,7 +19,7 @@ from trainwright.callbacks.monitored import check_mode, from_json, from_main_ran
 from trainwright.callbacks.top_k import TopK
 from trainwright.core.errors import ConfigurationError, Preempted, TrainwrightWarning
 from trainwright.core.host.folders import check_writable, is_url, local_folder
-from trainwright.core.names.hidden_names import names_in
+from trainwright.core.names.hidden_names import claimed_names, names_in
 from trainwright.core.run import Run, SaveRequest, Stage
 from trainwright.core.state import StepResult
 from trainwright.core.task import TaskModule
@@ -338,6 +338,7 @@ class ModelCheckpoint(Callback):
             self._check_index(run, moment)
         elif moment.present:
             self._forget(self._held_names() - moment.present)  # not written, or deleted by the user
+        self._forget(set(moment.claimed))  # of another process that resumed the same run
         self._waiting_for_validation = False
         self._check_name_fields(run, moment)
         request = self._ranked(run, moment) if self.monitor is not None else self._newest(run, moment)
@@ -352,10 +353,9 @@ class ModelCheckpoint(Callback):
             self._request(run, request, moment)
 
     def _moment(self, run: Run, epoch: int, step: int) -> Moment:
-        present = names_in(self._folder)
+        present, claimed = names_in(self._folder) | self._remote_names, claimed_names(self._folder)
         index_holds = self._recorded is None or self._is_same_folder(run, self._recorded)
-        present |= self._remote_names
-        return Moment(epoch, step, dict(run.callback_metrics), present, index_holds, self._kept.look(run))
+        return Moment(epoch, step, dict(run.callback_metrics), present, claimed, index_holds, self._kept.look(run))
 
     def _is_same_folder(self, run: Run, recorded: str) -> bool:
         """Return whether the names of a loaded index mean what is in the folder: it is the same one, maybe by a link,

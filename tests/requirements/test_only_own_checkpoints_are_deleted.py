@@ -16,6 +16,7 @@ from tests.helpers.tasks import RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.callbacks.model_checkpoint import ModelCheckpoint
 from trainwright.checkpoint import RunIndex, set_fault_hook, verify
+from trainwright.checkpoint.format.manifests import open_checkpoint
 from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.core.host.folders import held
 from trainwright.trainer.checkpoints import safe_point
@@ -65,6 +66,32 @@ def test_two_runs_that_take_turns_in_one_folder_each_delete_their_own(tmp_path: 
     assert saved(tmp_path) == ["a-step=5", "b-step=4"]
     fit(tmp_path, 6, ckpt_path=tmp_path / "b-step=4", **second)
     assert saved(tmp_path) == ["a-step=5", "b-step=6"]
+
+
+def test_two_processes_that_resume_one_run_give_their_last_checkpoints_names_of_their_own(tmp_path: Path) -> None:
+    saver: dict[str, Any] = {"save_last": True, "save_top_k": -1}
+    fit(tmp_path, 2, **saver)
+
+    class Other(Callback):
+        def on_train_step_start(self, trainer: Any, task: Any, group: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.run.saves.writer.wait()
+                fit(tmp_path, 4, ckpt_path=tmp_path / "step=2", **saver)
+
+    fit(tmp_path, 5, ckpt_path=tmp_path / "step=2", extra=[Other()], **saver)
+    assert saved(tmp_path) == [
+        "last",
+        "last-v1",
+        "step=1",
+        "step=2",
+        "step=3",
+        "step=3-v1",
+        "step=4",
+        "step=4-v1",
+        "step=5",
+    ]
+    assert [open_checkpoint(tmp_path / name).manifest.step for name in ("last", "last-v1")] == [5, 4]
+    assert not list(tmp_path.glob(".*tmp*"))
 
 
 def test_a_folder_that_was_moved_between_two_sessions_is_kept_up_in_its_new_place(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -298,6 +299,47 @@ def test_a_preempted_run_that_tolerates_errors_does_not_claim_a_checkpoint_that_
     with pytest.raises(Preempted):
         trainer.fit(Signalled(), regression_loader())
     assert "the checkpoint failed: " in capsys.readouterr().out
+
+
+def test_a_preempted_run_drops_a_write_that_outlasts_the_grace_and_keeps_the_earlier_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gate = Gate(tmp_path)
+
+    class Signalled(RegressionTask):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 1:
+                self.trainer.run.saves.writer.wait()
+                set_fault_hook(gate)
+            if self.global_step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = quiet_trainer(max_steps=9, callbacks=[saver], num_sanity_val_steps=0, preemption_grace=2)
+    start_s = time.monotonic()
+    with pytest.raises(Preempted), pytest.warns(TrainwrightWarning, match="not written in time and is dropped"):
+        trainer.fit(Signalled(), regression_loader())
+    took_s = time.monotonic() - start_s
+    assert "are left of preemption_grace" in capsys.readouterr().out
+    assert not any(thread.name == "trainwright-checkpoint-exit" for thread in threading.enumerate())  # Python may exit
+    gate.opened.set()
+    assert took_s < 5
+    assert [found.manifest.step for found in find_checkpoints(tmp_path)][:1] == [1]
+
+
+def test_the_training_thread_never_waits_for_the_disk(tmp_path: Path) -> None:
+    synced: list[str] = []
+
+    def note(event: str, path: Path) -> None:
+        if event.startswith("fsync") and threading.current_thread() is threading.main_thread():
+            synced.append(str(path))
+
+    set_fault_hook(note)
+    trainer = quiet_trainer(
+        max_steps=3, callbacks=[ModelCheckpoint(every_n_train_steps=1)], default_root_dir=tmp_path / "new" / "run"
+    )
+    trainer.fit(RegressionTask(), regression_loader())
+    assert synced == []
 
 
 def test_an_unknown_wish_about_failed_saves_is_refused() -> None:

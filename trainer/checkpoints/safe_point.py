@@ -37,6 +37,7 @@ def prepare(run: StageRun) -> None:
     saves = run.saves
     if saves.writer is not None:
         saves.writer.optimizers = run.optimizers
+        saves.writer.deadline_s = run.preemption.write_deadline_s
         on_host = run.saver is not None and run.strategy.device.type == "cpu"
         saves.reserves = on_host and (run.is_main or run.strategy.state.saves_pieces)
 
@@ -79,8 +80,7 @@ def _act(run: StageRun) -> None:
 
 @contextlib.contextmanager
 def _choosing_names(run: StageRun) -> Iterator[None]:
-    """Keep other runs that share a folder from taking the names that callbacks choose meanwhile; not collective."""
-    run.saves.give_names_back()
+    """Keep other processes that share a folder from using the names that callbacks choose meanwhile. Not collective."""
     if not run.is_main:
         yield
         return
@@ -88,10 +88,11 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for folder in sorted({_nearest(folder) for folder in folders}):
             stack.enter_context(alone_in(folder))
+        run.saves.give_names_back()
         yield
         for request in run.saves.requests:
-            if request.fresh:
-                run.saves.take_name(_folder(run, request), request.name)
+            for name in {request.name, request.link or request.name}:
+                run.saves.take_name(_folder(run, request), name)
 
 
 def remote_names(run: StageRun, url: str) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
 from trainwright.checkpoint import AsyncWriter
 from trainwright.checkpoint.run_folder import RunFolder
+from trainwright.core.host.folders import held
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints.joint_saves import JointSaves
@@ -31,7 +33,6 @@ class SaveQueue:
         published: what loggers have not been told of, with its other names; left by the writer's thread for the main
             one: loggers and warnings are not made for several threads.
         complaints: likewise, for the user.
-        placeholders: of names that are taken and not written yet, for other runs to see.
         longest_write_s: from its collection until it was published; on the main rank.
         reserves: memory for the first save is to be made ready after the first step.
     """
@@ -46,7 +47,7 @@ class SaveQueue:
         self._muted = muted
         self.published: deque[tuple[Path, tuple[str, ...]]] = deque()
         self.complaints: deque[str] = deque()
-        self.placeholders: list[Path] = []
+        self._names = contextlib.ExitStack()
         self.longest_write_s = 0.0
         self.reserves = False
 
@@ -75,16 +76,16 @@ class SaveQueue:
         return requests
 
     def take_name(self, folder: Path, name: str) -> None:
-        """Keep other runs that share a folder from taking a name before its checkpoint is written."""
+        """Keep other processes that share a folder from using a name until this one chooses again."""
         placeholder = RunFolder(folder).reserve(name)
         if placeholder is not None:
-            self.placeholders.append(placeholder)
+            self._names.callback(shutil.rmtree, placeholder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._names.enter_context(held(placeholder))
 
     def give_names_back(self) -> None:
-        """Let others take names that were not used."""
-        while self.placeholders:
-            with contextlib.suppress(OSError):  # another run has tidied up
-                self.placeholders.pop().rmdir()
+        """Let others take the names."""
+        self._names.close()
 
     def finish_copy(self) -> None:
         """Wait until what is saved is copied, before others than optimizers may change it; not collective."""
@@ -93,6 +94,9 @@ class SaveQueue:
 
     def tolerate(self, error: Exception) -> None:
         """Raise what has kept a checkpoint from being written, or have it told."""
+        if self.writer is not None and self.writer.has_dropped:  # the process is about to end
+            self.complaints.append(str(error))
+            return
         if self.raises:
             raise error
         if self._strategy.is_main:

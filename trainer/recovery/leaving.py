@@ -8,11 +8,10 @@ from typing import Any, NoReturn
 from trainwright.core.errors import CheckpointError, Preempted
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.checkpoints import safe_point
-from trainwright.trainer.recovery.preemption import requeue_job
+from trainwright.trainer.recovery.preemption import MARGIN_S, requeue_job
 from trainwright.trainer.run import StageRun
 
 CHECKPOINT_NAME = "preempted"  # one folder a run, replaced each time, so that they do not pile up
-_MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
 
 
 def leave(run: StageRun) -> NoReturn:
@@ -53,7 +52,7 @@ def _save(run: StageRun) -> str:
     written, needed_s, left_s, name = run.broadcast(plan)
     if written is not None:
         return f"{written} holds this step already. Go on with fit(ckpt_path='last')."
-    if left_s < needed_s + _MARGIN_S:
+    if left_s < needed_s + MARGIN_S:
         return (
             f"no checkpoint, since {left_s:.1f} s are left of preemption_grace and the longest one took {needed_s:.1f} "
             "s. The earlier ones are whole: go on with fit(ckpt_path='last')."

@@ -26,6 +26,7 @@ from trainwright.trainer.loop_state import LoopState
 from trainwright.trainer.recovery.agreement import Agreement
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
 _ROUNDS = 1000  # of an evaluation, between two exchanges at most
 
 
@@ -215,6 +216,10 @@ class Preemption:
     def remaining_s(self) -> float:
         """Return the seconds until the process is ended from outside."""
         return self._deadline - time.monotonic()
+
+    def write_deadline_s(self) -> float | None:
+        """Return when `time.monotonic()` leaves no more time for checkpoints; None without a signal."""
+        return self._deadline - MARGIN_S if self.signal else None
 
     def note(self) -> list[int]:
         """Return what this rank knows, for an exchange: the signal, and the milliseconds that are left."""

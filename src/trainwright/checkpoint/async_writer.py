@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from trainwright.checkpoint.format.layout import Snapshot
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.writer import Contents, check_target, plain_metrics, plan_checkpoint, write_contents
 from trainwright.core.errors import CheckpointError
+
+_LOOK_S = 0.5  # between two looks at the deadline
 
 Then = Callable[[Path], None]
 
@@ -44,7 +47,8 @@ class AsyncWriter:
 
     One process of a run uses it, from one thread. At most one snapshot is in memory at a time: a save that comes while
     the one before is still being written waits for it, so that a slow disk slows the run down rather than filling the
-    memory. A thread runs only while there is something to write, and the interpreter waits for it before it exits.
+    memory. A thread runs only while there is something to write, and the interpreter waits for it before it exits,
+    at most until the deadline.
     Beside it a second one at the lowest priority does what takes the processor's time, so that training keeps its
     cores; whoever waits for a save has the first do that work too.
     Saving takes part in no collective and draws no random numbers.
@@ -55,6 +59,7 @@ class AsyncWriter:
     Attributes:
         buffers: the host memory, kept between saves.
         optimizers: those whose state is saved.
+        deadline_s: returns when what is not published is dropped, as `time.monotonic()` counts; None: never.
     """
 
     def __init__(self, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -70,12 +75,20 @@ class AsyncWriter:
         self._quiet = QuietThread()  # of that thread
         self._preparation: Preparation | None = None
         self._error: CheckpointError | None = None
+        self._released = threading.Event()  # the interpreter may exit
+        self.deadline_s: Callable[[], float | None] = lambda: None
 
     @property
     def is_writing(self) -> bool:
         """Whether something is not published yet."""
         with self._lock:
             return self._thread is not None
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether a write has outlasted the deadline."""
+        with self._lock:
+            return self._thread is not None and self._released.is_set()
 
     def prepare(self, num_bytes: int) -> None:
         """Have host memory for the first save of about so many bytes ready when it comes; returns at once.
@@ -204,10 +217,23 @@ class AsyncWriter:
             self._later.finish()
 
     def join(self) -> None:
-        """Block until nothing is being written; an error is left for `wait` or the next save."""
+        """Block until nothing is being written, or until the deadline; an error is left for `wait` or the next save."""
         while (thread := self._thread) is not None:
             self._quiet.hurry()
-            thread.join()
+            deadline_s = self.deadline_s()
+            thread.join(_LOOK_S if deadline_s is None else min(max(0.0, deadline_s - time.monotonic()), _LOOK_S))
+            if deadline_s is not None and time.monotonic() >= deadline_s and thread.is_alive():
+                self._drop()
+                return
+
+    def _drop(self) -> None:
+        """Let the interpreter exit without the thread, which may wait for the disk for long. Its memory is kept."""
+        with self._lock:
+            self._jobs.clear()
+            self._error = CheckpointError(
+                "a checkpoint was not written in time and is dropped. Earlier checkpoints are as they were."
+            )
+            self._released.set()
 
     def close(self) -> None:
         """Wait as `wait` does, and give the memory back whether or not there was an error. It can be used again."""
@@ -236,16 +262,19 @@ class AsyncWriter:
                 self._quiet = quiet = QuietThread()
                 if self._staged_bytes() >= QUIET_FROM_BYTES:
                     quiet.start()
-                # Not a daemon: an interpreter that exits waits for it.
-                thread = threading.Thread(target=self._run, args=(quiet,), name="trainwright-checkpoint", daemon=False)
+                self._released = released = threading.Event()
+                name = "trainwright-checkpoint"
+                thread = threading.Thread(target=self._run, args=(quiet, released), name=name, daemon=True)
                 thread.start()  # it waits for the lock
+                # Not a daemon: an interpreter that exits waits for it.
+                threading.Thread(target=released.wait, name=f"{name}-exit", daemon=False).start()
                 self._thread = thread
             self._jobs.append(job)
 
     def _staged_bytes(self) -> int:
         return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
-    def _run(self, quiet: QuietThread) -> None:
+    def _run(self, quiet: QuietThread, released: threading.Event) -> None:
         try:
             while (job := self._next_job()) is not None:
                 try:
@@ -257,6 +286,7 @@ class AsyncWriter:
                     self._fail(job, error)
         finally:
             quiet.end()
+            released.set()
 
     def _check_copy(self, quiet: QuietThread) -> None:
         if self._later is None:

@@ -138,7 +138,8 @@ class RunIndex:
         if target.is_symlink() or (target.exists() and read_manifest(target).created != entry.created):
             raise CheckpointError(f"{target} is no longer the checkpoint that this run wrote; it is not deleted.")
         if target.is_dir():
-            remove_folder(target)
+            with contextlib.suppress(FileNotFoundError):  # another process that resumed this run was faster
+                remove_folder(target)
         with self._alone():
             self._store([known for known in self._load() if (known.name, known.run) != (entry.name, entry.run)])
 

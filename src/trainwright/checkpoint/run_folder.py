@@ -155,7 +155,7 @@ class RunFolder:
         """
         placeholder = hidden(self.path / name, "tmp")
         with contextlib.suppress(OSError):  # the save itself will say what is wrong with the folder
-            make_folder(self.path)
+            make_folder(self.path, sync=False)
             placeholder.mkdir()
             return placeholder
         return None

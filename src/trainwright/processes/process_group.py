@@ -8,6 +8,7 @@ import datetime
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
@@ -279,6 +280,7 @@ class ProcessGroup(Processes):
                 _abandon_groups()
             else:
                 dist.destroy_process_group()
+        _wait_for_gloo_threads()
         self._made_here = self._is_open = False
         self._host_group = self._store = self._meeting = None
         if self._detector is not None:
@@ -375,6 +377,29 @@ def _abandon_groups() -> None:
         for kept in (group, *backends):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     dist.distributed_c10d._abort_process_group()
+
+
+def _wait_for_gloo_threads() -> None:
+    """Wait until gloo's threads have released the operations that they have finished, two seconds at most.
+
+    An operation owns Python objects, so its release needs the interpreter's lock. A thread of gloo that waits for this
+    lock when the interpreter shuts down aborts the process: "terminate called without an active exception" (torch 2.13,
+    whose threads may outlive the process group). While this function sleeps the lock is free: a thread that has
+    something to release is running, or will be at the next look. Only Linux shows which threads are running.
+    """
+    end_s, num_idle = time.monotonic() + 2.0, 0
+    while num_idle < 3 and time.monotonic() < end_s:
+        time.sleep(0.002)
+        num_idle = 0 if _gloo_runs() else num_idle + 1
+
+
+def _gloo_runs() -> bool:
+    for file in Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # a thread that has ended
+            name, _, state = file.read_text().partition("(")[2].rpartition(")")
+            if name == "pt_gloo_runloop" and state.split()[0] == "R":
+                return True
+    return False
 
 
 def _open_store(topology: Topology, timeout: datetime.timedelta) -> TCPStore:

@@ -22,6 +22,7 @@ DISK_BLOCK_BYTES = 4096  # memory, place and length of such a write are multiple
 
 FaultHook = Callable[[str, Path], None]
 _fault_hook: FaultHook | None = None
+_unsynced: list[Path] = []  # folders with new names that may not be on the disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,16 +198,31 @@ def sync_folder(folder: Path) -> None:
     fault_point("fsync_folder", folder)
 
 
-def make_folder(folder: Path) -> None:
-    """Create `folder` and its missing parents, each synced into the folder above it."""
+def make_folder(folder: Path, *, sync: bool = True) -> None:
+    """Create `folder` and its missing parents, each synced into the folder above it.
+
+    Args:
+        folder: the folder.
+        sync: False: `sync_new_folders` does that later, so that this thread does not wait for the disk. Default: True.
+    """
     if folder.is_dir():
         return
-    make_folder(folder.parent)
+    make_folder(folder.parent, sync=sync)
     # Another process may make the same parent at the same moment.
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
     fault_point("mkdir", folder)
-    sync_folder(folder.parent)
+    if sync:
+        sync_folder(folder.parent)
+    else:
+        _unsynced.append(folder.parent)
+
+
+def sync_new_folders() -> None:
+    """Sync what `make_folder(sync=False)` has created."""
+    while _unsynced:
+        with contextlib.suppress(FileNotFoundError, IndexError):  # deleted, or synced by another thread
+            sync_folder(_unsynced.pop())
 
 
 def rename(source: Path, target: Path) -> None:

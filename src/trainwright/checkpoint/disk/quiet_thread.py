@@ -66,7 +66,7 @@ class QuietThread:
     def start(self) -> None:
         """Start the thread. Not possible once the interpreter exits."""
         self._hurried = False
-        self._thread = threading.Thread(target=self._run, name="trainwright-quiet", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="trainwright-quiet", daemon=True)
         self._thread.start()
 
     def put(self, work: Work) -> None:

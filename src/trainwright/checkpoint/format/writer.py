@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from trainwright.checkpoint.disk.durable import FileEntry, hidden, make_folder, rename, sync_folder, write_file
+from trainwright.checkpoint.disk.durable import (
+    FileEntry,
+    hidden,
+    make_folder,
+    rename,
+    sync_folder,
+    sync_new_folders,
+    write_file,
+)
 from trainwright.checkpoint.disk.planned_file import PlannedFile, write_files
 from trainwright.checkpoint.disk.quiet_thread import QuietThread
 from trainwright.checkpoint.format.codec import plan_tree
@@ -204,12 +212,12 @@ class Draft:
         self.path = Path(path)
         self.fresh = fresh
         check_target(self.path)
-        make_folder(self.path.parent)
+        make_folder(self.path.parent, sync=False)
         self.folder = hidden(self.path, "tmp")
         self._lock = contextlib.ExitStack()
         self._published = False
         try:
-            make_folder(self.folder)
+            make_folder(self.folder, sync=False)
             self._lock.enter_context(held(self.folder))
         except BaseException:
             self.close()
@@ -231,7 +239,7 @@ class Draft:
     def make_folders(self, contents: Contents) -> None:
         """Make what the files of `contents` go into."""
         for sub in self._folders(contents):
-            make_folder(sub)
+            make_folder(sub, sync=False)
 
     def write(self, contents: Contents, *, quiet: QuietThread | None = None) -> dict[str, FileEntry]:
         """Write this process's files into the folder; returns size and hash of each. Blocks until they are synced."""
@@ -249,6 +257,7 @@ class Draft:
             CheckpointError: the draft is `fresh`, and another checkpoint has taken its place.
         """
         folders = self._folders(contents)
+        sync_new_folders()
         for sub in folders:
             sync_folder(sub)
         named = {file.path for file in contents.files}

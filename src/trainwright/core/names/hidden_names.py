@@ -22,10 +22,13 @@ def names_in(folder: Path | None) -> frozenset[str]:
     """
     if folder is None or not folder.is_dir():
         return frozenset()
-    names = [path.name for path in folder.iterdir()]
-    return frozenset(
-        [os.curdir, *names, *(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")]
-    )
+    return frozenset([os.curdir, *os.listdir(folder)]) | claimed_names(folder)
+
+
+def claimed_names(folder: Path | None) -> frozenset[str]:
+    """Return the names in a folder under which a checkpoint is being written, or which a running fit keeps."""
+    names = () if folder is None or not folder.is_dir() else os.listdir(folder)
+    return frozenset(split[0] for split in map(split_hidden, names) if split and split[1] == "tmp")
 
 
 # What torch.compile, activation checkpointing and FSDP1 put between the dots of a parameter's name.
