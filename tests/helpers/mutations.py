@@ -39,8 +39,8 @@ MUTATIONS = [
              "tests/trainer/test_clipping.py"),
     Mutation("step", "strategies/steps/step.py", "loss = loss / num", "loss = loss * 1",
              "tests/trainer/test_accumulation.py"),
-    Mutation("data order", "src/trainwright/data/order.py", "__init__(n, epoch_key(seed, epoch))", "__init__(n, epoch_key(seed, 0))",
-             "tests/data/test_order.py"),
+    Mutation("data order", "src/trainwright/data/order.py", "__init__(n, epoch_key(seed, epoch))",
+             "__init__(n, epoch_key(seed, 0))", "tests/data/test_order.py"),
     Mutation("checkpoint writer", "src/trainwright/checkpoint/format/writer.py", "sync_folder(sub)", "pass",
              "tests/checkpoint/test_crash.py"),
     Mutation("DDP", "strategies/ddp/strategy.py", "require_backward_grad_sync = last",
@@ -54,7 +54,7 @@ MUTATIONS = [
     Mutation("dispatch", "src/trainwright/bigmodels/dispatch/align.py", "self.forget()\n", "pass\n",
              "tests/bigmodels/test_loading_again.py"),
     Mutation("loggers", "loggers/metric_slot.py", "self.host_total += value * weight", "self.host_total += value",
-             "tests/trainer/test_metric_names.py"),
+             "tests/loggers/test_metric_buffer.py"),
 ]  # fmt: skip
 
 
