@@ -10,7 +10,6 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.process import Topology, detect
 from trainwright.processes.devices import device_indices, device_type
-from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.registry import STRATEGIES
@@ -124,6 +123,8 @@ def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: b
     """
     topology = detect()
     for handler in handlers:
+        from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+
         if not isinstance(handler, DistributedDataParallelKwargs):
             check_owner(handler)
             raise ConfigurationError(

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.host.memory import keep_freed_memory
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
@@ -154,7 +155,9 @@ class Strategy:
         self.processes = self._make_processes(topology)
         index = self.device_indices[topology.local_rank % len(self.device_indices)]
         self.device = torch.device("cpu") if self.device_type == "cpu" else torch.device(self.device_type, index)
-        if self.device.type != "cpu":
+        if self.device.type == "cpu":
+            keep_freed_memory(True)
+        else:
             torch.accelerator.set_device_index(index)
         self.processes.open(self.device)
         self.data_ranks = DataRanks.of(self.processes)
@@ -349,3 +352,5 @@ class Strategy:
         self._drop_step()
         self._training_call = self._eval_call = None
         self.processes.close()
+        if self.device_type == "cpu":
+            keep_freed_memory(False)

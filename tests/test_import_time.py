@@ -14,6 +14,7 @@ FORBIDDEN = [
     *("google.protobuf", "jinja2", "jsonargparse", "matplotlib", "pandas", "rich", "scipy", "sklearn", "tensorboard"),
     *("torchmetrics", "torchvision", "tqdm", "yaml"),
     *("sympy", "networkx", "torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard"),
+    *("cloudpickle", "torch.distributed.algorithms.ddp_comm_hooks", "zoneinfo"),
     *("torch.distributed.checkpoint", "torch.distributed.pipelining", "torch.distributed.tensor"),
 ]
 

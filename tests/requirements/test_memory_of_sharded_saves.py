@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -119,6 +120,7 @@ def save(folder: Path, name: str, state_dict_type: str) -> tuple[float, float, f
     """Train two steps; return MB that a save at once took, and one in a thread, and of that one's buffers."""
     torch.set_num_threads(1)
     # Otherwise the C library keeps some of what is freed, now more and now less.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
     assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20)
     callback = MeasuredSave(folder)
     strategy = STRATEGIES[name](state_dict_type=state_dict_type)

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
 from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
 from trainwright.core.host.folders import held, is_held
 from trainwright.core.process import STARTED_BY_TRAINER, environment, variable
@@ -194,6 +192,8 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def _serialize(work: tuple[Callable[[], None] | None, Callable[[], Any]], by_value: Iterable[object]) -> bytes:
+    import cloudpickle
+
     registered = []
     for obj in by_value:
         module = sys.modules.get(type(obj).__module__)

@@ -13,7 +13,6 @@ import datetime
 import math
 import pathlib
 import re
-import zoneinfo
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -223,6 +222,8 @@ class _Encoder:
         return node
 
     def _datetime(self, value: datetime.datetime, path: str) -> Any:
+        import zoneinfo
+
         node: dict[str, Any] = {TAG: "datetime", "v": value.isoformat(), "fold": value.fold}
         zone = value.tzinfo
         if isinstance(zone, zoneinfo.ZoneInfo) and zone.key is not None:
@@ -349,6 +350,8 @@ def _decode_scalar(node: Any, stores: Stores) -> Any:
 
 
 def _decode_datetime(node: Any, stores: Stores) -> Any:
+    import zoneinfo
+
     value = datetime.datetime.fromisoformat(node["v"]).replace(fold=node["fold"])
     return value.replace(tzinfo=zoneinfo.ZoneInfo(node["zone"])) if "zone" in node else value
 

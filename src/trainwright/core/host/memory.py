@@ -1,7 +1,8 @@
-"""Detect out-of-memory errors, release cached memory, and retry with a smaller batch."""
+"""Detect out-of-memory errors, keep or release freed memory, and retry with a smaller batch."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import inspect
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import BatchSizeError, ConfigurationError
+from trainwright.core.process import variables
 
 # Messages of libraries that raise a plain RuntimeError for a failed allocation.
 _OUT_OF_MEMORY = (
@@ -23,6 +25,30 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # no workspace could be allocated for any algorithm
 )
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGEST_MMAP_THRESHOLD = 2**25  # bytes that glibc accepts
+
+
+def keep_freed_memory(keep: bool) -> None:
+    """Keep freed host memory in this process, or return it to the system.
+
+    By default, glibc returns the free end of its heap when that exceeds twice its largest freed block. If gradients
+    happen to be at the end, each step faults their pages in again. While memory is kept, blocks of up to 32 MiB are
+    reused. No effect with other C libraries, or if `MALLOC_…` or `GLIBC_TUNABLES` variables configure the allocator.
+
+    Args:
+        keep: False also returns all free memory now, which blocks for some milliseconds per freed gigabyte.
+    """
+    if os.name != "posix" or variables("MALLOC_") or variables("GLIBC_TUNABLES"):
+        return
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return
+    library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    library.mallopt(_M_TRIM_THRESHOLD, -1 if keep else 2 * _LARGEST_MMAP_THRESHOLD)
+    if not keep:
+        library.malloc_trim(0)
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
