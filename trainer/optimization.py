@@ -155,8 +155,8 @@ def _check_owners(optimizers: list[Optimizer], schedules: list[SchedulerConfig],
 
 
 def _forms(returned: object) -> str:
-    inner = f" of {', '.join(type(item).__name__ for item in returned)}" if isinstance(returned, (list, tuple)) else ""
-    return f"a {type(returned).__name__}{inner}"
+    inner = ", ".join(type(item).__name__ for item in returned) if isinstance(returned, (list, tuple)) else ""
+    return f"a {type(returned).__name__}{f' of {inner}' if inner else ''}"
 
 
 def _unknown_form(returned: object, origin: str) -> ConfigurationError:

@@ -136,9 +136,9 @@ def _foreign_schedule(task: RegressionTask) -> Any:
 @pytest.mark.parametrize(
     ("configure", "message"),
     [
-        (lambda task: "sgd", "returned str"),
+        (lambda task: "sgd", "returned a str"),
         (lambda task: [_sgd(task), 3], r"Return an optimizer, a list of them"),
-        (lambda task: [], "returned list"),
+        (lambda task: [], "returned a list"),
         (lambda task: {"optimiser": _sgd(task)}, "unknown key 'optimiser'. Did you mean 'optimizer'"),
         (lambda task: {"optimizer": 3}, "'optimizer' is int"),
         (lambda task: _scheduled(task, intervall="step"),

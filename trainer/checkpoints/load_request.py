@@ -226,7 +226,7 @@ def _best(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFil
             parts, allow_missing = request.parts(stage), request.parts_to_miss
             check_opened(found, parts=parts, allow_missing=allow_missing, hash_files=hash_files)
             _check_kind(request, stage, found)
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:
             if request.on_damaged != "fall_back":
                 raise
             flaws.append(str(error))

@@ -12,7 +12,7 @@ from trainwright.checkpoint.disk.durable import CHUNK_BYTES, FileEntry
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading, shortened
 from trainwright.checkpoint.format.layout import MANIFEST, MAX_MANIFEST_BYTES, TRAINER_STEM, Manifest
 from trainwright.checkpoint.format.staging import stepped_aside
-from trainwright.core.errors import CheckpointError, CheckpointNotFoundError, nearest
+from trainwright.core.errors import CheckpointError, nearest
 from trainwright.core.names.hidden_names import split_hidden
 
 HashFiles = Callable[[Sequence[Path]], list[str]]
@@ -95,7 +95,7 @@ def locate(path: Path) -> Path:
         return aside
     near = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
     listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
-    raise CheckpointNotFoundError(f"there is no checkpoint {path}.{listed}")
+    raise FileNotFoundError(f"there is no checkpoint {path}.{listed}")
 
 
 def _about_plain_file(path: Path) -> str:
