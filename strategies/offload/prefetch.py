@@ -83,6 +83,7 @@ class Prefetcher:
 
     Attributes:
         budget_bytes: how much may wait to be used.
+        total_bytes: sum of the sizes of all units that were added.
 
     Raises:
         ConfigurationError: the budget is no whole number, or negative.
@@ -99,6 +100,7 @@ class Prefetcher:
         self._is_fixed, self._num_units = budget_bytes is not None, num_units
         self._condition = threading.Condition()
         self._numbers = itertools.count()
+        self.total_bytes = 0
         self._units: weakref.WeakValueDictionary[int, Fetchable] = weakref.WeakValueDictionary()
         self._streams: dict[torch.device, CopyStream] = {}
         self._next: dict[tuple[int, int], int] = {}
@@ -118,6 +120,7 @@ class Prefetcher:
         with self._condition:
             number = next(self._numbers)
             self._units[number] = unit
+            self.total_bytes += unit.num_bytes
             if not self._is_fixed:
                 self.budget_bytes = max(self.budget_bytes, 2 * unit.num_bytes)
             return number

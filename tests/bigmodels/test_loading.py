@@ -25,6 +25,7 @@ from trainwright.bigmodels.weights.empty import init_empty_weights
 from trainwright.bigmodels.weights.stored_weights import read_checkpoint
 from trainwright.checkpoint.format.model import write_model
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.strategies.offload.prefetch import Prefetcher
 
 STATE = plain_state(make_net())
 EXPECTED = make_net()(TOKENS)
@@ -251,6 +252,18 @@ def test_a_truncated_file_is_an_error_when_it_is_loaded(places: dict[str, str], 
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*cut short"):
         load_checkpoint_and_dispatch(net, path, device_map=places)
     assert net.embed.weight.is_meta
+
+
+def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    save_file(net.state_dict(), tmp_path / "m.safetensors")
+    inputs = torch.randn(1, 64)
+    expected, taken, take = net(inputs), [], Prefetcher.take
+    monkeypatch.setattr(Prefetcher, "take", lambda self, number: (taken.append(number), take(self, number))[1])
+    load_checkpoint_and_dispatch(net, tmp_path, device_map=ALL_DISK)
+    outputs = [net(inputs) for _ in range(3)]
+    assert all(torch.equal(output, expected) for output in outputs)
+    assert len(taken) == 2  # one for each layer
 
 
 def test_a_file_that_is_cut_while_it_is_in_use_is_an_error_and_not_a_crash(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from trainwright.bigmodels.dispatch.model_hooks import ModelHook, hooks_of
 from trainwright.bigmodels.weights.away import guard, unguard, without_guard
 from trainwright.bigmodels.weights.mapped_file import FileSpan, load_spans
 from trainwright.bigmodels.weights.moving import Device, find_device, move_inputs, to_device
-from trainwright.bigmodels.weights.slots import Slot, like, owner_of, put
+from trainwright.bigmodels.weights.slots import Slot, owner_of, place, put, tensors_of
 from trainwright.bigmodels.weights.stored_weights import StoredWeights
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.strategies.offload.copy_stream import Fetched
@@ -26,6 +26,7 @@ TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+_STAYS_CACHED_BYTES = 256 << 20  # a smaller model on the disk is taken to stay in the page cache after its first use
 _NOTHING_AHEAD = Prefetcher(0)  # of the hooks that nobody gave one
 
 
@@ -76,7 +77,8 @@ class AlignDevicesHook(ModelHook):
         self.tensor_names = tensor_names
         self.num_bytes = 0
         self._slots: list[Slot] = []
-        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor]] = []  # table, name, shown, weight
+        # Table, name, shown, weight.
+        self._present: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         self._took = False  # from the prefetcher
         self._spans: dict[str, FileSpan] = {}
         self._number = -1
@@ -133,7 +135,7 @@ class AlignDevicesHook(ModelHook):
         device = self.execution_device
         if not self.offload and (device is None or device == _META):
             return module
-        tensors = list(_tensors(module, recurse=self.place_submodules))
+        tensors = list(tensors_of(module, recurse=self.place_submodules))
         if self.tensor_names is not None:
             tensors = [entry for entry in tensors if entry[0] in self.tensor_names]
         if device is None:
@@ -143,7 +145,7 @@ class AlignDevicesHook(ModelHook):
         away = {slot.name for slot in self._slots}
         for name, tensor, _ in tensors:
             if name not in away and not tensor.is_meta and device != _META:
-                _place(module, name, tensor, device)
+                place(module, name, tensor, device)
         return module
 
     def _offload(self, module: nn.Module, tensors: list[tuple[str, torch.Tensor, bool]]) -> None:
@@ -206,8 +208,8 @@ class AlignDevicesHook(ModelHook):
             value: of its shape; `span` says where it lies in a file, if it does.
         """
         weights = StoredWeights()
-        for known, _, former, place in self.offloaded(module):
-            weights.add(known, *((value, span) if known == name else (former, place)))
+        for known, _, former, former_span in self.offloaded(module):
+            weights.add(known, *((value, span) if known == name else (former, former_span)))
         self.weights_map = weights
         self._slots = [slot.replaced(module, value, span) if slot.name == name else slot for slot in self._slots]
         self._spans = {}
@@ -294,10 +296,8 @@ class AlignDevicesHook(ModelHook):
             self.bring(module)
         if self.execution_device is None:
             return args, kwargs
-        return (
-            move_inputs(args, self.execution_device, self.skip_keys),
-            move_inputs(kwargs, self.execution_device, self.skip_keys),
-        )
+        moved = move_inputs(args, self.execution_device, self.skip_keys)
+        return moved, move_inputs(kwargs, self.execution_device, self.skip_keys) if kwargs else kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Give the weights back; move the output to where the input was."""
@@ -331,7 +331,8 @@ class AlignDevicesHook(ModelHook):
     def _put_weights(self, module: nn.Module, device: torch.device | None) -> None:
         target, by_hand = (self.execution_device, False) if device is None else (device, True)
         assert target is not None
-        away: list[tuple[Slot, dict[str, Any], torch.Tensor, torch.Tensor | None]] = []  # the last: kept
+        away: list[tuple[Slot, dict[str, Any], torch.Tensor]] = []
+        weights: list[torch.Tensor | None] = []  # for what is away: as kept
         there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         keeps, records = target == _CPU and not by_hand, torch.is_grad_enabled()
         with without_guard():
@@ -339,25 +340,36 @@ class AlignDevicesHook(ModelHook):
                 table = slot.table(module)
                 shown = table.get(slot.leaf)
                 if shown is not None and shown.is_meta:
-                    away.append((slot, table, shown, slot.kept_as(shown) if keeps else None))
+                    away.append((slot, table, shown))
+                    weights.append(slot.kept_as(shown) if keeps else None)
                 elif shown is not None:  # else the module has given it up
                     there.append((table, slot.leaf, shown))
-        # Outside of inference mode, also where the forward runs in it: what is kept must serve any later call.
-        with torch.inference_mode(False), torch.no_grad():
-            tensors = self._take(target).use() if away else {}
-            for slot, table, shown, weight in away:
-                if weight is None:
-                    value = self._value(slot, tensors, target)
-                    weight = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
-                    if keeps:
-                        slot.keep(weight, self._is_lasting(slot, weight))
-                self._present.append((table, slot.leaf, shown, weight))
+        if self._must_read(weights):
+            # Outside of inference mode, also where the forward runs in it: what is kept must serve any later call.
+            with torch.inference_mode(False), torch.no_grad():
+                tensors = self._take(target).use()
+                for number, (slot, _, shown) in enumerate(away):
+                    if weights[number] is None:
+                        value = self._value(slot, tensors, target)
+                        weight = weights[number] = slot.weight(shown, value, records=keeps or records, by_hand=by_hand)
+                        if keeps:
+                            slot.keep(weight, self._is_lasting(slot, weight))
+        self._present += [(table, slot.leaf, shown, w) for (slot, table, shown), w in zip(away, weights, strict=True)]
         for table, leaf, shown in there:
             # Somebody has put values there, as functional_call does: they are meant, and recorded where they move.
             if shown.device != target:
                 self._present.append((table, leaf, shown, shown.to(target)))
-        for table, leaf, _, weight in self._present:
-            table[leaf] = weight
+        for table, leaf, _, brought in self._present:
+            table[leaf] = brought
+
+    def _must_read(self, weights: Sequence[torch.Tensor | None]) -> bool:
+        """Return whether a weight is not kept, or the page cache may not hold the files of those that are."""
+        is_small = self.prefetcher is None or self.prefetcher.total_bytes <= _STAYS_CACHED_BYTES
+        if not is_small or any(weight is None for weight in weights):
+            return bool(weights)
+        for file in {span.file for span in self._spans.values()}:
+            file.check()
+        return False
 
     def _take(self, device: torch.device) -> Fetched:
         if self._number < 0 or self.prefetcher is None or device != self.execution_device:
@@ -429,24 +441,6 @@ class AlignDevicesHook(ModelHook):
             slot.put_back(module, self.weights_map[slot.name])
         self._slots = []
         return module
-
-
-def _tensors(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield name, tensor and whether it is a buffer, of the module and, if asked, of those within."""
-    for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
-        yield name, parameter, False
-    for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
-        yield name, buffer, True
-
-
-def _place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a parameter or buffer for good; a parameter keeps its identity, so that whoever else holds it follows."""
-    if tensor.device == device:
-        return
-    if isinstance(tensor, nn.Parameter):
-        tensor.data = tensor.data.to(device)
-    else:
-        put(module, name, like(tensor, tensor.detach().to(device)))
 
 
 def offloading_hooks(module: nn.Module) -> list[AlignDevicesHook]:

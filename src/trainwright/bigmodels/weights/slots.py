@@ -8,7 +8,7 @@ that are away are dropped as soon as they are there: nothing shows them, and the
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -204,6 +204,24 @@ def put(module: nn.Module, name: str, value: torch.Tensor) -> None:
         owner._parameters[leaf] = value  # type: ignore[assignment]  # a Parameter there, by like
     else:
         owner._buffers[leaf] = value
+
+
+def tensors_of(module: nn.Module, *, recurse: bool) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield name, tensor and whether it is a buffer, of the module and, if asked, of those within."""
+    for name, parameter in module.named_parameters(recurse=recurse, remove_duplicate=False):
+        yield name, parameter, False
+    for name, buffer in module.named_buffers(recurse=recurse, remove_duplicate=False):
+        yield name, buffer, True
+
+
+def place(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer for good; a parameter keeps its identity, so that whoever else holds it follows."""
+    if tensor.device == device:
+        return
+    if isinstance(tensor, nn.Parameter):
+        tensor.data = tensor.data.to(device)
+    else:
+        put(module, name, like(tensor, tensor.detach().to(device)))
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
