@@ -169,8 +169,8 @@ def _other_lengths() -> str:
 
 def test_a_data_set_whose_length_differs_by_rank_is_refused_on_every_rank() -> None:
     for text in run_distributed(_other_lengths, 2, init=False):
-        assert "10 batches on rank 0" in text
-        assert "15 batches on rank 1" in text
+        assert "10 batches and 20 samples on rank 0" in text
+        assert "15 batches and 30 samples on rank 1" in text
         assert "use_distributed_sampler=False" in text
 
 

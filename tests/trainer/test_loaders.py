@@ -301,7 +301,7 @@ def test_all_ranks_read_the_length_of_data_in_each_epoch() -> None:
 
 @pytest.mark.distributed
 def test_a_length_that_differs_between_ranks_is_an_error() -> None:
-    with pytest.raises(RankError, match=r"7 num_samples on rank 0, 8 num_samples on rank 1"):
+    with pytest.raises(RankError, match=r"7 samples on rank 0, 8 samples on rank 1"):
         run_distributed(_fit_with_lengths_by_rank, 2)
 
 

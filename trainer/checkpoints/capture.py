@@ -84,8 +84,9 @@ def _collect(
 ) -> Snapshot:
     task, strategy = run.task, run.strategy
     by_data_rank = strategy.data_ranks.pick(of_ranks) if of_ranks else []
+    weights = strategy.state.model_state()  # before the optimizers' states: shards of both share one table
     optimizers = [] if weights_only else strategy.state.optimizer_states()
-    shown = _shown(run, None if weights_only else optimizers)
+    shown = _shown(run, weights, None if weights_only else optimizers)
     with run.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
     model = shown["state_dict"]
@@ -134,8 +135,8 @@ def _collect(
     )
 
 
-def _shown(run: StageRun, optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
-    """Return the checkpoint as hooks see it; `optimizers` is None for weights only. Collective."""
+def _shown(run: StageRun, weights: dict[str, Any], optimizers: list[dict[str, Any]] | None) -> ShownCheckpoint:
+    """Return the checkpoint as hooks see it; `optimizers` is None for weights only."""
     read: dict[str, Callable[[], Any]] = {
         "epoch": lambda: run.state.epoch,
         "global_step": lambda: run.state.step,
@@ -148,7 +149,7 @@ def _shown(run: StageRun, optimizers: list[dict[str, Any]] | None) -> ShownCheck
             "optimizer_states": lambda: optimizers,
         }
     advice = "add entries under other names"
-    return ShownCheckpoint("on_save_checkpoint", {}, run.strategy.state.model_state(), read, advice=advice)
+    return ShownCheckpoint("on_save_checkpoint", {}, weights, read, advice=advice)
 
 
 def _callback_states(run: StageRun) -> dict[str, Any]:

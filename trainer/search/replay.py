@@ -21,7 +21,7 @@ from trainwright.trainer.run import StageRun
 
 
 class StepCalls:
-    """Calls that a step makes of the task's modules and of `all_gather`: all that it communicates.
+    """Calls that a step makes of the task, its modules and `all_gather`: all that it communicates.
 
     Attributes:
         can_repeat: a step was recorded, and none of the calls recorded gradients, whose backward communicates too.
@@ -38,7 +38,7 @@ class StepCalls:
         self._calls, self.can_repeat = [], True
         with contextlib.ExitStack() as undo:
             # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.
-            for module in dict.fromkeys(_modules_below(run.task)):
+            for module in dict.fromkeys((run.task, *_modules_below(run.task))):
                 call = module._compiled_call_impl or module._call_impl
                 undo.enter_context(_attribute(module, "_compiled_call_impl", partial(self._run, call)))
             undo.enter_context(_attribute(run.trainer, "all_gather", partial(self._run, run.all_gather)))

@@ -377,7 +377,7 @@ class PreparedLoader(ABC):
             lengths = {"batches": sum(counts), **self.facts()}
             of_ranks = [tuple(row) for row in options.agree([int(length) for length in lengths.values()])]
             if len(set(of_ranks)) > 1:
-                raise _different_lengths(options.title, list(lengths), of_ranks)
+                raise _different_lengths(options.title, [name.removeprefix("num_") for name in lengths], of_ranks)
             return counts
         # Each rank has its own loader. All take part, also one without a length: a collective cannot depend on what one
         # rank knows.
