@@ -25,7 +25,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo     a digits classifier from an empty folder to a trained checkpoint"
 	@echo "make check    format, lint, types, architecture, fast tests (two minutes)"
-	@echo "make test     the fast tests, and every feature in real processes (eleven minutes)"
+	@echo "make test     the fast tests, and every feature in real processes (six to eight minutes)"
 	@echo "make test-all every test, with all combinations, sizes and repetitions"
 	@echo "make torture  hundreds of kills of running trainings, thousands of damaged files (some minutes)"
 	@echo "make bench    the benchmarks"

@@ -75,7 +75,7 @@ class AsyncWriter:
         self._quiet = QuietThread()  # of that thread
         self._preparation: Preparation | None = None
         self._error: CheckpointError | None = None
-        self._released = threading.Event()  # the interpreter may exit
+        self._dropped = threading.Event()  # the interpreter may exit without the thread
         self.deadline_s: Callable[[], float | None] = lambda: None
 
     @property
@@ -88,7 +88,7 @@ class AsyncWriter:
     def has_dropped(self) -> bool:
         """Whether a write has outlasted the deadline."""
         with self._lock:
-            return self._thread is not None and self._released.is_set()
+            return self._thread is not None and self._dropped.is_set()
 
     def prepare(self, num_bytes: int) -> None:
         """Have host memory for the first save of about so many bytes ready when it comes; returns at once.
@@ -233,7 +233,7 @@ class AsyncWriter:
             self._error = CheckpointError(
                 "a checkpoint was not written in time and is dropped. Earlier checkpoints are as they were."
             )
-            self._released.set()
+            self._dropped.set()
 
     def close(self) -> None:
         """Wait as `wait` does, and give the memory back whether or not there was an error. It can be used again."""
@@ -262,19 +262,19 @@ class AsyncWriter:
                 self._quiet = quiet = QuietThread()
                 if self._staged_bytes() >= QUIET_FROM_BYTES:
                     quiet.start()
-                self._released = released = threading.Event()
+                self._dropped = dropped = threading.Event()
                 name = "trainwright-checkpoint"
-                thread = threading.Thread(target=self._run, args=(quiet, released), name=name, daemon=True)
+                thread = threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True)
                 thread.start()  # it waits for the lock
                 # Not a daemon: an interpreter that exits waits for it.
-                threading.Thread(target=released.wait, name=f"{name}-exit", daemon=False).start()
+                threading.Thread(target=_hold_exit, args=(thread, dropped), name=f"{name}-exit", daemon=False).start()
                 self._thread = thread
             self._jobs.append(job)
 
     def _staged_bytes(self) -> int:
         return 0 if self._contents is None else sum(file.num_tensor_bytes for file in self._contents.files)
 
-    def _run(self, quiet: QuietThread, released: threading.Event) -> None:
+    def _run(self, quiet: QuietThread) -> None:
         try:
             while (job := self._next_job()) is not None:
                 try:
@@ -286,7 +286,6 @@ class AsyncWriter:
                     self._fail(job, error)
         finally:
             quiet.end()
-            released.set()
 
     def _check_copy(self, quiet: QuietThread) -> None:
         if self._later is None:
@@ -328,3 +327,9 @@ class _Guard:
         writer = self._writer()
         if writer is not None:
             writer.finish_copy()
+
+
+def _hold_exit(thread: threading.Thread, dropped: threading.Event) -> None:
+    """Block until a thread has ended or its work is dropped: ended by the interpreter's exit, it would abort."""
+    while thread.is_alive() and not dropped.is_set():
+        thread.join(_LOOK_S)
