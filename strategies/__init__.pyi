@@ -20,7 +20,7 @@ from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOpt
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 from trainwright.strategies.engine_settings import EngineSettings as EngineSettings
-from trainwright.strategies.fsdp.layers.divisibility import need_divisible as need_divisible
+from trainwright.strategies.fsdp.layers.plan import need_divisible as need_divisible
 from trainwright.strategies.fsdp.layers.ready import ready_plan as ready_plan
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy as ModelParallelStrategy

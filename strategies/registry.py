@@ -15,24 +15,24 @@ STRATEGIES: Registry[Any] = Registry(
         "local_sgd": "trainwright.strategies.ddp.local_sgd:LocalSGDStrategy",
         "fsdp": "trainwright.strategies.fsdp.strategy:FSDPStrategy",
         "deepspeed": "trainwright.strategies.deepspeed.strategy:DeepSpeedStrategy",
-        "deepspeed_stage_1": "trainwright.strategies.deepspeed.presets:ZeroStage1",
-        "deepspeed_stage_1_offload": "trainwright.strategies.deepspeed.presets:ZeroStage1Offload",
-        "deepspeed_stage_2": "trainwright.strategies.deepspeed.presets:ZeroStage2",
-        "deepspeed_stage_2_offload": "trainwright.strategies.deepspeed.presets:ZeroStage2Offload",
-        "deepspeed_stage_3": "trainwright.strategies.deepspeed.presets:ZeroStage3",
-        "deepspeed_stage_3_offload": "trainwright.strategies.deepspeed.presets:ZeroStage3Offload",
-        "deepspeed_stage_3_offload_nvme": "trainwright.strategies.deepspeed.presets:ZeroStage3OffloadNvme",
         "offload": "trainwright.strategies.offload.training:OffloadStrategy",
         "tp": "trainwright.strategies.fsdp.tensor_parallel:TensorParallelStrategy",
-        "fsdp_cpu_offload": "trainwright.strategies.fsdp.strategy:FSDPOffloadStrategy",
     },
 )
 
 
-def _make(name: str, **options: Any) -> Any:
-    """Make the strategy that another name stands for."""
+def _make(name: str, /, **options: Any) -> Any:
+    """Create the strategy `name` with the options of another name; arguments of the call override them."""
     return STRATEGIES.get(name)(**options)
 
+
+STRATEGIES.register("fsdp_cpu_offload", partial(_make, "fsdp", cpu_offload=True))
+for _stage in (1, 2, 3):
+    _on_host = {"offload_optimizer": True, **({"offload_parameters": True} if _stage == 3 else {})}
+    STRATEGIES.register(f"deepspeed_stage_{_stage}", partial(_make, "deepspeed", stage=_stage))
+    STRATEGIES.register(f"deepspeed_stage_{_stage}_offload", partial(_make, "deepspeed", stage=_stage, **_on_host))
+_on_disk = {**_on_host, "offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
+STRATEGIES.register("deepspeed_stage_3_offload_nvme", partial(_make, "deepspeed", stage=3, **_on_disk))
 
 # Lightning's names. How processes are started is the launcher's affair and the same for all of them.
 STRATEGIES.register("single_device", partial(_make, "single"))

@@ -32,9 +32,9 @@ from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState
+from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import GradientClip, clip_gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.steps.step_module import StepModule
 from trainwright.strategies.steps.transfer import move_task
 
 MakeOptimizers = Callable[[], list[Optimizer]]

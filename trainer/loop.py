@@ -18,8 +18,8 @@ from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size
 from trainwright.trainer import evaluation
 from trainwright.trainer.checkpoints import safe_point
-from trainwright.trainer.counting import count_samples, count_tokens
 from trainwright.trainer.logger_start import begin_fit
+from trainwright.trainer.loop_state import count_samples, count_tokens
 from trainwright.trainer.recovery import rollback
 from trainwright.trainer.recovery.agreement import Agreement
 from trainwright.trainer.recovery.leaving import leave

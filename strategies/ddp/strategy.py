@@ -33,12 +33,12 @@ from trainwright.strategies.ddp.replicas import (
     broadcast_from_main,
     check_can_be_alone,
     frozen_parameters,
+    unused_parameters,
 )
-from trainwright.strategies.ddp.unused import unused_parameters
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
+from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.steps.step_module import StepModule
 from trainwright.strategies.strategy import MakeOptimizers
 
 _REMOVED = {

@@ -49,9 +49,9 @@ from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPi
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, state_dict_type_name
+from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.steps.step_module import StepModule
 from trainwright.strategies.steps.transfer import move_task
 from trainwright.strategies.strategy import MakeOptimizers
 from trainwright.strategies.units import matching, replace_parameters

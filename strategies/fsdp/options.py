@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.capabilities import REFUSALS
+from trainwright.strategies.precision import Precision
 from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
 from trainwright.strategies.state import state_dict_type_name
+from trainwright.strategies.steps.binding import need_closure
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "NO_SHARD")
 RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
@@ -266,3 +270,23 @@ def check_arguments(
         )
     if not isinstance(forward_prefetch, int) or forward_prefetch < 0:
         raise ConfigurationError(f"forward_prefetch={forward_prefetch!r}: write a number of units, such as 1.")
+
+
+_IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 has no form of for pieces
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
+    """Check that optimizers can step a model that lies in pieces.
+
+    Raises:
+        ConfigurationError: one looks at whole vectors, or cannot step pieces.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, _IN_PLACE):
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} of torch cannot step weights that lie in pieces. Use another optimizer, "
+                "such as AdamW, or strategy='ddp'."
+            )
+    if need_closure(optimizers, precision):
+        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise ConfigurationError(f"{names} {REFUSALS['closures'].format(strategy='a sharded strategy')}")

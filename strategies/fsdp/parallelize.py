@@ -33,7 +33,7 @@ from trainwright.strategies.fsdp.traces import ShardTraces, forget_sums
 from trainwright.strategies.fsdp.usage import Usage
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
-from trainwright.strategies.steps.step_module import StepModule
+from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.units import check_compilable
 
 

@@ -42,15 +42,14 @@ from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import MetaBuilding
 from trainwright.strategies.fsdp.layers.check import check_plan
-from trainwright.strategies.fsdp.layers.divisibility import check_tp_size
-from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.make_whole import end_pieces
 from trainwright.strategies.fsdp.mesh import AXES, data_group, forget_groups, make_mesh, mesh_shape
-from trainwright.strategies.fsdp.optimizers import check_optimizers
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     RESHARDING,
     check_arguments,
+    check_optimizers,
     mixed_precision_policy,
     offload_flag,
     one_of,
@@ -339,14 +338,3 @@ class FSDPStrategy(DataParallel):
             del mesh
             gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
         super().teardown()
-
-
-class FSDPOffloadStrategy(FSDPStrategy):
-    """`FSDPStrategy(cpu_offload=True)`, which `Trainer(strategy="fsdp_cpu_offload")` means.
-
-    Args:
-        options: those of `FSDPStrategy`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(cpu_offload=True, **options)

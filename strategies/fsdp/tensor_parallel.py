@@ -8,8 +8,7 @@ from typing import Any, Literal
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.layers.divisibility import check_tp_size
-from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.parallelize import laid_out
 from trainwright.strategies.fsdp.step import SplitStep
 from trainwright.strategies.fsdp.strategy import FSDPStrategy

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.signatures import arguments_of, bind
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
 from trainwright.strategies.precision import Precision
 
 
@@ -85,3 +87,42 @@ class ScaledOptimizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
+
+
+def outputs_of(output: Any) -> dict[str, Any]:
+    """Return the `outputs` of `on_train_batch_end`: what keeps it keeps neither the graph nor a buffer of the step.
+
+    Args:
+        output: what `training_step` returned: the loss alone becomes `{"loss": …}`, None (the micro-batch was skipped)
+            an empty dict; anything else that is not a mapping is under `"output"`.
+
+    Returns:
+        A dict whose tensors are detached. The loss is a copy, because compiled steps reuse its memory; it is not
+        weighted and not divided by the number of micro-batches.
+    """
+    if output is None:
+        return {}
+    if isinstance(output, torch.Tensor):
+        return {"loss": output.detach().clone()}
+    if not isinstance(output, Mapping):
+        return {"output": map_tensors(torch.Tensor.detach, output)}
+    found = {name: map_tensors(torch.Tensor.detach, value) for name, value in output.items()}
+    if isinstance(found.get("loss"), torch.Tensor):
+        found["loss"] = found["loss"].clone()
+    return found
+
+
+class StepModule(nn.Module):
+    """Calls `task.<step>(*args)` as its forward.
+
+    Args:
+        task: holds all the parameters; they keep their names in `task.state_dict()`, whatever wraps this module.
+    """
+
+    def __init__(self, task: TaskModule) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, step: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the step called `step`, for example `"training_step"`, or a function in its place."""
+        return (getattr(self.task, step) if isinstance(step, str) else step)(*args, **kwargs)

@@ -25,7 +25,7 @@ from trainwright.core.tree import is_cut
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure
+from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
     GradientClip,
     free_gradients,
@@ -36,7 +36,6 @@ from trainwright.strategies.steps.gradients import (
     stack_counts,
     without_loss,
 )
-from trainwright.strategies.steps.step_outputs import outputs_of
 from trainwright.strategies.steps.transfer import make_transfer
 
 Clip = Callable[[Sequence[torch.Tensor], GradientClip], torch.Tensor | None]

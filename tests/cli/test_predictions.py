@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainwright.cli.predictions import write_predictions
+from trainwright.cli.fit import write_predictions
 from trainwright.core.errors import TaskError
 
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.data import pad_to, trim
-from trainwright.processes.collectives import recursively_apply
+from trainwright.processes.collectives import compare_calls, different_calls, recursively_apply, same_on_all_ranks
 from trainwright.processes.process_group import Processes
-from trainwright.processes.same_calls import compare_calls, different_calls, same_on_all_ranks
 
 _MAX_DIMS = 8
 _HINT = "Gather the same on every rank."

@@ -23,6 +23,7 @@ from trainwright.core.run import Run, Trial
 from trainwright.core.state import Group, StepResult, TrainState
 from trainwright.data.combined import leaves_of
 from trainwright.data.loader_options import LOADER_METHODS, Stage
+from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import without_ranks
 from trainwright.strategies.steps.trial import trial
 from trainwright.trainer import evaluation
@@ -307,3 +308,25 @@ def _generators_of(given: dict[str, Any]) -> list[Any]:
             found.append(getattr(part, "generator", None))
             found.append(getattr(getattr(part, "sampler", None), "generator", None))
     return [generator for generator in found if generator is not None]
+
+
+def pass_training_data(run: StageRun) -> None:
+    """Run `training_step` on this rank's batches of one epoch; see `Run.pass_training_data`.
+
+    Args:
+        run: between two epochs or after the last; the next epoch calls `begin_epoch` on its training data.
+    """
+    task, strategy, data = run.task, run.strategy, run.data.train()
+    unread = MetricBuffer()  # what the task logs here describes no step of the run
+    unread.begin("train")
+    unread.in_step = True
+    sink, task._sink = task._sink, unread
+    try:
+        with isolate_rng(strategy.device), torch.no_grad():
+            data.begin_epoch(run.state.epoch)
+            for group in data.groups(run.state, 1):
+                for idx, batch in enumerate(group.batches, start=group.first_idx):
+                    unread.batch = strategy.step.to_device(batch)
+                    strategy.step.evaluate("training_step", unread.batch, idx)
+    finally:
+        task._sink = sink

@@ -13,14 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.cli.configs.building import build
+import torch
+from safetensors.torch import save_file
+
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import parse
+from trainwright.cli.configs.parsing import build, parse
 from trainwright.cli.configs.saved_config import resolved_yaml, save_config
 from trainwright.cli.main import INTERRUPTED
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.host.folders import is_url
 from trainwright.core.process import detect
+from trainwright.core.tree import Batch
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser, Namespace
@@ -87,7 +90,7 @@ def _predict(built: Namespace, settings: Namespace) -> None:
     trainer, keep = built.trainer, settings.output != "none"
     found = trainer.predict(built.task, datamodule=built.data, ckpt_path=settings.ckpt_path, return_predictions=keep)
     if keep and trainer.is_global_zero:
-        from trainwright.cli.predictions import write_predictions
+        from trainwright.cli.fit import write_predictions
 
         path = Path(settings.output or Path(trainer.default_root_dir) / PREDICTIONS_NAME)
         shapes = write_predictions(found or [], path)
@@ -147,3 +150,37 @@ def _check_checkpoint(ckpt_path: str | None) -> None:
         raise ConfigurationError(
             f'ckpt_path={ckpt_path!r} does not exist. Give a checkpoint\'s folder, "best" or "last".'
         )
+
+
+_KEY = "predictions"
+
+
+def write_predictions(batches: Sequence[Any], path: Path) -> dict[str, torch.Size]:
+    """Write the outputs of `predict_step`, joined along their first dimension, as one safetensors file.
+
+    Args:
+        batches: the outputs of `predict_step` for each batch, in order: tensors of shape (batch, …), saved under
+            "predictions", or mappings from names to such tensors, saved under those names.
+        path: the file; its folder is created.
+    """
+    named = [_named(batch) for batch in batches]
+    names = list(named[0]) if named else []
+    if any(list(batch) != names for batch in named):
+        raise TaskError("predict_step returned different names for different batches; a file cannot hold them as one.")
+    joined = {name: torch.cat([batch[name].cpu() for batch in named]).contiguous() for name in names}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}.tmp")
+    save_file(joined, staging)
+    staging.replace(path)
+    return {name: tensor.shape for name, tensor in joined.items()}
+
+
+def _named(batch: Batch) -> dict[str, torch.Tensor]:
+    found = dict(batch) if isinstance(batch, Mapping) else {_KEY: batch}
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            raise TaskError(
+                f"predict_step returned {type(value).__name__} ({name}), which `trainwright predict` cannot write. "
+                "Return a tensor of shape (batch, ...) or a dict of them; or write in a callback, with --output none."
+            )
+    return found

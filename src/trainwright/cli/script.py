@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import Optimizer
 
 from trainwright import DataModule, TaskModule, Trainer, seed_everything
-from trainwright.cli.configs.building import build
 from trainwright.cli.configs.cli_parser import ReduceLROnPlateau, class_of
 from trainwright.cli.configs.cli_parser import _parser_class as parser_class
 from trainwright.cli.configs.overrides import CommandLine, read_command_line, read_configs
-from trainwright.cli.configs.parsing import parse
+from trainwright.cli.configs.parsing import build, parse
 from trainwright.cli.configs.save_config_callback import SaveConfigCallback
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.signatures import overrides

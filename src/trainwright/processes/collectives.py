@@ -11,6 +11,7 @@ torch's backends (a crash, a hang, or wrong values).
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,7 +22,6 @@ from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.tree import is_container, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
-from trainwright.processes.same_calls import compare_calls
 
 _REDUCTIONS = ("mean", "sum", "none")
 _UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
@@ -364,3 +364,24 @@ def _check_process(from_process: int, state: PartialState) -> None:
             f"from_process={from_process}, but there are {state.num_processes} processes, 0 to "
             f"{state.num_processes - 1}."
         )
+
+
+def same_on_all_ranks(processes: Processes, call: object) -> bool:
+    """Return whether every rank is about to make the same call. Collective, on the host: one number from each rank."""
+    digest = hashlib.blake2b(repr(call).encode(), digest_size=8).digest()
+    told = processes.gather_integers([int.from_bytes(digest, "big", signed=True)])
+    return all(row == told[0] for row in told)
+
+
+def compare_calls(processes: Processes, operation: str, arguments: object, hint: str) -> None:
+    """Raise on every rank unless all are about to make the same call. Collective, on the host."""
+    if not same_on_all_ranks(processes, (operation, arguments)):
+        raise different_calls(processes.gather_object((operation, arguments)), hint)
+
+
+def different_calls(calls: list[Any], hint: str) -> ConfigurationError:
+    """Return the error for calls that do not match."""
+    shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
+    return ConfigurationError(
+        f"the processes do not make the same call with tensors of the same shapes and dtypes:\n{shown}\n{hint}"
+    )

@@ -14,7 +14,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.divisibility import need_divisible
 from trainwright.strategies.fsdp.layers.styles import (
     STYLES,
     Conv1DRowwise,
@@ -23,6 +22,37 @@ from trainwright.strategies.fsdp.layers.styles import (
     SplitEmbedding,
     is_conv1d,
 )
+
+
+def check_tp_size(tp: Any) -> int:
+    """Return `tp`.
+
+    Raises:
+        ConfigurationError: it is no number of ranks.
+    """
+    if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
+        raise ConfigurationError(f"tp={tp!r}: write over how many ranks layers are split, such as 2.")
+    return tp
+
+
+def need_divisible(tp: int, **counts: int) -> None:
+    """Check that counts, such as a number of heads, can be divided over the ranks of a tensor-parallel group.
+
+    Raises:
+        ConfigurationError: one cannot; says which numbers of ranks could.
+    """
+    for name, count in counts.items():
+        if count % tp:
+            raise ConfigurationError(
+                f"{name}={count} is not divisible by tp={tp}. Use tp={_divisors(count)}, or a multiple of {tp} for "
+                f"{name}."
+            )
+
+
+def _divisors(count: int) -> str:
+    found = [str(n) for n in range(2, count + 1) if count % n == 0]
+    return " or ".join(found[:4]) or "1"
+
 
 Plan = Mapping[str, Any]
 """Pattern of module names → the name of a style (see `STYLES`), a torch `ParallelStyle`, or several of them."""

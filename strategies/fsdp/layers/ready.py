@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
-from trainwright.strategies.fsdp.layers.divisibility import need_divisible
-from trainwright.strategies.fsdp.layers.plan import Plan
+from trainwright.strategies.fsdp.layers.plan import Plan, need_divisible
 from trainwright.strategies.fsdp.layers.styles import DivideAttributes, FusedColwise, LossParallel
 
 # What a transformers config calls its `model_type`.

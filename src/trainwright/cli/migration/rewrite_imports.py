@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from trainwright.cli.configs.foreign_config import UNUSED, is_unused
-from trainwright.cli.migration.counterparts import FACE, advice, counterpart, instead, is_module, own_object
+from trainwright.cli.migration.object_uses import FACE, Unsettled, advice, counterpart, instead, is_module, own_object
 from trainwright.core.errors import require_package
 from trainwright.core.names.foreign_names import LIBRARIES, own_module
 
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 _PATH = re.compile(rf"(?:{'|'.join(LIBRARIES)})(?:\.\w+)+")
 _TYPE_COMMENT = re.compile(r"#\s*type:")
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
-
-
-@dataclass(frozen=True, order=True)
-class Unsettled:
-    """Manual change that a rewrite requires: a 1-based line, and what to do there."""
-
-    line: int
-    text: str
 
 
 @dataclass

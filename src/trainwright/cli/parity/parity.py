@@ -219,8 +219,6 @@ def _print_table(labels: Sequence[str], compared: Sequence[Comparison | str]) ->
 
 
 def _print_difference(result: Comparison) -> None:
-    from trainwright.cli.parity.parity_causes import explain
-
     reference, label, first = result.reference.label, result.other.label, result.found[0]
     headline: dict[str, str] = {}  # the first number, the first gradient and so on
     for difference in result.found:
@@ -231,13 +229,11 @@ def _print_difference(result: Comparison) -> None:
     if len(result.found) > _SHOWN:
         names = [difference.what for difference in result.found[_SHOWN:]]
         print(f"  and {len(names)} more: {', '.join(names[:8])}{' …' if len(names) > 8 else ''}")
-    for cause in explain(result):
-        print(f"  why: {cause}")
     _print_notes(result)
 
 
 def _print_notes(result: Comparison) -> None:
-    from trainwright.cli.parity.parity_causes import notes
+    from trainwright.cli.parity.parity_compare import notes
 
     for note in notes(result):
         print(f"  note ({result.other.label}): {note}")
@@ -248,9 +244,10 @@ def _describe(difference: Difference, reference: str, label: str) -> str:
         return difference.note
     ours, theirs = difference.values
     place = f" at {list(difference.index)}" if difference.index else ""
+    ratio = "" if difference.ratio is None else f"; all of it is {difference.ratio:.4g} times the reference's"
     return (
         f"{reference} {ours:.8g}, {label} {theirs:.8g}{place}; greatest difference {difference.absolute:.3g} "
-        f"(relative {difference.relative:.3g}), allowed {difference.bound:.3g}"
+        f"(relative {difference.relative:.3g}), allowed {difference.bound:.3g}{ratio if difference.name else ''}"
     )
 
 

@@ -107,7 +107,7 @@ class _Comparing:
         mine, other = result.reference.steps[step], result.other.steps[step]
         ours, theirs = result.reference.tensors(step), result.other.tensors(step)
         shared = mine.data.keys() & other.data.keys()
-        result.other_data += sorted(place for place in shared if mine.data[place][0] != other.data[place][0])
+        result.other_data += sorted(place for place in shared if mine.data[place] != other.data[place])
         self._number(LOSS, mine.loss, other.loss)
         if ours.gradients and theirs.gradients:  # neither engine hides them
             self._gradients(ours, theirs)
@@ -179,6 +179,39 @@ class _Comparing:
             return True
         mine, other = mine.double(), other.double()
         return bool(mine.numel()) and float(_apart(mine, other).max()) > self._tolerance.bound(mine)
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """Return other data, harmless differences, and values that were not compared."""
+    said = []
+    if comparison.other_data:
+        epoch, _, place = comparison.other_data[0].partition("/")
+        said.append(f"the data differ: micro-batch {place} of epoch {epoch} holds other values.")
+    facts = comparison.other.facts
+    expected = [name for name in comparison.buffers if name in facts.running_statistics]
+    others = [name for name in comparison.buffers if name not in facts.running_statistics]
+    if expected:
+        said.append(
+            f"running statistics differ ({_some(expected)}): each rank's layers see the micro-batches of that rank, "
+            "and rank 0's are kept. They do not count as differences; evaluation uses them, training does not."
+        )
+    if others:
+        said.append(
+            f"buffers differ ({_some(others)}): each rank has its own, and rank 0's are kept. They do not count as "
+            "differences unless they affect a loss."
+        )
+    if comparison.noise:
+        some = [f"{count} of {name}" for name, count in comparison.noise.items()]
+        said.append(
+            f"not compared: elements whose gradients are rounding noise around zero ({_some(some)}), of which "
+            f"{'/'.join(facts.optimizers)} may make full-sized steps."
+        )
+    return said
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _apart(mine: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,7 @@ def main(folder: Path) -> int:
 
 def _record(plan: Plan, folder: Path) -> None:
     from trainwright import Trainer
-    from trainwright.cli.configs.building import build
+    from trainwright.cli.configs.parsing import build
     from trainwright.cli.fit import read_settings
     from trainwright.cli.parity.parity_tape import StepTape
     from trainwright.core.rng import seed_everything

@@ -19,12 +19,11 @@ from trainwright.callbacks.callback import Callback, Order
 from trainwright.checkpoint.format.safetensors_io import read_safetensors, to_storable, write_safetensors
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.rng import rng_state, seed_everything
+from trainwright.core.rng import seed_everything
 from trainwright.core.run import Run, Stage
-from trainwright.core.signatures import overrides
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
-from trainwright.core.tree import Batch, batch_size, iterate_tensors
+from trainwright.core.tree import Batch, iterate_tensors
 from trainwright.strategies.steps.gradients import parameters_of
 from trainwright.strategies.strategy import Strategy
 
@@ -39,8 +38,6 @@ class Facts:
     processes: int
     precision: str
     running_statistics: list[str]  # buffers in which layers such as BatchNorm keep statistics of what they have seen
-    synchronized: bool  # there are SyncBatchNorm layers, whose statistics are of all processes
-    counts_items: bool  # the task defines `num_items`
     optimizers: list[str]  # names of their classes
 
 
@@ -50,9 +47,8 @@ class StepRecord:
 
     loss: float | None = None  # the mean over everything that the step consumed; None in tasks that optimize by hand
     norm: float | None = None  # of the gradients before clipping; None where the strategy computes none
-    # "epoch/micro-batch", counted over all ranks → digest of its tensors, and its number of rows
-    data: dict[str, list[Any]] = field(default_factory=dict)
-    draws: bool = False  # a training_step has drawn random numbers
+    # "epoch/micro-batch", counted over all ranks → digest of its tensors
+    data: dict[str, str] = field(default_factory=dict)
     strayed: list[list[Any]] = field(default_factory=list)  # rank and name of parameters that are not as rank 0's
 
 
@@ -72,7 +68,6 @@ class StepTape(Callback):
         self._record = StepRecord()
         self._gradients: dict[str, torch.Tensor] = {}
         self._place = (0, 0)
-        self._before: list[torch.Tensor] = []
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
         self._strategy: Strategy = trainer.strategy
@@ -106,12 +101,7 @@ class StepTape(Callback):
 
     def on_train_batch_start(self, trainer: Run, task: TaskModule, batch: Batch, batch_idx: int) -> None:
         epoch, place = self._seed(trainer, batch_idx)
-        self._record.data[f"{epoch}/{place}"] = [_digest(batch), batch_size(batch)]
-        self._before = _generators(self._strategy)
-
-    def on_before_backward(self, trainer: object, task: TaskModule, loss: torch.Tensor) -> None:
-        now = _generators(self._strategy)
-        self._record.draws |= any(not torch.equal(a, b) for a, b in zip(self._before, now, strict=True))
+        self._record.data[f"{epoch}/{place}"] = _digest(batch)
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         epoch, place = self._place
@@ -130,13 +120,12 @@ class StepTape(Callback):
         self._num_steps += 1
         record = self._record
         everyone = self._strategy.processes.gather_object(
-            (None if result.loss is None else float(result.loss), record.data, record.draws)
+            (None if result.loss is None else float(result.loss), record.data)
         )
-        losses = [loss for loss, *_ in everyone if loss is not None]
+        losses = [loss for loss, _ in everyone if loss is not None]
         record.loss = sum(losses) / len(losses) if losses else None
         record.norm = None if result.grad_norm is None else float(result.grad_norm)
-        record.data = {place: of_batch for _, data, _ in everyone for place, of_batch in data.items()}
-        record.draws = any(draws for *_, draws in everyone)
+        record.data = {place: digest for _, data in everyone for place, digest in data.items()}
         self._write(trainer, task)
 
     def _seed(self, trainer: Run, idx: int) -> tuple[int, int]:
@@ -221,11 +210,6 @@ def _digest(tree: object) -> str:
     return found.hexdigest()
 
 
-def _generators(strategy: Strategy) -> list[torch.Tensor]:
-    state = rng_state(strategy.device)
-    return [state[key] for key in ("torch", "device") if key in state]
-
-
 def _facts(trainer: Run, strategy: Strategy, task: TaskModule) -> Facts:
     layers = [(name, m) for name, m in task.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return Facts(
@@ -233,7 +217,5 @@ def _facts(trainer: Run, strategy: Strategy, task: TaskModule) -> Facts:
         processes=trainer.world_size,
         precision=strategy.precision.name,
         running_statistics=[f"{name}.{key}" for name, layer in layers for key, _ in layer.named_buffers()],
-        synchronized=any(isinstance(layer, nn.SyncBatchNorm) for _, layer in layers),
-        counts_items=overrides(task, "num_items", TaskModule),
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
     )
