@@ -13,7 +13,9 @@ SOURCES = package_sources()
 OUTSIDE = outside_sources()
 
 # Files and functions that may be longer than the limit, each with its reason.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES: dict[str, str] = {
+    "accelerator.accelerator": "the face of user-written loops: each member of Accelerate's class, with its docstring",
+}
 LONG_FUNCTIONS: dict[str, str] = {
     "trainer.trainer:Trainer.__init__": "a line for each argument, and one that hands them on",
 }

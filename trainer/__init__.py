@@ -1,4 +1,4 @@
-"""The Trainer: the loop on one page (trainer.py) and what it is made of; the Accelerator (accelerator/) beside it."""
+"""The Trainer: the loop on one page (trainer.py) and what it is made of."""
 
 from __future__ import annotations
 

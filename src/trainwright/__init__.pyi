@@ -10,6 +10,12 @@ from trainwright import strategies as strategies
 from trainwright import templates as templates
 from trainwright import trainer as trainer
 from trainwright import utilities as utilities
+from trainwright.accelerator.accelerated_loader import AcceleratedLoader as AcceleratedLoader
+from trainwright.accelerator.accelerated_model import AcceleratedModel as AcceleratedModel
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from trainwright.accelerator.accelerator import Accelerator as Accelerator
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainwright.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
 from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params
@@ -123,11 +129,5 @@ from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy a
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
 from trainwright.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
-from trainwright.trainer.accelerator.accelerated_loader import AcceleratedLoader as AcceleratedLoader
-from trainwright.trainer.accelerator.accelerated_model import AcceleratedModel as AcceleratedModel
-from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from trainwright.trainer.accelerator.accelerator import Accelerator as Accelerator
-from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
-from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.trainer.search.tuner import Tuner as Tuner
 from trainwright.trainer.trainer import Trainer as Trainer

@@ -22,8 +22,9 @@ _MAY_IMPORT = {
     "utilities": {"core", "data", "utilities"},
     "strategies": _BELOW_STRATEGIES | {"strategies"},
     "bigmodels": _BELOW_TRAINER,
+    "accelerator": _BELOW_TRAINER | {"accelerator"},
     "trainer": _BELOW_TRAINER | {"trainer"},
-    "cli": _BELOW_TRAINER | {"trainer", "cli"},
+    "cli": _BELOW_TRAINER | {"accelerator", "trainer", "cli"},
     "templates": set(PARTS),
 }
 

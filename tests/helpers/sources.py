@@ -17,6 +17,7 @@ PARTS = {
     "checkpoint": "src/trainwright/checkpoint",
     "processes": "src/trainwright/processes",
     "bigmodels": "src/trainwright/bigmodels",
+    "accelerator": "src/trainwright/accelerator",
     "cli": "src/trainwright/cli",
     "utilities": "src/trainwright/utilities",
     "callbacks": "callbacks",

@@ -85,13 +85,15 @@ TESTS_ELSEWHERE = {
     "T8": (
         "outside_trials/silent/test_accumulation_in_own_loops.py::test_the_next_pass_continues_a_group_that_was_left",
     ),
-    "T9": ("trainer/test_accelerator_traps.py::test_repeated_losses_of_a_short_last_batch_count_once_for_each_sample",),
-    "T10": (
-        "trainer/test_accelerator_traps.py::test_two_accelerators_of_different_precision_are_warned_of",
-        "trainer/test_accelerator_traps.py::test_a_step_without_any_item_is_warned_of_once",
-        "trainer/test_accelerator_traps.py::test_an_optimizer_of_another_model_is_warned_of",
+    "T9": (
+        "accelerator/test_accelerator_traps.py::test_repeated_losses_of_a_short_last_batch_count_once_for_each_sample",
     ),
-    "T11": ("trainer/test_accelerator_traps.py::test_a_pass_draws_from_the_generator_what_a_plain_loader_draws",),
+    "T10": (
+        "accelerator/test_accelerator_traps.py::test_two_accelerators_of_different_precision_are_warned_of",
+        "accelerator/test_accelerator_traps.py::test_a_step_without_any_item_is_warned_of_once",
+        "accelerator/test_accelerator_traps.py::test_an_optimizer_of_another_model_is_warned_of",
+    ),
+    "T11": ("accelerator/test_accelerator_traps.py::test_a_pass_draws_from_the_generator_what_a_plain_loader_draws",),
     "T12": (
         "processes/test_exit.py::test_a_finished_program_ends_with_0_while_gloos_threads_are_held_back",
         "processes/test_exit.py::test_none_of_many_finished_programs_ends_with_another_code",
@@ -109,11 +111,13 @@ TESTS_ELSEWHERE = {
         "trainer/test_logging.py::test_what_is_logged_at_the_start_of_training_belongs_to_the_first_epoch",
         "docs/migration.md",
     ),
-    "T17": ("trainer/test_accelerator_traps.py::test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes",),
+    "T17": (
+        "accelerator/test_accelerator_traps.py::test_a_prepared_loader_is_a_data_loader_with_accelerate_s_attributes",
+    ),
     "T18": ("bigmodels/test_device_map.py::test_only_the_tied_layer_of_a_head_is_placed_before_its_turn",),
     "T19": (
-        "trainer/test_accelerator_state.py::test_a_saved_state_is_a_checkpoint_of_weights",
-        "trainer/test_accelerator_state.py::test_a_state_of_accelerate_is_named_with_what_reads_it",
+        "accelerator/test_accelerator_state.py::test_a_saved_state_is_a_checkpoint_of_weights",
+        "accelerator/test_accelerator_state.py::test_a_state_of_accelerate_is_named_with_what_reads_it",
     ),
     "T20": ("bigmodels/test_loading.py::test_a_small_model_on_the_disk_is_read_ahead_once",),
     "T21": ("cli/test_migrate.py::test_forms_of_imports",),

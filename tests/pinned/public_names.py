@@ -18,7 +18,18 @@ import trainwright
 
 FILE = Path(__file__).parent / "public_names.json"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_PACKAGES = ("", "callbacks", "checkpoint", "core", "data", "loggers", "strategies", "trainer", "utilities")
+_PACKAGES = (
+    "",
+    "accelerator",
+    "callbacks",
+    "checkpoint",
+    "core",
+    "data",
+    "loggers",
+    "strategies",
+    "trainer",
+    "utilities",
+)
 
 
 def _signature(value: Any) -> str:

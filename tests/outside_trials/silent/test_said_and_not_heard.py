@@ -178,7 +178,7 @@ def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_cpu_is_used_where_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setattr("trainwright.trainer.accelerator.accelerator.PartialState", _Cpu)
+    monkeypatch.setattr("trainwright.accelerator.accelerator.PartialState", _Cpu)
     with pytest.raises(_Asked, match="True"):
         Accelerator()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.accelerator.test_accelerator_distributed import Exchanges
 from tests.helpers.distributed import run_distributed
-from tests.trainer.test_accelerator_distributed import Exchanges
 from trainwright import Accelerator, DDPStrategy, GradientAccumulationPlugin
 
 pytestmark = pytest.mark.distributed

@@ -50,7 +50,7 @@ def advice(path: str) -> str:
 def instead(own: str, name: str) -> str:
     """Return the end of a sentence with the replacement of an argument that a class does not have."""
     if own == "trainwright.Accelerator":
-        from trainwright.trainer.accelerator.settings import ELSEWHERE
+        from trainwright.accelerator.settings import ELSEWHERE
 
         return f". Instead: {ELSEWHERE[name]}." if name in ELSEWHERE else "."
     return "; see docs/migration.md."
@@ -113,9 +113,9 @@ def _about(kind: str, name: str) -> str | None:
         if name not in INTERNALS:
             return None  # also attributes assigned in __init__, or set by the program
         return None if hasattr(Trainer, name) else f"trainer.{name} does not exist here: {INTERNALS[name]}."
+    from trainwright.accelerator.accelerator import Accelerator
+    from trainwright.accelerator.settings import METHODS
     from trainwright.processes.partial_state import PartialState
-    from trainwright.trainer.accelerator.accelerator import Accelerator
-    from trainwright.trainer.accelerator.settings import METHODS
 
     if name not in METHODS or hasattr(Accelerator, name) or hasattr(PartialState, name):
         return None

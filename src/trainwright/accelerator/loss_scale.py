@@ -14,8 +14,8 @@ from trainwright.core.errors import ConfigurationError
 class LossScale:
     """The loss scale of fp16, shared by all optimizers of a loop.
 
-    It changes before the first backward of a group and not after an optimizer's step, so that all gradients of a group
-    have one scale, whatever number of optimizers they belong to.
+    It is updated before the first backward of a group, not after an optimizer's step, so that all gradients of a group
+    have one scale even if several optimizers step on them.
 
     Args:
         device_type: torch's.
@@ -25,22 +25,22 @@ class LossScale:
         self.scaler = torch.amp.GradScaler(device_type)
         self._is_due = False
         self._num_backwards = 0
-        self._unscaled: dict[int, int] = {}  # optimizer → backwards until its gradients were divided
+        self._unscaled: dict[int, int] = {}  # optimizer → number of backwards when its gradients were divided
 
     def scale(self, loss: torch.Tensor, *, starts_group: bool) -> torch.Tensor:
-        """Return the loss times the scale, which is brought up to date where a group begins."""
+        """Return the loss times the scale. The first call of a group updates the scale."""
         if starts_group:
             self._catch_up()
         self._num_backwards += 1
         return self.scaler.scale(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and how it grows, as the next backward finds it. Waits for the device."""
+        """Return the scale and its growth, as of the next backward. Waits for the device."""
         self._catch_up()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.scaler.load_state_dict(state)
 
     def _catch_up(self) -> None:
@@ -53,7 +53,7 @@ class LossScale:
         """Divide an optimizer's gradients by the scale, once per step.
 
         Raises:
-            ConfigurationError: more has been added to gradients that were divided already.
+            ConfigurationError: a backward has added to gradients that were divided already.
         """
         seen = self._unscaled.get(id(optimizer))
         if seen is None:
@@ -61,8 +61,8 @@ class LossScale:
             self.scaler.unscale_(optimizer)
         elif seen != self._num_backwards:
             raise ConfigurationError(
-                "gradients were added to others that had been unscaled (by clipping) already. Clip, and step, after "
-                "the last backward of an optimizer step alone."
+                "a backward added gradients to others that were unscaled (by clipping) already. Clip and step only "
+                "after the last backward of an optimizer step."
             )
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -82,7 +82,7 @@ class LossScale:
 
 
 class _GuardedStep:
-    """Stands in for an optimizer's `step` while the scaler decides."""
+    """Replacement of an optimizer's `step` that records whether the scaler calls it."""
 
     def __init__(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
         self._optimizer, self._step, self._closure = optimizer, optimizer.step, closure

@@ -1,4 +1,4 @@
-"""Collect what ranks have computed for one micro-batch each: the real rows alone, in the order of the data."""
+"""Gather the results of one micro-batch per rank, without padding, in the order of the data."""
 
 from __future__ import annotations
 

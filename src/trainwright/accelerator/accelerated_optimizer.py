@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` makes of an optimizer: it steps once per group of micro-batches."""
+"""Prepared optimizers, which step once per group of micro-batches."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from trainwright.trainer.accelerator.accumulation import Accumulation
-from trainwright.trainer.accelerator.loss_scale import LossScale
+from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.loss_scale import LossScale
 
 
 class AcceleratedOptimizer(Optimizer):
-    """An optimizer that steps once per group of micro-batches, and not at all where fp16 gradients overflowed.
+    """An optimizer that steps once per group of micro-batches, and skips steps whose fp16 gradients overflow.
 
     Args:
         optimizer: the user's; its groups and state are this one's.
-        accumulation: says when a step is due.
-        scaler: of the loss; None: it is not scaled.
+        accumulation: knows when a step is due.
+        scaler: of the loss; None: the loss is not scaled.
 
     Attributes:
-        num_steps: steps that it has taken.
+        num_steps: completed steps.
     """
 
     def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
@@ -47,11 +47,11 @@ class AcceleratedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step that was due left the weights as they were, since gradients were not finite in fp16."""
+        """True if the last step that was due was skipped because of non-finite fp16 gradients."""
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the present micro-batch ends its group; nothing happens otherwise."""
+        """Step if the current micro-batch is the last of its group; otherwise do nothing."""
         if not self._accumulation.sync_gradients:
             return None
         if self.scaler is None:
@@ -62,7 +62,7 @@ class AcceleratedOptimizer(Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Free the gradients if the present micro-batch ends its group; they go on being added up otherwise."""
+        """Free the gradients if the current micro-batch is the last of its group; otherwise keep accumulating."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
             self._accumulation.discard_open_groups()
@@ -80,12 +80,12 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> None:
-        """Tell an optimizer that has two kinds of weights (schedule-free ones) that training goes on."""
+        """Switch an optimizer with two sets of weights (a schedule-free one) to its training weights."""
         if hasattr(self.optimizer, "train"):
             self.optimizer.train()
 
     def eval(self) -> None:
-        """Tell an optimizer that has two kinds of weights (schedule-free ones) that an evaluation begins."""
+        """Switch an optimizer with two sets of weights (a schedule-free one) to its evaluation weights."""
         if hasattr(self.optimizer, "eval"):
             self.optimizer.eval()
 

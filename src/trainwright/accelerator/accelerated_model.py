@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` makes of a model: one that behaves like the user's."""
+"""Prepared models, which behave like the user's."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 class AcceleratedModel(nn.Module):
-    """A model behind what joins the processes, or behind a mixed precision.
+    """A model with the wrapper that joins the processes, or in mixed precision.
 
     Its state dict has the model's own names, and attributes that it lacks are the model's.
 
     Args:
         module: the user's model.
-        engine: is called in the model's place; the model itself, or a wrapper that holds it.
-        make_context: makes the context of a forward, whose outputs become float32; None: it has none.
+        engine: called instead of the model: the model itself, or a wrapper that holds it.
+        make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
         clearer: see `Strategy.clearer`.
     """
 
@@ -40,8 +40,8 @@ class AcceleratedModel(nn.Module):
         self.module = module
         self.make_context = make_context
         self._clearer = clearer
-        object.__setattr__(self, "engine", engine)  # no child: its parameters are the module's
-        self._num_forwards = 0  # that are under way
+        object.__setattr__(self, "engine", engine)  # not a child: its parameters are the module's
+        self._num_forwards = 0  # that run now
         self._guard: Any = None
         if engine is not module:
             self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
@@ -64,13 +64,13 @@ class AcceleratedModel(nn.Module):
         return map_tensors(_widened, output)
 
     def release(self) -> None:
-        """Let another object stand for the same model."""
+        """Allow another object to wrap the same model."""
         if self._guard is not None:
             self._guard.remove()
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a forward of this object is under way."""
+        """True while a forward of this object runs."""
         return self._num_forwards > 0
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -117,11 +117,11 @@ class AcceleratedModel(nn.Module):
 
 
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
-    """Return the user's model out of what surrounds it: ours, torch's replicas, and compiled modules.
+    """Return the user's model without its wrappers: prepared models, torch's replicas and compiled modules.
 
     Args:
-        model: is left as it is.
-        keep_torch_compile: return a compiled module where one surrounds the model.
+        model: not changed.
+        keep_torch_compile: return a compiled module if one wraps the model.
     """
     inner: Any = model
     compiled: Any = None
@@ -136,20 +136,20 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
         found: nn.Module = inner
     elif compiled._orig_mod is inner:
         found = compiled
-    else:  # another one: the loop may go on to train through the prepared model that it surrounds
+    else:  # a new one: the loop may still train through the prepared model that the old one wraps
         found = type(compiled)(inner, compiled.dynamo_ctx)
     return found
 
 
 def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
-    """Raise where a model that is trained by several processes runs past what joins them."""
+    """Raise if a model that several processes train is called without the wrapper that joins them."""
     owner = prepared()
     if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
         return
     raise ConfigurationError(
-        f"{type(module).__name__} was called past what prepare() returned, by a method of its own or unwrapped: its "
-        "gradients would stay on each process, and the weights would part. Call the prepared model itself, or this one "
-        "under torch.no_grad() or in eval mode."
+        f"{type(module).__name__} was called directly, by one of its methods or unwrapped, not through the model that "
+        "prepare() returned: its gradients would not be averaged, and the weights of the processes would diverge. Call "
+        "the prepared model, or this one under torch.no_grad() or in eval mode."
     )
 
 

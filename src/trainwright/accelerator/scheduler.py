@@ -1,4 +1,4 @@
-"""What `Accelerator.prepare` makes of a learning-rate schedule: it counts the steps that were taken."""
+"""Prepared learning-rate schedules, which advance with their optimizers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.trainer.accelerator.accumulation import Accumulation
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.accumulation import Accumulation
 
 
 class AcceleratedScheduler:
@@ -17,8 +17,8 @@ class AcceleratedScheduler:
 
     Args:
         scheduler: the user's.
-        optimizers: prepared; a step that any of them left out is not counted.
-        accumulation: says when a step is due.
+        optimizers: prepared; a step that any of them skipped is not counted.
+        accumulation: knows when a step is due.
         steps_with_optimizer: False: every call counts, as in a schedule by epochs.
     """
 
@@ -36,7 +36,7 @@ class AcceleratedScheduler:
         self._steps_with_optimizer = steps_with_optimizer
 
     def step(self, *args: object, **kwargs: object) -> None:
-        """Advance the schedule, if an optimizer step is due at this micro-batch and was not left out."""
+        """Advance the schedule, if an optimizer step is due at this micro-batch and was not skipped."""
         if self._steps_with_optimizer:
             due = self._accumulation.sync_gradients
             if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
@@ -49,7 +49,7 @@ class AcceleratedScheduler:
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[float]:
@@ -65,12 +65,12 @@ class AcceleratedScheduler:
 
 
 def holds_optimizer(scheduler: object, optimizer: AcceleratedOptimizer) -> bool:
-    """Tell whether a scheduler was made for an optimizer, or for what was prepared of it."""
+    """Return whether a scheduler was made for an optimizer, prepared or not."""
     return getattr(scheduler, "optimizer", None) in (optimizer, optimizer.optimizer)
 
 
 def is_scheduler(value: object) -> bool:
-    """Tell whether `value` is a learning-rate schedule, of torch or of the same manner."""
+    """Return whether `value` is a learning-rate schedule of torch, or has the methods of one."""
     if isinstance(value, LRScheduler):
         return True
     has = ("step", "state_dict", "load_state_dict", "optimizer")

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.trainer.accelerator.accelerator import Accelerator
-from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.distributed
 

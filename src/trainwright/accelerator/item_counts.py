@@ -1,4 +1,4 @@
-"""Weigh micro-batches by the items they hold: a step's gradient is the mean over all of them, whoever consumed them."""
+"""Weigh micro-batches by their items: a step's gradient is the mean over the items of all micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
+from trainwright.accelerator.accumulation import Accumulation
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.tree import WAITED_FOR
 from trainwright.strategies.steps.gradients import scale_gradients, stack_counts
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.accelerator.accumulation import Accumulation
 
 
 @dataclass(slots=True)
 class _StepItems:
-    """What one optimizer step has consumed so far on this rank.
+    """Items that the current optimizer step has consumed on this rank.
 
     Attributes:
         total: items.
@@ -38,7 +38,7 @@ class ItemCounts:
     share of it: the division is done before gradients cross ranks.
 
     Args:
-        accumulation: where the loop stands.
+        accumulation: the position of the loop.
         strategy: sums over ranks.
         scaled: losses have an fp16 scale: sums are kept near a mean, lest they leave the range of float16.
     """
@@ -93,7 +93,7 @@ class ItemCounts:
 
     @property
     def has_open_steps(self) -> bool:
-        """Whether some step has counted items and is not over."""
+        """True if a step that counts items is not complete."""
         return bool(self._steps)
 
     def refuse_plain(self) -> None:

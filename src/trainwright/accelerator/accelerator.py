@@ -1,4 +1,4 @@
-"""The front door for people who keep their own loop: the Trainer's strategies, loaders and precisions, one by one.
+"""The Accelerator: strategies, loaders and precisions of the Trainer for user-written training loops.
 
 accelerator = Accelerator(gradient_accumulation_steps=4)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
@@ -19,12 +19,30 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.accelerator.accelerated_model import unwrapped
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.accelerator_state import LoopObjects, load_loop, save_loop
+from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
+from trainwright.accelerator.gathering import gather_objects, gather_real
+from trainwright.accelerator.item_counts import ItemCounts
+from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.prepare import PreparedObjects
+from trainwright.accelerator.scheduler import AcceleratedScheduler
+from trainwright.accelerator.settings import (
+    accumulation_of,
+    checked_folder,
+    compare_precision,
+    read_settings,
+    refuse_attribute,
+    refuse_option,
+    refuse_unknown,
+)
 from trainwright.bigmodels.saving import save_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
@@ -36,37 +54,18 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.launcher_variables import read_launcher_variables
 from trainwright.strategies.select import select_for_loop
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.accelerator.accelerated_loader import AcceleratedLoader
-from trainwright.trainer.accelerator.accelerated_model import AcceleratedModel, unwrapped
-from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.trainer.accelerator.accelerator_state import LoopObjects, load_loop, save_loop
-from trainwright.trainer.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
-from trainwright.trainer.accelerator.gathering import gather_objects, gather_real
-from trainwright.trainer.accelerator.item_counts import ItemCounts
-from trainwright.trainer.accelerator.loss_scale import LossScale
-from trainwright.trainer.accelerator.pickling import picklable_state, restore_prepared
-from trainwright.trainer.accelerator.prepare import PreparesObjects
-from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
-from trainwright.trainer.accelerator.settings import (
-    accumulation_of,
-    checked_folder,
-    compare_precision,
-    read_settings,
-    refuse_attribute,
-    refuse_option,
-    refuse_unknown,
-)
 
 T = TypeVar("T")
 
 
-class Accelerator(PreparesObjects):
-    """Joins the processes, and makes a loop's objects ready for them.
+class Accelerator:
+    """Prepares models, optimizers, schedulers and loaders of a user-written training loop.
 
-    The names are those of Hugging Face's Accelerate. `backward(loss)` divides by `gradient_accumulation_steps` as it
-    does there; `backward(loss, num_items=n)` makes a step's gradient the mean over everything it consumed. A rank that
-    runs out of data before others adds nothing, and a schedule advances once per optimizer step, whatever the number
-    of processes. Without a launcher it is one process; `torchrun --nproc-per-node 2 script.py` makes two.
+    The names are those of Hugging Face's Accelerate. `backward(loss)` divides by `gradient_accumulation_steps`, as in
+    Accelerate; with `backward(loss, num_items=n)` a step's gradient is the mean over everything it consumed. A rank
+    that runs out of data before others contributes nothing, and a schedule advances once per optimizer step, whatever
+    the number of processes. Without a launcher there is one process; `torchrun --nproc-per-node 2 script.py` starts
+    two.
 
     Args:
         device_placement: move models and batches to this process's device.
@@ -74,21 +73,22 @@ class Accelerator(PreparesObjects):
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         gradient_accumulation_plugin: the number of steps, and the divisor of a short last group.
-        cpu: use the CPU although there is an accelerator.
+        cpu: use the CPU even if the machine has an accelerator.
         step_scheduler_with_optimizer: False: every call of a scheduler's `step` counts.
         kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
-        strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that serves loops of others.
+        strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
 
-    Arguments of Accelerate that are served elsewhere are accepted as None.
+    Arguments of Accelerate that have an equivalent elsewhere are accepted as None.
 
-    Where the arguments say nothing, the variables of `accelerate launch` count (`ACCELERATE_MIXED_PRECISION`,
-    `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, `ACCELERATE_USE_CPU`); others that ask for something are warned of.
+    The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
+    `ACCELERATE_USE_CPU`) are the defaults of arguments that are not given. Its other variables that request something
+    raise a warning.
 
     The first construction joins the other processes (collective).
 
     Raises:
-        ConfigurationError: an argument that is unknown or not served, naming what is.
+        ConfigurationError: an argument that is unknown or not supported; the message names what is.
     """
 
     @known_arguments(refuse_unknown)
@@ -119,7 +119,7 @@ class Accelerator(PreparesObjects):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._precision = settings.precision
         has_context = settings.precision.autocast_dtype is not None
-        # Made anew for each use: torch's autocast keeps in itself what it has to restore, and must not nest in itself.
+        # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
         self._make_context: Callable[[], Any] | None = None
         if has_context:
             self._make_context = partial(settings.precision.forward_context, self.device.type)
@@ -127,23 +127,24 @@ class Accelerator(PreparesObjects):
         self._accumulation = Accumulation(
             accumulates.num_steps or 1, accumulates.short_group, warns=self.state.is_main_process
         )
-        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
         self._syncs_each_batch = accumulates.sync_each_batch or self.strategy.sync_each_batch
-        self._seed = seed
-        self._models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[AcceleratedLoader] = []
-        self._prepared: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._others: list[Any] = []
+        self._begin(seed)
         self._trigger = False
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
+
+    def _begin(self, seed: int | None) -> None:
+        """Create the state of a loop with nothing prepared."""
+        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
+        self._prepared = PreparedObjects(
+            self.state, self.strategy, self._accumulation, self._scale, self._make_context, seed
+        )
 
     # Where it runs
 
     @property
     def device(self) -> torch.device:
-        """What this process computes on."""
+        """The device of this process."""
         return self.state.device
 
     @property
@@ -154,7 +155,7 @@ class Accelerator(PreparesObjects):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of one optimizer step; may be set between two passes over the data."""
+        """Micro-batches of one optimizer step. It may be set between two passes over the data."""
         return self._accumulation.num_steps
 
     @gradient_accumulation_steps.setter
@@ -163,16 +164,31 @@ class Accelerator(PreparesObjects):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether an optimizer steps after the present micro-batch."""
+        """True if an optimizer step follows the current micro-batch."""
         return self._accumulation.sync_gradients
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer left its last step out because of fp16 gradients that are not finite."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        """True if an optimizer skipped its last step because of non-finite fp16 gradients."""
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def __getstate__(self) -> dict[str, Any]:
-        return picklable_state(self)
+        """Return the settings, and in one process also what has been prepared.
+
+        Raises:
+            ConfigurationError: It joins several processes and has prepared something, or has a strategy object: both
+                hold connections to the other processes.
+        """
+        state = dict(vars(self))
+        if self.state.num_processes == 1:
+            return state
+        if self._prepared or not isinstance(self._strategy_argument, str):
+            raise ConfigurationError(
+                "this Accelerator holds connections to other processes, which cannot be pickled. Pickle it before "
+                "prepare(), and with its strategy by name, or pickle accelerator.unwrap_model(model) and state dicts."
+            )
+        del state["strategy"], state["_items"]
+        return {**state, "_prepared": self._prepared.seed}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -181,11 +197,10 @@ class Accelerator(PreparesObjects):
                 self._strategy_argument, self._handlers, cpu=self.state.device.type == "cpu", precision=self._precision
             )
             self.strategy.setup(self.state.topology)
-            self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
-        restore_prepared(self)
+            self._begin(state["_prepared"])
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `PartialState` has: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
+        """Return an attribute of `PartialState`: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
         if name.startswith("_") or "state" not in vars(self):
             raise AttributeError(name)
         try:
@@ -193,27 +208,91 @@ class Accelerator(PreparesObjects):
         except AttributeError:
             raise refuse_attribute(name, [*dir(type(self)), *dir(self.state)]) from None
 
+    # Preparing
+
+    def prepare(self, *args: object, device_placement: Sequence[bool | None] | bool | None = None) -> Any:
+        """Return each argument prepared: models, optimizers, DataLoaders and schedulers; others as they are.
+
+        Collective under several processes: every rank prepares the same objects, in the same order. An object that is
+        prepared already is returned as it is.
+
+        Args:
+            args: in any order; a scheduler follows the optimizer it was made for.
+            device_placement: for each argument or for all. Default: the constructor's.
+        """
+        if isinstance(device_placement, Sequence):
+            placements = list(device_placement)
+        else:
+            placements = [device_placement] * len(args)
+        if len(placements) != len(args):
+            raise ConfigurationError(
+                f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
+            )
+        placed = [self._is_placed(placement) for placement in placements]
+        found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
+        return found[0] if len(found) == 1 else tuple(found)
+
+    def _is_placed(self, placement: bool | None) -> bool:
+        return self.device_placement if placement is None else placement
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Return what the loop calls in place of the model; the model itself if it needs no wrapper.
+
+        Collective under several processes: all start from rank 0's weights.
+
+        Args:
+            model: its parameters stay the same objects.
+            device_placement: move it to the device; a model that `dispatch_model` has placed stays as it is. Default:
+                the constructor's.
+            evaluation_mode: it is not trained: its backward does not communicate. Default: False.
+        """
+        placed = self._is_placed(device_placement)
+        return self._prepared.model(model, placed=placed, evaluation_mode=evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """Return an optimizer that steps once per group of micro-batches. Not collective."""
+        return self._prepared.optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: object) -> AcceleratedScheduler:
+        """Return a schedule that advances with the optimizer it was made for. Not collective."""
+        return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
+
+    def prepare_data_loader(self, data_loader: object, device_placement: bool | None = None) -> AcceleratedLoader:
+        """Return a loader of this process's share of the data; see `prepare_loader`.
+
+        Args:
+            data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
+            device_placement: move batches to the device. Default: the constructor's.
+        """
+        return self._prepared.loader(data_loader, placed=self._is_placed(device_placement))
+
+    def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
+        """Return a prepared loader whose first pass begins later; skipped batches are not fetched."""
+        return self.prepare_data_loader(dataloader).skip(num_batches)
+
     # The step
 
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: object
     ) -> None:
-        """Run backward of the loss's share in its optimizer step. Collective in the last micro-batch of a group.
+        """Run backward on the loss's share of its optimizer step. Collective in the last micro-batch of a group.
 
-        Without `num_items` the loss is divided by `gradient_accumulation_steps`, in a short last group too, which is
-        warned of once: scripts that weigh their losses themselves count on it. With `num_items` the step's gradient is
-        the mean over all items of its micro-batches on all processes, whatever their number in each: in the last
-        micro-batch counts are summed over processes and the gradients so far are divided once, in place.
+        Without `num_items` the loss is divided by `gradient_accumulation_steps`, also in a short last group (with one
+        warning), because scripts that weigh their losses themselves rely on it. With `num_items` the step's gradient is
+        the mean over all items of its micro-batches on all processes: in the last micro-batch the counts are summed
+        over processes, and the accumulated gradients are divided once, in place.
 
         Args:
             loss: Scalar with a graph; the mean over the micro-batch, or over its `num_items`.
             num_items: Number of items (tokens, samples) that `loss` is the mean over; a tensor on the device is not
-                read. Pass it for every micro-batch of a step, in one call each, or for none. Default: None.
+                read. Pass it once for every micro-batch of a step, or for none. Default: None.
             kwargs: Arguments of `torch.Tensor.backward`.
 
         Raises:
-            TaskError: The loss has no graph, or `num_items` is not a count, comes twice for one micro-batch, or for
-                some of a step's alone.
+            TaskError: The loss has no graph; or `num_items` is not a count, is passed twice for one micro-batch, or
+                only for some of a step.
         """
         if not loss.requires_grad:
             raise TaskError(
@@ -234,10 +313,10 @@ class Accelerator(PreparesObjects):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One micro-batch: gradients are added up, and exchanged and stepped on when it is the last of its group.
+        """Run one micro-batch. Gradients accumulate; the last micro-batch of a group averages and uses them.
 
         Args:
-            models: those that are trained inside, with one forward and backward each.
+            models: trained within the block, with one forward and backward each.
         """
         accumulation = self._accumulation
         outer, accumulation.models = accumulation.models, models
@@ -253,42 +332,43 @@ class Accelerator(PreparesObjects):
             accumulation.models = outer
 
     def _accumulated_parameters(self) -> list[torch.Tensor]:
-        """Return the parameters whose gradients the present group adds up: of its models, and of their optimizers."""
+        """Return the parameters of the current group: those of its models and of their optimizers."""
         models = self._accumulation.models
-        found = {id(p): p for model in models or self._models for p in model.parameters()}
-        for optimizer in self._optimizers:
+        found = {id(p): p for model in models or self._prepared.models for p in model.parameters()}
+        for optimizer in self._prepared.optimizers:
             held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
             if not models or not held.keys().isdisjoint(found):
                 found |= held
         return list(found.values())
 
     def no_sync(self, model: nn.Module) -> Any:
-        """Return a context in which backward leaves gradients on this rank, until one outside of it.
+        """Return a context in which backward does not average gradients over processes.
+
+        The next backward outside of it averages the accumulated gradients.
 
         Args:
             model: what was prepared, or what it was prepared from.
         """
-        prepared = self._prepared.get(id(model), model)
-        return self.strategy.no_sync(prepared.engine if isinstance(prepared, AcceleratedModel) else model)
+        return self.strategy.no_sync(self._prepared.engine_of(model))
 
     def autocast(self) -> Any:
-        """Return a context for computation outside of a model in the mixed precision."""
+        """Return a context that computes in the mixed precision, for code outside of a prepared model."""
         return nullcontext() if self._make_context is None else self._make_context()
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
-        """Divide the gradients of optimizers (all unless told) by the loss scale, once per step."""
+        """Divide the gradients of optimizers by the loss scale, once per step. Default: of all optimizers."""
         if self._scale is None:
             return
-        chosen = self._optimizers if optimizer is None else optimizer
+        chosen = self._prepared.optimizers if optimizer is None else optimizer
         for one in [chosen] if isinstance(chosen, Optimizer) else list(chosen):
             self._scale.unscale(one.optimizer if isinstance(one, AcceleratedOptimizer) else one)
 
     def _unscale_those_of(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Unscale the optimizers that hold some of the parameters: others may be in the midst of a group."""
+        """Unscale the optimizers that hold some of the parameters: others may be within a group."""
         found = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self._scale is not None:
             wanted = set(map(id, found))
-            for optimizer in self._optimizers:
+            for optimizer in self._prepared.optimizers:
                 if any(id(p) in wanted for group in optimizer.param_groups for p in group["params"]):
                     self.unscale_gradients(optimizer)
         return found
@@ -296,23 +376,23 @@ class Accelerator(PreparesObjects):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients down so that their total norm is at most `max_norm`; call it when `sync_gradients`.
+        """Scale gradients so that their total norm is at most `max_norm`. Call it when `sync_gradients` is True.
 
         Returns:
-            The norm before (0-dim, on the device, alike on every rank). Does not wait for the device.
+            The norm before clipping: 0-dim, on the device, the same on every rank. Does not wait for the device.
         """
         return nn.utils.clip_grad_norm_(self._unscale_those_of(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip each element of gradients to ± `clip_value`; call it when `sync_gradients`."""
+        """Clip each element of the gradients to ± `clip_value`. Call it when `sync_gradients` is True."""
         nn.utils.clip_grad_value_(self._unscale_those_of(parameters), clip_value)
 
     def set_trigger(self) -> None:
-        """Note on this rank that something has happened of which all shall hear at `check_trigger`."""
+        """Set a flag on this rank, which `check_trigger` reports on every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """Tell whether any rank has called `set_trigger` since the last time. Collective, on the host."""
+        """Return whether any rank has called `set_trigger` since the last check. Collective, on the host."""
         found = self.state.joined().any(self._trigger)
         self._trigger = False
         return found
@@ -320,11 +400,10 @@ class Accelerator(PreparesObjects):
     # Between the processes
 
     def gather(self, tensor: object) -> Any:
-        """Return every rank's tensors, one after the other along the first dimension. Collective; see `gather`.
+        """Return the tensors of all ranks, concatenated along the first dimension. Collective; see `gather`.
 
-        While a prepared loader is read, ranks may have different numbers of rows (of the last batch): the rows of all
-        ranks follow each other, those of a batch that pads a rank without data last. `gather_for_metrics` leaves them
-        out.
+        While a prepared loader is read, ranks may have different numbers of rows (of the last batch). Rows of a batch
+        that pads a rank without data come last; `gather_for_metrics` drops them.
 
         Raises:
             TypeError: a leaf is not a tensor.
@@ -335,14 +414,14 @@ class Accelerator(PreparesObjects):
         return gather_real(tensor, False, self.state.joined(), "gather")
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
-        """Return every rank's results for the present micro-batch of the loader that is being read. Collective.
+        """Return the results of all ranks for the current micro-batch of the loader that is being read. Collective.
 
-        Padding is left out, also the rows of `loss.repeat(batch_size)` that exceed a short last batch. Ranks may have
-        different numbers of rows: the rows of all passes together are the data set's, each once.
+        Padding is dropped, as are the rows of `loss.repeat(batch_size)` that exceed a short last batch. Ranks may have
+        different numbers of rows: over a pass, each sample of the data set has one row.
 
         Args:
             input_data: tensors (with rows) in lists, tuples, dicts; or other objects, in a list.
-            use_gather_object: gather picklable objects: the lists of all ranks, one after the other.
+            use_gather_object: gather picklable objects: the concatenated lists of all ranks. Default: False.
         """
         place = self._accumulation.place
         padding = place is not None and place.weight == 0
@@ -358,27 +437,27 @@ class Accelerator(PreparesObjects):
         return reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Return tensors as long in one dimension as the longest of all ranks. Collective."""
+        """Pad tensors in one dimension to the greatest length of all ranks. Collective."""
         return pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    # Saving and letting go
+    # Saving and releasing
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the user's own model out of what was prepared, compiled or wrapped by torch, in any order.
+        """Return the user's model without the wrappers of `prepare`, torch.compile and torch's replicas.
 
         Args:
             model: What `prepare` returned, or `torch.compile` of it, DistributedDataParallel or DataParallel.
             keep_fp32_wrapper: Makes no difference: the model's own forward was never changed. Default: True.
-            keep_torch_compile: Return a compiled module where one was around the model; `model` itself is left as it
-                is. Default: True.
+            keep_torch_compile: Return a compiled module if one wraps the model; `model` itself is not changed.
+                Default: True.
         """
         del keep_fp32_wrapper
         return unwrapped(model, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a model by its own names."""
+        """Return the full state dict of a model by its own names."""
         return dict(self.unwrap_model(model, keep_torch_compile=False).state_dict())
 
     def save_model(
@@ -388,14 +467,14 @@ class Accelerator(PreparesObjects):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights on the main process, offloaded and quantized ones too; see `save_model`."""
+        """Write a model's weights on the main process, offloaded and quantized ones included; see `save_model`."""
         if self.state.is_main_process:
             save_model(
                 self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization
             )
 
     def register_for_checkpointing(self, *objects: object) -> None:
-        """Have `save_state` and `load_state` take further objects along, the same on every rank.
+        """Add objects to `save_state` and `load_state`. Their state must be the same on every rank.
 
         Raises:
             ConfigurationError: one has no `state_dict` and `load_state_dict`.
@@ -407,10 +486,10 @@ class Accelerator(PreparesObjects):
 
     @known_arguments(partial(refuse_option, "save_state"))
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Write everything that was prepared as a checkpoint, in the place of one that is there. Collective; blocks.
+        """Write everything that was prepared as a checkpoint, which replaces an existing one. Collective; blocks.
 
-        Weights, optimizers, schedules, the loss scale, the place in the data, all ranks' generators and registered
-        objects: a loop that loads it goes on to the last bit. Call it between two optimizer steps, on every rank.
+        It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
+        and registered objects: a loop that loads it continues bit for bit. Call it between two optimizer steps.
 
         Args:
             output_dir: The folder; it has to be given.
@@ -420,8 +499,8 @@ class Accelerator(PreparesObjects):
             The folder.
 
         Raises:
-            CheckpointError: something is there that is no checkpoint, or cannot be saved.
-            ConfigurationError: no folder was given, or an option that is unknown; or the loop stands within a group of
+            CheckpointError: `output_dir` exists and is not a checkpoint, or a value cannot be saved.
+            ConfigurationError: the folder is missing, an option is unknown, or the loop is within a group of
                 micro-batches.
         """
         output_dir = checked_folder("save_state", "output_dir", output_dir)
@@ -433,60 +512,58 @@ class Accelerator(PreparesObjects):
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        save_loop(Path(output_dir), self._objects(), self._loader_options.seed, self.state.joined())
+        save_loop(Path(output_dir), self._objects(), self._prepared.loader_options.seed, self.state.joined())
         return os.fspath(output_dir)
 
     @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Put back what `save_state` wrote into the same objects, prepared anew. Every rank reads the folder.
+        """Restore what `save_state` wrote, after the same objects have been prepared. Every rank reads the folder.
 
-        The next pass over each loader goes on where it stood, also on another number of processes; `skip_first_batches`
-        may be used, and need not.
+        The next pass over each loader continues at the saved position, also on another number of processes.
+        `skip_first_batches` may be used, but is not needed.
 
         Args:
             input_dir: The folder; it has to be given.
             load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
 
         Raises:
-            FileNotFoundError: nothing is there.
-            CheckpointError: it is damaged, of another loop, or of data in another order.
-            ConfigurationError: no folder was given, or an option that is unknown.
+            FileNotFoundError: `input_dir` does not exist.
+            CheckpointError: it is damaged, or belongs to another loop or to data in another order.
+            ConfigurationError: the folder is missing, or an option is unknown.
         """
         if load_kwargs:
             refuse_option("load_state", "load_kwargs")
         input_dir = checked_folder("load_state", "input_dir", input_dir)
-        load_loop(Path(input_dir), self._objects(), self._loader_options.seed, self.state.joined())
+        load_loop(Path(input_dir), self._objects(), self._prepared.loader_options.seed, self.state.joined())
 
     def _objects(self) -> LoopObjects:
-        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]
+        kept = self._prepared
         return LoopObjects(
-            models, self._optimizers, self._schedulers, self._dataloaders, self._scale, self._others, self.device
+            models, kept.optimizers, kept.schedulers, kept.dataloaders, self._scale, self._others, self.device
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
-        """Forget everything that was prepared, and give memory back; returns a None for each of `objects`.
+        """Drop everything that was prepared and release memory. Return None for each of `objects`.
 
-        The loop's own references must go too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        The loop must drop its own references too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
-        for loader in self._dataloaders:
+        for loader in self._prepared.dataloaders:
             loader.prepared.close()
-        for kept in (self._models, self._optimizers, self._schedulers, self._dataloaders):
-            kept.clear()
-        self._prepared.clear()
         self._scale = None if self._scale is None else LossScale(self.device.type)
         self._accumulation = self._accumulation.restarted()
-        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
+        self._begin(self._prepared.seed)
         found: list[Any] = [None] * len(objects)
         del objects
         release_memory()
         return found
 
     def end_training(self) -> None:
-        """Leave the other processes, at the end of a script; does not wait for them."""
+        """Leave the process group at the end of a script, without waiting for other processes."""
         self.state.destroy_process_group()
 
     def clear(self, *objects: object) -> list[Any]:
-        """Do what `free_memory` does."""
+        """Call `free_memory`."""
         return self.free_memory(*objects)

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model
 from trainwright.bigmodels.saving import save_model
 from trainwright.checkpoint.format.manifests import read_manifest, verify
 from trainwright.core.errors import CheckpointError, ConfigurationError
-from trainwright.trainer.accelerator.accelerator import Accelerator
-from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -148,8 +148,8 @@ def test_another_loop_is_refused_before_anything_changes(tmp_path: Path) -> None
         other.accelerator.load_state(tmp_path / "state")
     assert torch.equal(torch.cat([p.flatten() for p in other.nets[0].parameters()]), before)
     seeded = Loop()
-    seeded.accelerator._seed = 8
-    del seeded.accelerator._loader_options  # asked for when the loader was prepared
+    seeded.accelerator._prepared.seed = 8
+    del seeded.accelerator._prepared.loader_options  # asked for when the loader was prepared
     with pytest.raises(CheckpointError, match=r"Pass Accelerator\(seed=7\)"):
         seeded.accelerator.load_state(tmp_path / "state")
     with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The state of a loop that the user owns, as a checkpoint of the usual layout: written by one rank, read by all."""
+"""Checkpoints of user-written training loops, in the usual layout: one rank writes them, all ranks read them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainwright.accelerator.accelerated_loader import AcceleratedLoader
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.format.model import load_plain_state
 from trainwright.checkpoint.format.optimizer import load_named_optimizer_state, named_optimizer_state
@@ -17,17 +21,13 @@ from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
 from trainwright.processes.process_group import Processes
-from trainwright.trainer.accelerator.accelerated_loader import AcceleratedLoader
-from trainwright.trainer.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.trainer.accelerator.loss_scale import LossScale
-from trainwright.trainer.accelerator.scheduler import AcceleratedScheduler
 
 _ENTRY = "loop"  # of the trainer part
 
 
 @dataclass(frozen=True, slots=True)
 class LoopObjects:
-    """Everything of a loop that has a state.
+    """The objects of a loop that have a state.
 
     Attributes:
         models: the user's own, unwrapped.
@@ -47,12 +47,12 @@ class LoopObjects:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each kind there are."""
+        """The number of objects of each kind."""
         kinds = ("models", "optimizers", "schedulers", "loaders", "others")
         return {kind: len(getattr(self, kind)) for kind in kinds}
 
     def named_model(self, index: int) -> tuple[str, nn.Module]:
-        """Return a model and what its weights' names begin with: nothing where it is the only one."""
+        """Return a model and the prefix of its weights' names, which is empty if it is the only model."""
         return ("" if len(self.models) == 1 else f"model_{index}."), self.models[index]
 
     def parameter_names(self) -> dict[torch.Tensor, str]:
@@ -70,11 +70,11 @@ class LoopObjects:
 
 
 def save_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes) -> None:
-    """Write a loop's whole state as a checkpoint, in the place of one that is there. Collective; blocks on the disk.
+    """Write the state of a loop as a checkpoint, which replaces an existing one. Collective; blocks on the disk.
 
     Raises:
-        CheckpointError: something is there that is no checkpoint, or cannot be saved; on every rank.
-        ConfigurationError: the loop stands within a group of micro-batches.
+        CheckpointError: `path` exists and is not a checkpoint, or a value cannot be saved; on every rank.
+        ConfigurationError: the loop is within a group of micro-batches.
     """
     own = {"rng": rng_state(objects.device), "loaders": [loader.state_dict() for loader in objects.loaders]}
     of_ranks = processes.gather_object(own)
@@ -109,23 +109,23 @@ def save_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes)
 
 
 def load_loop(path: Path, objects: LoopObjects, seed: int, processes: Processes) -> None:
-    """Put a loop's state back. Every rank reads the same folder; nothing is communicated.
+    """Restore the state of a loop. Every rank reads the same folder; nothing is communicated.
 
     Raises:
-        FileNotFoundError: nothing is there.
-        CheckpointError: it is damaged, or of another loop.
+        FileNotFoundError: `path` does not exist.
+        CheckpointError: it is damaged, or belongs to another loop.
     """
     if (path / "random_states_0.pkl").is_file():
         raise CheckpointError(
             f"{path} is a folder of Accelerate's save_state, which load_state does not read. Load its weights with "
-            "load_checkpoint_in_model(model, path); the optimizer and the place in the data begin anew."
+            "load_checkpoint_in_model(model, path); the optimizer and the position in the data start from scratch."
         )
     snapshot = read_checkpoint(path, copy_model=False)
     entry = snapshot.trainer.get(_ENTRY)
     if entry is None or snapshot.model is None:
         raise CheckpointError(
             f"{path} is a checkpoint of a Trainer, not of Accelerator.save_state. Load its weights with "
-            "load_checkpoint_in_model(model, path), or go on with Trainer.fit(ckpt_path=…)."
+            "load_checkpoint_in_model(model, path), or continue with Trainer.fit(ckpt_path=…)."
         )
     _check(path, entry, objects, seed, processes.world_size)
     for index in range(len(objects.models)):
@@ -165,5 +165,5 @@ def _check(path: Path, entry: dict[str, Any], objects: LoopObjects, seed: int, w
     if wrote != world_size and any(state["loader"] is not None for state in entry["loaders"][0]):
         raise ConfigurationError(
             f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be divided "
-            f"among {world_size}. Start as many, or use map-style data, whose place is counted in samples."
+            f"among {world_size}. Start as many, or use map-style data, whose position is counted in samples."
         )

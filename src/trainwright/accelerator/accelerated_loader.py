@@ -1,4 +1,4 @@
-"""A loader for a loop that the user owns: each rank's share of the data, on its device, pass after pass."""
+"""Loaders of user-written training loops: each rank's share of the data, on its device."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainwright.accelerator.accumulation import Accumulation, Place
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
-from trainwright.trainer.accelerator.accumulation import Accumulation, Place
 
 
 class AcceleratedLoader(DataLoader[Any]):
-    """What `Accelerator.prepare` makes of a loader; to be iterated any number of times.
+    """A prepared loader, which can be iterated any number of times.
 
-    All ranks get the same number of micro-batches. One that runs out earlier gets its last one again, which weighs
-    nothing in the gradient and is left out of `gather_for_metrics`. The micro-batches of one optimizer step are fetched
-    together. Other attributes are those of the user's loader.
+    All ranks get the same number of micro-batches. A rank that runs out of data repeats its last
+    one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are fetched together.
+    Other attributes are those of the user's loader.
 
     Args:
         prepared: in lock step.
-        accumulation: is told where the pass stands.
-        mover: brings a batch to the device; None: batches stay where they are.
+        accumulation: receives the position of each pass.
+        mover: moves a batch to the device; None: batches are not moved.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class AcceleratedLoader(DataLoader[Any]):
         self._epoch = 0
         self._resumes_at: dict[str, int] | None = None
         self._place: Place | None = None  # of the present pass
-        self._last_place: Place | None = None  # of the newest pass, over or not
+        self._last_place: Place | None = None  # of the newest pass, finished or not
 
     def __len__(self) -> int:
         """Micro-batches of one pass, the same number on every rank."""
@@ -68,17 +68,17 @@ class AcceleratedLoader(DataLoader[Any]):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the newest pass has given its last micro-batch."""
+        """True once the newest pass has returned its last micro-batch."""
         return self._last_place is not None and self._last_place.ends_data
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch (0-based) of the next pass, which its order depends on; passes count on by themselves."""
+        """Set the epoch (0-based) of the next pass, which determines its order. Each pass increments it."""
         self._epoch = epoch
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return this loader with a first pass that begins after so many micro-batches.
+        """Return this loader with a first pass that skips `num_batches` micro-batches.
 
-        They are not fetched, but of iterables, which have to be gone through.
+        Skipped micro-batches are not fetched. An iterable data set without seek is read up to the start.
 
         Raises:
             ConfigurationError: the number is negative.
@@ -92,10 +92,10 @@ class AcceleratedLoader(DataLoader[Any]):
         return self.begin_pass(None)
 
     def begin_pass(self, first: int | None) -> Iterator[Any]:
-        """Turn to the next epoch and iterate over it; see `__iter__`.
+        """Start the next epoch and iterate over it; see `__iter__`.
 
         Args:
-            first: the micro-batch to begin with; None: where a loaded state stood, otherwise the first one.
+            first: the first micro-batch. None: the position of a loaded state, or 0.
         """
         resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
         position = self._resumes_at if first in (None, resume_batch) else None
@@ -131,7 +131,7 @@ class AcceleratedLoader(DataLoader[Any]):
                 place.num_missing = steps - carried - size
                 place.weight = None
                 for i in range(size):
-                    batch, batches[i] = batches[i], None  # the loop's alone: it may free what it has used
+                    batch, batches[i] = batches[i], None  # only the loop holds it, and may free it
                     if weights is not None:  # of the mean over the group's real micro-batches on all ranks
                         place.weight = weights[i] * (size / place.divisor)
                     place.position = carried + i + 1
@@ -174,35 +174,35 @@ class AcceleratedLoader(DataLoader[Any]):
         return map_tensors(lambda rows: rows[:num_rows] if rows.dim() and len(rows) == full else rows, tree)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the data, after the micro-batch that the loop has been given last; this rank's own.
+        """Return this rank's position in the data, after the last micro-batch that the loop received.
 
         Raises:
-            ConfigurationError: the present group of micro-batches is not over: its gradients are in no state.
+            ConfigurationError: the current group of micro-batches is not complete: its gradients are not saved.
         """
         place = self._place
         if place is not None and not place.ends_group:
             raise ConfigurationError(
-                "the state of a loop is saved between two optimizer steps, where accelerator.sync_gradients is True; "
-                "some micro-batches of the present one have been consumed already."
+                "the state of a loop is saved between two optimizer steps, where accelerator.sync_gradients is True. "
+                "Some micro-batches of the current step have been consumed already."
             )
         found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
-        if place is not None and not place.ends_data:  # the pass has counted on already
+        if place is not None and not place.ends_data:  # the pass has incremented the epoch
             found |= {"epoch": self._epoch - 1, "position": self.prepared.position(place.num_batches)}
         if self.prepared.stateful:
             found["loader"] = self.prepared.state_dict()
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called: the next pass begins there.
+        """Continue at the position of `state_dict`: the next pass begins there.
 
-        Warns that it begins anew where the data can neither seek nor keeps its own place.
+        Warns and restarts the epoch if the data set can neither seek nor restore its own position.
         """
         position, own = state["position"], state["loader"]
         try:
             self.prepared.check_resume(0 if position is None else position["batch"], has_state=own is not None)
         except ConfigurationError as error:
             warnings.warn(
-                f"{error} The epoch begins anew, unless skip_first_batches(loader, {position['batch']}) goes through "
+                f"{error} The epoch restarts, unless skip_first_batches(loader, {position['batch']}) reads past "
                 "what was consumed.",
                 TrainwrightWarning,
                 stacklevel=2,
@@ -220,24 +220,24 @@ class AcceleratedLoader(DataLoader[Any]):
 
 
 class SkippedStart(DataLoader[Any]):
-    """A prepared loader whose first pass begins in its middle; from the second one on it is the loader.
+    """A prepared loader whose first pass skips micro-batches. Later passes are those of the loader.
 
     Args:
-        loader: keeps count of the passes.
-        num_batches: that the first pass leaves out.
+        loader: counts the passes.
+        num_batches: micro-batches that the first pass skips.
     """
 
     def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
         self.loader = loader
-        self._num_left_out = num_batches
+        self._num_skipped = num_batches
 
     def __len__(self) -> int:
         """Micro-batches of the next pass."""
-        return max(0, len(self.loader) - self._num_left_out)
+        return max(0, len(self.loader) - self._num_skipped)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over the next epoch of the loader."""
-        first, self._num_left_out = self._num_left_out, 0
+        first, self._num_skipped = self._num_skipped, 0
         return self.loader.begin_pass(first or None)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Where a hand-written loop stands: what the present micro-batch weighs, and whether an optimizer steps after it."""
+"""Gradient accumulation in user-written loops: the weight of each micro-batch, and the steps that follow it."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ def check_steps(name: str, value: object) -> int:
 
 @dataclass(slots=True)
 class Place:
-    """The place of a prepared loader in its data.
+    """The position of a prepared loader in its data.
 
     Attributes:
-        weight: what the present micro-batch is multiplied with; None: it is divided by `divisor`. 0 for padding, which
-            a rank gets that has run out of data before others.
-        divisor: of every micro-batch of the group.
-        num_missing: micro-batches that a short last group lacks.
-        starts_group: the first one of its optimizer step.
-        ends_group: the optimizer step follows.
+        weight: factor of the current micro-batch's loss; None: the loss is divided by `divisor`. 0 for padding, which
+            a rank receives that has run out of data before others.
+        divisor: of the losses of the group.
+        num_missing: difference between `num_steps` and the length of a short last group.
+        starts_group: it is the first of its optimizer step.
+        ends_group: an optimizer step follows.
         ends_data: no micro-batch follows in this pass.
-        group: Number of the present group, over all passes.
-        carried: Micro-batches that the group has from an earlier pass, which was left within it.
-        position: Number of the present micro-batch in its group, 1-based, with those carried.
+        group: Number of the current group, over all passes.
+        carried: Micro-batches of the group from an earlier pass, which ended within the group.
+        position: Number of the current micro-batch in its group, 1-based, carried ones included.
         fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
-        num_rows: Samples of the present micro-batch, where they may be fewer than in a full one; otherwise None.
-        num_batches: micro-batches of this pass that the loop has been given, skipped ones too.
+        num_rows: Samples of the current micro-batch if they may be fewer than in a full one; otherwise None.
+        num_batches: micro-batches of this pass that the loop has received, skipped ones included.
     """
 
     weight: float | None = None
@@ -99,15 +99,15 @@ class Place:
 
 
 class Accumulation:
-    """What a loop's parts (loaders, models, optimizers, schedulers) have to know of each other.
+    """State of gradient accumulation, shared by the loaders, optimizers and schedulers of a loop.
 
-    A prepared loader knows how many micro-batches an optimizer step has, also its last and short one. A loop over
-    anything else is counted here.
+    A prepared loader reports the length of each group, the short last one included. In a loop over anything else, this
+    object counts micro-batches itself.
 
     Args:
         num_steps: micro-batches of one optimizer step.
         short_group: see `GradientAccumulationPlugin`.
-        warns: of the first short group, where `short_group` is None.
+        warns: warn of the first short group if `short_group` is None.
     """
 
     def __init__(
@@ -126,20 +126,20 @@ class Accumulation:
 
     @property
     def place(self) -> Place | None:
-        """Of the loader that is being read, the innermost one; None outside of prepared loaders."""
+        """Position of the innermost loader that is being read; None outside of prepared loaders."""
         return self._passes[-1][1] if self._passes else None
 
     @property
     def loader(self) -> Any:
-        """The loader that is being read, the innermost one; None outside of prepared loaders."""
+        """The innermost loader that is being read; None outside of prepared loaders."""
         return self._passes[-1][0] if self._passes else None
 
     def restarted(self) -> Accumulation:
-        """Return one for the same settings that knows of no loop yet."""
+        """Return a new object with the same settings."""
         return Accumulation(self.num_steps, self.short_group, warns=self._warns)
 
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the share of the present micro-batch's loss in its optimizer step."""
+        """Return the share of the current micro-batch's loss in its optimizer step."""
         if not self._passes:
             return loss if self.num_steps == 1 else loss / self.num_steps
         place = self._passes[-1][1]
@@ -166,7 +166,7 @@ class Accumulation:
 
     @property
     def starts_group(self) -> bool:
-        """Whether the present micro-batch is the first one of its optimizer step."""
+        """True if the current micro-batch is the first of its optimizer step."""
         place = self.place
         if place is not None:
             if place.fresh and place.position == place.carried + 1:
@@ -175,9 +175,9 @@ class Accumulation:
         return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
 
     def begin_pass(self, loader: object) -> Place:
-        """Note that a loader is being read, until `end_pass`.
+        """Record that a loader is being read, until `end_pass`.
 
-        Its first group continues the one in which an earlier pass was left, but not inside of another pass.
+        Its first group continues a group that an earlier pass left incomplete, except within another pass.
         """
         place = Place()
         if self._open and not self._passes:
@@ -188,24 +188,24 @@ class Accumulation:
         return place
 
     def _rest(self) -> None:
-        if not self._passes:  # a pass that was left within a group does not hold the next loop back
+        if not self._passes:  # a pass that ended within a group does not delay the steps of the next loop
             self.sync_gradients = True
 
     def end_pass(self, place: Place) -> None:
-        """Note that a pass is over, or was left."""
+        """Record the end of a pass, complete or not."""
         self._passes = [one for one in self._passes if one[1] is not place]
         self._rest()
 
     def discard_open_groups(self) -> None:
-        """Note that gradients were freed between two passes: the next group is a new one."""
+        """Record that gradients were freed between two passes: the next group is a new one."""
         if not self._passes:
             self._open.clear()
 
     def refuse_open_group(self) -> None:
-        """Check before a save that no pass was left within a group: its gradients are in no state.
+        """Check before a save that no pass ended within a group: its gradients would be lost.
 
         Raises:
-            ConfigurationError: One was.
+            ConfigurationError: One did.
         """
         if self._open and not self._passes:
             raise ConfigurationError(
@@ -217,14 +217,14 @@ class Accumulation:
     def begin_micro_batch(
         self, models: Sequence[nn.Module] = (), parameters: Callable[[], Iterable[torch.Tensor]] = tuple
     ) -> None:
-        """Find out whether an optimizer steps after the micro-batch that begins.
+        """Start a micro-batch and determine whether an optimizer step follows.
 
-        Gradients of a group that was left are kept if this micro-batch continues it. Otherwise they are freed, with a
+        Gradients of an incomplete group are kept if this micro-batch continues it. Otherwise they are freed, with a
         warning.
 
         Args:
-            models: That the micro-batch trains; none: all.
-            parameters: Returns those of the models.
+            models: Models that the micro-batch trains; none: all.
+            parameters: Returns their parameters.
         """
         self.num_micro_batches += 1
         place = self.place
@@ -247,7 +247,7 @@ class Accumulation:
             self._open[key] = (place.group, place.position, place.divisor)
 
     def end_micro_batch(self, models: Sequence[nn.Module]) -> None:
-        """Note that a micro-batch ended without an error: where it ends its group, an optimizer has stepped."""
+        """Record the end of a micro-batch without an error: at the end of a group, an optimizer has stepped."""
         if self.sync_gradients and self._open:
             self._open.pop(tuple(map(id, models)), None)
 

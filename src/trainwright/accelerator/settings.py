@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import ENGINE_ARGUMENTS, select_for_loop
 from trainwright.strategies.strategy import Strategy
-from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
@@ -51,7 +51,7 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """What an Accelerator's arguments say.
+    """Strategy and precision that an Accelerator's arguments select.
 
     Attributes:
         strategy: configured, not set up.
@@ -129,7 +129,7 @@ def refuse_option(method: str, name: str, *_: object) -> None:
     """
     raise ConfigurationError(
         f"{method} does not take {name}=: options of engines' and torch's own savers do nothing here, where a state is "
-        "a folder of safetensors and JSON. Leave it out."
+        "a folder of safetensors and JSON. Remove it."
     )
 
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import seed_everything
-from trainwright.trainer.accelerator.accelerator import Accelerator
 
 
 def _net() -> nn.Linear:
@@ -78,14 +78,13 @@ def test_a_notebook_s_cell_may_be_run_twice() -> None:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision=precision)
         net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
         assert _micro_batches(accelerator, net, optimizer, loader) == 2
-        assert [len(kept) for kept in (accelerator._models, accelerator._optimizers, accelerator._dataloaders)] == [
-            1
-        ] * 3
+        kept = accelerator._prepared
+        assert [len(kept.models), len(kept.optimizers), len(kept.dataloaders)] == [1, 1, 1]
     assert type(net) is nn.Linear  # of the second one, without autocast
     accelerator.free_memory()
     net, optimizer, loader = accelerator.prepare(net, optimizer, loader)
     assert _micro_batches(accelerator, net, optimizer, loader) == 2
-    assert len(accelerator._optimizers) == 1
+    assert len(accelerator._prepared.optimizers) == 1
 
 
 class Scores(nn.Module):
@@ -113,7 +112,7 @@ def _pass_by() -> list[str]:
     net.eval().compute_loss(x)
     net.train()
     accelerator.backward(net(x).sum())
-    with pytest.raises(ConfigurationError, match="called past what prepare"):
+    with pytest.raises(ConfigurationError, match="not through the model"):
         net.compute_loss(x)
     again = Accelerator(cpu=True).prepare(net)
     again(x).sum().backward()

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-from trainwright.trainer.accelerator.accelerator import Accelerator
-from trainwright.trainer.accelerator.accumulation import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -273,7 +273,7 @@ def test_freed_objects_are_forgotten() -> None:
     (gone,) = accelerator.free_memory(first)
     assert gone is None
     assert accelerator.prepare(net) is not first
-    assert len(accelerator._models) == 1
+    assert len(accelerator._prepared.models) == 1
 
 
 def test_the_manners_of_optimizers_are_kept() -> None:

@@ -1,0 +1,1 @@
+from trainwright.accelerator.accelerator import Accelerator as Accelerator

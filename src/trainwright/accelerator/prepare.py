@@ -1,0 +1,231 @@
+"""Prepare the objects of a user-written training loop: models, optimizers, schedulers and loaders."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.accelerator.accelerated_model import AcceleratedModel
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
+from trainwright.processes.partial_state import PartialState
+from trainwright.strategies.strategy import Strategy
+
+T = TypeVar("T")
+
+
+class PreparedObjects:
+    """The objects of a loop that an Accelerator has prepared. Each object is prepared once.
+
+    Args:
+        state: this process's place among the others.
+        strategy: set up.
+        accumulation: state of gradient accumulation, shared by what is prepared.
+        scale: of an fp16 loss; None: the loss is not scaled.
+        make_context: makes the context of a model's forward; None: it has none.
+        seed: of the order of the data; None: torch's initial seed on the first process.
+
+    Attributes:
+        models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
+        seed: the seed of all processes, once a loader has been prepared.
+    """
+
+    def __init__(
+        self,
+        state: PartialState,
+        strategy: Strategy,
+        accumulation: Accumulation,
+        scale: LossScale | None,
+        make_context: Callable[[], AbstractContextManager[Any]] | None,
+        seed: int | None,
+    ) -> None:
+        self._state, self._strategy, self._accumulation = state, strategy, accumulation
+        self._scale, self._make_context, self.seed = scale, make_context, seed
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.dataloaders: list[AcceleratedLoader] = []
+        self._known: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the id of what was given
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_known", "loader_options")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._known = WeakValueDictionary()
+        for one in (*self.models, *self.optimizers, *self.schedulers, *self.dataloaders):
+            own = prepared_from(one)
+            self._known[id(one if own is None else own)] = one
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    @functools.cached_property
+    def loader_options(self) -> LoaderOptions:
+        """Settings for dividing data over ranks. Collective at the first use, when a script has seeded torch."""
+        ranks = self._strategy.data_ranks
+        own = torch.initial_seed() if self.seed is None else self.seed
+        self.seed = self._state.joined().broadcast_object(own)
+        return LoaderOptions(
+            rank=ranks.rank,
+            world=ranks.size,
+            seed=self.seed,
+            agree=ranks.gather_integers if ranks.size > 1 else None,
+            name="the loader",
+        )
+
+    def prepare(self, values: Sequence[object], placements: Sequence[bool], *, steps_with_optimizer: bool) -> list[Any]:
+        """Prepare objects; those of other kinds are returned as they are. Collective under several processes.
+
+        Args:
+            values: in any order; a scheduler is prepared after the optimizer it was made for.
+            placements: for each value, whether it is moved to the device.
+            steps_with_optimizer: False: every call of a scheduler's `step` counts.
+        """
+        found = [self._prepare_own(value, placed) for value, placed in zip(values, placements, strict=True)]
+        for i, value in enumerate(found):
+            if isinstance(value, AcceleratedScheduler) or is_scheduler(value):
+                found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
+        if any(isinstance(value, nn.Module) for value in found):
+            _warn_of_other_parameters(found, self.models, self.optimizers)
+        return found
+
+    def _prepare_own(self, value: object, placed: bool) -> Any:
+        if isinstance(value, nn.Module):
+            return self.model(value, placed=placed)
+        if isinstance(value, SkippedStart) and self._own(value) is value.loader:
+            return value
+        if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
+            return self.loader(value, placed=placed)
+        return self.optimizer(value) if isinstance(value, Optimizer) else value
+
+    def model(self, model: nn.Module, *, placed: bool, evaluation_mode: bool = False) -> nn.Module:
+        """Return what the loop calls in place of a model; see `Accelerator.prepare_model`."""
+        own = self._own(model)
+        if own is model and isinstance(model, AcceleratedModel):
+            return model
+        if isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
+            model.release()
+            return self._once(own, self.models, lambda: self._around(own, model.engine))
+        return self._once(own, self.models, lambda: self._make_model(own, placed, evaluation_mode))
+
+    def _make_model(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> nn.Module:
+        several = self._state.num_processes > 1 and not evaluation_mode
+        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        if several and (dispatched or not placed):
+            raise ConfigurationError(
+                "several processes train a model that each of them holds completely on its device: a device map cannot "
+                "spread it over several devices, and device_placement=False cannot leave it elsewhere. Start one "
+                "process, or pass evaluation_mode=True to prepare_model if it is not trained."
+            )
+        if placed and not dispatched and not evaluation_mode:
+            engine = self._strategy.prepare_model(model)
+        else:
+            engine = model.to(self._state.device) if placed and not dispatched else model
+        return self._around(model, engine)
+
+    def _around(self, model: nn.Module, engine: nn.Module) -> nn.Module:
+        plain = engine is model and self._make_context is None
+        return model if plain else AcceleratedModel(model, engine, self._make_context, self._strategy.clearer)
+
+    def engine_of(self, model: nn.Module) -> nn.Module:
+        """Return what the strategy made of a model, which may be the one that was prepared or what it became."""
+        prepared = self._known.get(id(model), model)
+        return prepared.engine if isinstance(prepared, AcceleratedModel) else model
+
+    def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
+        """Return an optimizer that steps once per group of micro-batches."""
+        own = self._own(optimizer)
+        if isinstance(own, AcceleratedOptimizer):
+            return own
+        return self._once(own, self.optimizers, lambda: AcceleratedOptimizer(own, self._accumulation, self._scale))
+
+    def scheduler(self, scheduler: object, *, steps_with_optimizer: bool) -> AcceleratedScheduler:
+        """Return a schedule that advances with the optimizer it was made for."""
+        own = self._own(scheduler)
+        if isinstance(own, AcceleratedScheduler):
+            return own
+
+        def make() -> AcceleratedScheduler:
+            steps = [optimizer for optimizer in self.optimizers if holds_optimizer(own, optimizer)]
+            return AcceleratedScheduler(
+                own, steps or self.optimizers, self._accumulation, steps_with_optimizer=steps_with_optimizer
+            )
+
+        return self._once(own, self.schedulers, make)
+
+    def loader(self, loader: object, *, placed: bool) -> AcceleratedLoader:
+        """Return a loader of this process's share of the data; see `prepare_loader`."""
+        own = self._own(loader)
+        if isinstance(own, AcceleratedLoader):
+            return own
+
+        def make() -> AcceleratedLoader:
+            mover = self._strategy.batch_mover() if placed else None
+            return AcceleratedLoader(prepare_loader(own, self.loader_options), self._accumulation, mover)
+
+        return self._once(own, self.dataloaders, make)
+
+    def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
+        """Return what was made of an object before; else make it and keep it."""
+        if id(value) not in self._known:  # what is there holds its object: no other can have the address
+            self._known[id(value)] = found = make()
+            kept.append(found)
+        return cast(T, self._known[id(value)])
+
+    def _own(self, value: object) -> Any:
+        """Return what a prepared object was prepared from, unless it was prepared here; any other as it is.
+
+        What another Accelerator has prepared, or this one before `free_memory`, belongs to other groups.
+        """
+        if isinstance(value, SkippedStart):
+            value = value.loader
+        raw = prepared_from(value)
+        return value if raw is None or self._known.get(id(raw)) is value else raw
+
+
+def prepared_from(value: object) -> Any:
+    """Return the user's own object that was prepared; None for what was not."""
+    if isinstance(value, AcceleratedModel):
+        return value.module
+    if isinstance(value, AcceleratedOptimizer):
+        return value.optimizer
+    if isinstance(value, AcceleratedScheduler):
+        return value.scheduler
+    return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
+
+
+def _warn_of_other_parameters(
+    prepared: Sequence[object], models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+) -> None:
+    """Warn of an optimizer without a parameter of a prepared model, beside a model that no optimizer trains."""
+
+    def held(*optimizers: Optimizer) -> set[int]:
+        return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+
+    trained = held(*optimizers)
+    ids = [{id(p) for p in model.parameters() if p.requires_grad} for model in models]
+    if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):
+        return
+    for one in prepared:
+        if isinstance(one, AcceleratedOptimizer) and held(one).isdisjoint(set().union(*ids)):
+            warnings.warn(
+                f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps change nothing in "
+                "them. Make it from the parameters of the model that is prepared.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
