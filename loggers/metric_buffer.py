@@ -377,7 +377,7 @@ class MetricBuffer:
             if slot.last is not None:
                 waiting += [(slot, pair) for pair in step_values(slot)]
                 slot.last = None
-        self._new.steps.clear()
+            self._new.steps.pop(slot, None)
         flushed = Flushed()
         shared: dict[str, Entry] = {}
         reductions: dict[str, Reduction] = {}
@@ -396,7 +396,7 @@ class MetricBuffer:
             put_combined(flushed, gather_entries(gathered), reductions, "step")
         return flushed
 
-    def flush_epoch(self, exchange: Exchange | None = None) -> Flushed:
+    def flush_epoch(self, exchange: Exchange | None = None, *, keep: bool = False) -> Flushed:
         """Return the aggregates of the current stage's epoch and reset them.
 
         Waits for each device once, and once more when metric objects were logged, whose states other ranks may have
@@ -406,6 +406,7 @@ class MetricBuffer:
 
         Args:
             exchange: as for `flush_step`; keys that only some ranks have logged appear on all of them. Default: None.
+            keep: do not reset them: the epoch continues in a later fit. Default: False.
         """
         slots = [slot for slot in self._by_slots() if slot.on_epoch]
         entries = epoch_entries(slots)
@@ -422,6 +423,9 @@ class MetricBuffer:
         put_combined(flushed, {key: [entries[key]] for key in entries if key in alone}, reductions, "epoch")
         put_combined(flushed, gather_entries(gathered), reductions, "epoch")
         self._put_objects(flushed, objects, gathered)
+        if keep:
+            self._new.of_epoch(slots)  # this rank's own aggregates are not new: those of all ranks were returned
+            return flushed
         self._new.close_epoch(slots)
         for slot in slots:
             slot.clear_epoch()

@@ -226,10 +226,10 @@ class VersionedLogger(Logger):
             if run is not None:
                 self._close()
                 self._run = None
-                if unused is not None:
-                    for folder in (Path(unused, self._sub_dir or ""), Path(unused)):
-                        with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
-                            folder.rmdir()
+            if unused is not None:
+                for folder in (Path(unused, self._sub_dir or ""), Path(unused)):
+                    with contextlib.suppress(OSError):  # not empty: another logger shares it, or files were written
+                        folder.rmdir()
             self._version = version
             if run is not None:
                 self.start(run)

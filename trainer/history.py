@@ -21,6 +21,7 @@ class History:
         num_rollbacks: the run has gone back to a checkpoint so many times.
         abandoned: when the checkpoints of branches that were left had been written.
         skipped_in_a_row: so many groups have been skipped since the last one that was not.
+        open_metrics: for each data rank, the aggregates of an epoch that a bound has left open.
     """
 
     state: TrainState
@@ -30,6 +31,7 @@ class History:
     num_rollbacks: int = 0
     abandoned: set[str] = field(default_factory=set)
     skipped_in_a_row: int = 0
+    open_metrics: list[dict[str, Any]] = field(default_factory=list)
 
     def for_trial(self, state: TrainState) -> History:
         """Return a copy, with a clock of its own, that a trial may change."""

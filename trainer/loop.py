@@ -17,7 +17,8 @@ from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size
 from trainwright.trainer import evaluation
-from trainwright.trainer.checkpoints import safe_point
+from trainwright.trainer.checkpoints import restore, safe_point
+from trainwright.trainer.checkpoints.capture import metrics_state
 from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
 from trainwright.trainer.recovery import rollback
@@ -189,6 +190,9 @@ class FitLoop:
         run.loop.quiet_groups = 0
         groups = data.train().groups(state, run.settings.accumulate_grad_batches)  # a callback may have made it anew
         run.loop.restore_last()
+        if run.history.open_metrics and state.batch_in_epoch and not run.resumed:
+            restore.restore_metrics(run, run.history.open_metrics, "the fit before")
+        run.history.open_metrics = []
         run.metrics.in_step = True
         return groups
 
@@ -204,11 +208,13 @@ class FitLoop:
                 self._validate()
         loop.epoch_closes = closed
         loop.check_finite()
-        run.fire("on_train_epoch_end")
         run.shown.show(run.metrics.peek())
-        run.take_metrics(run.metrics.flush_epoch(run.exchange), "train")
+        run.fire("on_train_epoch_end")
+        run.take_metrics(run.metrics.flush_epoch(run.exchange, keep=not closed), "train")
         if closed:
             run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
+        else:
+            run.history.open_metrics = run.strategy.data_ranks.gather(metrics_state(run))
         state.epoch_done = closed
         safe_point.settle(run)
         self._agree()

@@ -65,7 +65,8 @@ class Trainer(LightningNames):
         devices: the number of processes on this node, one device each: a count, indices, `-1` or `"auto"`. If there is
             no launcher, the Trainer starts the other processes.
         num_nodes: nodes of the run; more than one needs a launcher.
-        precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`.
+        precision: `"32-true"` (default), `"64-true"`, `"16-true"`, `"bf16-true"`, `"16-mixed"`, `"bf16-mixed"`, or
+            Lightning's and Accelerate's names for them (`32`, `"fp16"`).
         logger: True (TensorBoard), False, a name, a Logger or several.
         callbacks: a callback or several.
         fast_dev_run: run this many batches (True: 1) of everything once, without loggers and checkpoints.
@@ -77,14 +78,14 @@ class Trainer(LightningNames):
         overfit_batches: train and validate on this much of the data, unshuffled.
         val_check_interval: validate after this many batches (int), this fraction of an epoch (float), or a length with
             a unit (`"500 steps"`, a Duration, `{"minutes": 5}`).
-        check_val_every_n_epoch: epochs between two validations; None: `val_check_interval` counts over epochs.
+        check_val_every_n_epoch: epochs between two validations; None: count `val_check_interval` across epochs.
         num_sanity_val_steps: validation batches that are tried before training; -1: all. Default: 2.
         log_every_n_steps: steps between two flushes of metrics from the device to the loggers. Default: 50.
         enable_checkpointing, enable_progress_bar, enable_model_summary: switch a default callback off (or on).
         accumulate_grad_batches: micro-batches in one optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by total `"norm"` (default) or by `"value"`.
         deterministic: True: only deterministic kernels; `"warn"`: warn where there is none.
-        benchmark: let the device's library time its kernels first.
+        benchmark: choose kernels by timing them (`torch.backends.cudnn.benchmark`).
         inference_mode: evaluate under `torch.inference_mode` rather than `torch.no_grad`.
         use_distributed_sampler: distribute the data over ranks; False: your loaders do it themselves.
         per_sample_rng: random draws of a data set for a sample depend on (seed, epoch, its index) only, whatever the
@@ -98,7 +99,7 @@ class Trainer(LightningNames):
         profiler, plugins, model_registry: accepted with Lightning's defaults only, None (for `plugins` also an empty
             list); other values raise an error that names the equivalent.
         compile: True, a mode, or a dict of `torch.compile`'s arguments: compile the step.
-        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: whose variables determine the rank.
+        launcher: `"auto"`, `"torchrun"`, `"slurm"`, `"mpi"` or `"none"`: the program whose variables hold the rank.
         uneven_batches: the policy for ranks with different numbers of batches: `"pad"`, `"stop"` or `"error"`.
         on_nonfinite: the action before a step whose loss or gradient is NaN or infinite on any rank: `"raise"`,
             `"skip"` the group, or `"rollback"` to the newest checkpoint and skip the group. None: nothing is checked.
@@ -111,7 +112,7 @@ class Trainer(LightningNames):
         on_save_error: the action when a checkpoint cannot be written (a full disk): `"raise"` at the next save or at
             the end of the fit, or `"warn"` and continue. Earlier checkpoints stay valid in both cases.
         preemption_grace: the time (seconds, or `"2 min"`) that the machine gives a process after SIGTERM or SIGUSR1.
-            A `fit` then saves after the current step, if saves are known to take less, and every rank exits with 143.
+            A `fit` then saves after the current step, unless earlier saves took longer, and every rank exits with 143.
             None: signals are not handled.
         auto_requeue: requeue the job of Slurm after SIGUSR1, which `sbatch --signal=USR1@120` requests.
         on_interrupt: what follows after Ctrl-C has ended a stage cleanly, with `trainer.interrupted` set: `"return"`
@@ -217,8 +218,8 @@ class Trainer(LightningNames):
             val_dataloaders: one validation loader or several.
             datamodule: instead of loaders.
             ckpt_path: a checkpoint to resume from: its path, `"last"` or `"best"`.
-            weights_only: accepted for compatibility: Lightning's word about unpickling, and nothing is unpickled here.
-            load_weights_only: take its weights alone, and begin at step 0 with new optimizers. Default: False.
+            weights_only: accepted for compatibility; it is about unpickling, and checkpoints contain no pickle.
+            load_weights_only: load only the weights of `ckpt_path`, and start at step 0. Default: False.
             strict: whether missing or unexpected weights are an error. Default: the task's `strict_loading`.
             allow_missing: parts that may be missing, and then start from scratch with a warning: `"optimizer"`,
                 `"rng"`, `"schedulers"`, `"scaler"`, `"datamodule"`, `"callbacks"`, `"loggers"`.

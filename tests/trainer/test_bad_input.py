@@ -137,6 +137,7 @@ def _compiled(task: TaskModule) -> nn.Module:
         (lambda: _with("on_trian_batch_end"), r"on_trian_batch_end is never called: .*'on_train_batch_end'"),
         (lambda: _with("training_epoch_end"), r"training_epoch_end is never called: .*on_train_epoch_end"),
         (lambda: torch.nn.Linear(1, 1), r"fit\(\) was given a Linear; it needs a TaskModule"),
+        (lambda: nn.DataParallel(RegressionTask()), r"given a wrapped task. Pass the task itself; devices=N wraps it"),
         (lambda: _compiled(RegressionTask()), r"given a compiled task. Pass the task and Trainer\(compile=True\)"),
         (lambda: RegressionTask, r"was given the class RegressionTask. Make a task of it: RegressionTask\(…\)"),
     ],
@@ -422,7 +423,7 @@ def test_weights_of_other_sizes_are_refused_with_a_way_out(tmp_path: Path) -> No
     task = RegressionTask()
     task.net[0] = nn.Linear(3, 2)
     for strict in (None, False):
-        with pytest.raises(CheckpointError, match=r"Give the layers below the sizes of the checkpoint, or other names"):
+        with pytest.raises(CheckpointError, match=r"Build it with the sizes below, or rename the layers"):
             quiet_trainer(max_steps=1).fit(task, regression_loader(), ckpt_path=saved, strict=strict)
 
 

@@ -109,6 +109,28 @@ def test_one_process_comes_to_the_very_same_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("how", ["resumed", "fitted again"])
+def test_an_epoch_that_a_bound_left_open_comes_to_the_very_same_numbers(how: str, tmp_path: Path) -> None:
+    data = TensorDataset(torch.randn(_STEPS * 4, 3, generator=torch.Generator().manual_seed(5)))
+    torch.manual_seed(3)
+    task, loader = Counting(), DataLoader(data, batch_size=4, shuffle=True)
+    trainer = quiet_trainer(max_epochs=_EPOCHS, max_steps=7, default_root_dir=tmp_path / "run", seed=1)
+    trainer.fit(task, loader)
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    task.epochs.clear()
+    if how == "fitted again":
+        trainer.max_steps = -1
+        trainer.fit(task, loader)
+    else:
+        task = Counting()
+        quiet_trainer(max_epochs=_EPOCHS, seed=1).fit(task, loader, ckpt_path=saved)
+    torch.manual_seed(3)
+    whole = Counting()
+    quiet_trainer(max_epochs=_EPOCHS, seed=1).fit(whole, loader)
+    assert task.epochs == whole.epochs
+
+
+@pytest.mark.slow
 def test_more_values_than_are_folded_at_a_time_come_to_the_very_same_numbers(tmp_path: Path) -> None:
     from trainwright.loggers import metric_slot
 
@@ -129,7 +151,9 @@ def test_two_processes_come_to_the_very_same_numbers(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.*the random number generators start anew:UserWarning")
 def test_another_number_of_processes_adds_up_what_there_was(tmp_path: Path) -> None:
     of_two = run_distributed(train, 2, tmp_path / "two", init=False, timeout=100)[0]
-    with pytest.warns(TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean begin the epoch"):
+    with pytest.warns(
+        TrainwrightWarning, match="the metric objects pair.low, pair.mean, whole_mean restart in this epoch"
+    ):
         of_one = train(tmp_path / "one", tmp_path / "two" / "step=6")
     for name in ("host", "mixed", "early"):
         # Means only: one process logs a step's mean where two log those of its halves, which sums and extremes show.

@@ -194,3 +194,26 @@ def test_scores_and_schedules_do_not_depend_on_the_logging_interval(log_every_n_
     trainer.fit(task, regression_loader(5, batch_size=2))
     assert [*saver.best_k_models.values()] == task.means == seen
     assert trainer.callback_metrics["loss"] == task.means[-1]
+
+
+@pytest.mark.parametrize("on_epoch", [False, True])
+def test_a_name_of_training_and_validation_holds_the_value_of_the_last_that_ended(on_epoch: bool) -> None:
+    seen: list[tuple[str, float]] = []
+
+    class Both(RegressionTask):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.log("loss", 1.0, on_step=True, on_epoch=on_epoch)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", 2.0 + self.current_epoch)
+
+        def on_validation_end(self) -> None:
+            seen.append(("validation", self.trainer.callback_metrics["loss"]))
+
+        def on_train_epoch_end(self) -> None:
+            seen.append(("epoch", self.trainer.callback_metrics["loss"]))
+
+    loader = regression_loader(2)
+    quiet_trainer(max_epochs=2, num_sanity_val_steps=0).fit(Both(), loader, loader)
+    assert seen == [("validation", 2.0), ("epoch", 1.0), ("validation", 3.0), ("epoch", 1.0)]

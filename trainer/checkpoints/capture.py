@@ -75,8 +75,12 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
 
 def _own_state(run: StageRun) -> dict[str, Any]:
     """What a resume needs of each rank."""
-    metrics = {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
-    return {"rng": rng_state(run.strategy.device), "loader": run.data.loader_state(), "metrics": metrics}
+    return {"rng": rng_state(run.strategy.device), "loader": run.data.loader_state(), "metrics": metrics_state(run)}
+
+
+def metrics_state(run: StageRun) -> dict[str, Any]:
+    """Return this rank's aggregates of the current epoch; waits for the device."""
+    return {"logged": run.metrics.state_dict(), "objects": objects_state(run.task)}
 
 
 def _collect(

@@ -168,7 +168,7 @@ def choose(run: StageRun, request: LoadRequest, stage: Stage, hash_files: HashFi
         newer = remote_saves.newer_than(run, local, kind)
         if newer is None and local is None:
             raise errors.CheckpointNotFoundError(
-                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass a path, or none at all."
+                f"{stage}(ckpt_path='last'): no valid checkpoint in {run.checkpoint_dir}. Pass another, or none."
             )
         if newer is None:
             return local

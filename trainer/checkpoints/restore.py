@@ -56,7 +56,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     saved.restore_loggers(run)
     saved.restore_datamodule(run)
     if run.state.batch_in_epoch > 0 and not run.state.epoch_done:
-        run.loop.to_restore.append(partial(_restore_metrics, run, snapshot.trainer.get("metrics", []), path))
+        run.loop.to_restore.append(partial(restore_metrics, run, snapshot.trainer.get("metrics", []), path))
         run.loop.to_restore.append(partial(_compare_frozen, run, snapshot.trainer.get("frozen"), path))
     ranks = snapshot.trainer.get("data_ranks")  # only there if they are not all ranks
     states = [snapshot.rng[rank] for rank in ranks] if ranks and snapshot.rng else snapshot.rng
@@ -109,8 +109,8 @@ def _processes_text(world_size: int, dp_size: int) -> str:
     return f"{world_size} process(es)" + (f", {dp_size} for the data" if dp_size != world_size else "")
 
 
-def _restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], path: Path) -> None:
-    """Go on with what the epoch has aggregated so far; called once it is begun, on every rank."""
+def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
+    """Restore the aggregates of an open epoch; called after its metrics have begun, on every rank."""
     device, rank = run.strategy.device, run.strategy.data_ranks.rank
     if len(of_ranks) == run.strategy.data_ranks.size:
         run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
@@ -123,7 +123,7 @@ def _restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], path: Path) 
             run.metrics.load_state_dict({key: merge(states) for key, states in held.items()}, device)
     if lost and run.is_main:
         warnings.warn(
-            f"{path}: the metric objects {', '.join(lost)} begin the epoch anew: they are not in this task, or the "
+            f"{origin}: the metric objects {', '.join(lost)} restart in this epoch: they are not in this task, or the "
             "number of processes has changed.",
             TrainwrightWarning,
             stacklevel=2,

@@ -71,6 +71,8 @@ def check_task(
             )
         if isinstance(getattr(task, "_orig_mod", None), TaskModule):
             raise ConfigurationError(f"{stage}() was given a compiled task. Pass the task and Trainer(compile=True).")
+        if isinstance(getattr(task, "module", None), TaskModule):
+            raise ConfigurationError(f"{stage}() was given a wrapped task. Pass the task itself; devices=N wraps it.")
         raise ConfigurationError(
             f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
             "put the module inside."

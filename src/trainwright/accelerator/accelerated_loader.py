@@ -182,8 +182,8 @@ class AcceleratedLoader(DataLoader[Any]):
         place = self._place
         if place is not None and not place.ends_group:
             raise ConfigurationError(
-                "the state of a loop is saved between two optimizer steps, where accelerator.sync_gradients is True. "
-                "Some micro-batches of the current step have been consumed already."
+                "save_state() was called within a group of micro-batches. Call it after optimizer.step(), where "
+                "accelerator.sync_gradients is True: gradients are not saved."
             )
         found: dict[str, Any] = {"epoch": self._epoch, "position": None, "loader": None}
         if place is not None and not place.ends_data:  # the pass has incremented the epoch

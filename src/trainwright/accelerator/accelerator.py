@@ -69,13 +69,13 @@ class Accelerator:
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: only False: a loader's batch size is that of one process.
+        split_batches: True on several processes is an error: a loader's batch size is that of one process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
-        gradient_accumulation_plugin: the number of steps, and the divisor of a short last group.
+        gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
         cpu: use the CPU even if the machine has an accelerator.
-        step_scheduler_with_optimizer: False: every call of a scheduler's `step` counts.
-        kwargs_handlers: `DistributedDataParallelKwargs`, for several processes.
+        step_scheduler_with_optimizer: schedules advance with optimizer steps; False: with every call of their `step`.
+        kwargs_handlers: a list with options of DDP, `DistributedDataParallelKwargs(…)`.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
 

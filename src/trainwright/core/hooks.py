@@ -193,8 +193,8 @@ class TaskHooks(DataHooks):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read the entries that `on_save_checkpoint` added; called after the task is built, before weights and
-        optimizers. `checkpoint["state_dict"]` may be changed; the other entries, including those with Lightning's
-        names, are read-only.
+        optimizers. `checkpoint["state_dict"]` may be changed. `epoch`, `global_step`, `hyper_parameters`,
+        `optimizer_states`, `lr_schedulers` and `callbacks`, as far as the checkpoint is loaded, are read-only.
         """
 
 

@@ -54,7 +54,7 @@ def run_in_processes(
         by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
         before: called first in the new processes; also picklable. Default: None.
     """
-    payload = _serialize((before, work), by_value)
+    payload = _serialize((before, work, sys.argv), by_value)
     port = _free_port()
     common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8)}
@@ -191,7 +191,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serialize(work: tuple[Callable[[], None] | None, Callable[[], Any]], by_value: Iterable[object]) -> bytes:
+def _serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     import cloudpickle
 
     registered = []

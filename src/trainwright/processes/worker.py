@@ -30,7 +30,7 @@ def main(work_file: str, error_file: str) -> int:
     written by the parent process, in a folder that only this user can read.
     """
     try:
-        before, work = pickle.loads(Path(work_file).read_bytes())
+        before, work, sys.argv = pickle.loads(Path(work_file).read_bytes())
         if before is not None:
             before()
         work()

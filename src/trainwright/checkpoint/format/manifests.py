@@ -95,7 +95,7 @@ def locate(path: Path) -> Path:
         return aside
     near = [found.path.name for found in find_checkpoints(path.parent) if not problems_of(found, hash_files=None)]
     listed = f" Checkpoints in {path.parent}: {', '.join(near)}.{nearest(path.name, near)}" if near else ""
-    raise FileNotFoundError(f"there is no checkpoint {path}.{listed}")
+    raise FileNotFoundError(f"there is no checkpoint {str(path)!r}.{listed}")
 
 
 def _about_plain_file(path: Path) -> str:

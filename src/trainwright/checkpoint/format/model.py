@@ -59,7 +59,7 @@ def load_plain_state(
         found = module.load_state_dict(renamed, strict=strict)
     except RuntimeError as error:
         if "size mismatch" in str(error):
-            hint = " Give the layers below the sizes of the checkpoint, or other names with strict=False."
+            hint = " Build it with the sizes below, or rename the layers that start from scratch and pass strict=False."
         else:
             hint = " Pass strict=False to load the weights whose names are found in both."
         raise CheckpointError(f"the saved weights do not fit {type(module).__name__}.{hint} {error}") from error
