@@ -260,7 +260,6 @@ def test_dropout_and_batch_normalization_are_the_same_on_any_number_of_ranks(
 ) -> None:
     result = compared(record(tmp_path / "one", Normed()), two_ranks["normed"])
     assert result.equal
-    assert two_ranks["normed"].steps[1].draws
     assert result.other.facts.processes == 2
     assert sorted(result.buffers) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
     assert "running statistics differ" in notes(result)[0]
@@ -374,7 +373,6 @@ def test_what_depends_on_the_rank_is_found_at_its_step_and_tensor(
     assert code == 1, printed + told
     assert "ddp differs from single first in step 3: loss, gradient of net.2.bias, gradient norm" in printed
     assert "greatest difference 0.5" in printed
-    assert "training_step depends on the rank" in printed
 
 
 @pytest.fixture

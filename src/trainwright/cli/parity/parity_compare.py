@@ -227,7 +227,7 @@ def _largest(tensor: torch.Tensor) -> float:
 
 def _ratio(mine: torch.Tensor, other: torch.Tensor, bound: float) -> float | None:
     square = float((mine * mine).sum())
-    if not square or not math.isfinite(square):
+    if mine.numel() < 2 or not square or not math.isfinite(square):
         return None
     ratio = float((mine * other).sum()) / square
     rest = float((other - ratio * mine).abs().max())
