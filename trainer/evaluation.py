@@ -34,7 +34,7 @@ def evaluate(
     max_batches: int | None = None,
     keep: bool = False,
     abandon: Callable[[int, int], bool] | None = None,
-    taken: Callable[[], None] | None = None,
+    taken: Callable[[], None] = lambda: None,
 ) -> tuple[Flushed, list[list[Any]]]:
     """Run the task's step of this kind over the data.
 
@@ -97,8 +97,7 @@ def evaluate(
             run.take_metrics(metrics.flush_step(run.exchange), kind)
             flushed = metrics.flush_epoch(run.exchange)
             run.take_metrics(flushed, kind)
-            if taken is not None:
-                taken()
+            taken()
             metrics.close(f"on_{name}_end")
             run.fire(f"on_{name}_end")
         finally:

@@ -1,3 +1,4 @@
+from trainwright import accelerator as accelerator
 from trainwright import bigmodels as bigmodels
 from trainwright import callbacks as callbacks
 from trainwright import checkpoint as checkpoint

@@ -169,7 +169,7 @@ def test_a_damaged_state_is_said_so(tmp_path: Path) -> None:
 def test_a_group_that_is_not_over_cannot_be_saved(tmp_path: Path) -> None:
     loop = Loop()
     for _ in loop.loader:
-        with pytest.raises(ConfigurationError, match="between two optimizer steps"):
+        with pytest.raises(ConfigurationError, match="within a group of micro-batches"):
             loop.accelerator.save_state(tmp_path / "state")
         break
     assert not (tmp_path / "state").exists()

@@ -86,12 +86,18 @@ def test_a_program_migrates_without_a_rest_and_runs(
             "try:\n    import lightning as L\nexcept ImportError:\n    L = None\n",
             "try:\n    import trainwright as L\nexcept ImportError:\n    L = None\n",
         ),
-        ("from accelerate import accelerator as A\nA.Accelerator()\n", "import trainwright as A\nA.Accelerator()\n"),
+        (
+            "from accelerate import accelerator as A\nA.Accelerator()\n",
+            "from trainwright import accelerator as A\nA.Accelerator()\n",
+        ),
         (
             "from lightning.pytorch.callbacks import early_stopping as E\nE.EarlyStopping()\n",
             "from trainwright import callbacks as E\nE.EarlyStopping()\n",
         ),
-        ("import accelerate.accelerator as A\nA.Accelerator()\n", "import trainwright as A\nA.Accelerator()\n"),
+        (
+            "import accelerate.accelerator as A\nA.Accelerator()\n",
+            "import trainwright.accelerator as A\nA.Accelerator()\n",
+        ),
         (
             "from lightning.pytorch.utilities.types import STEP_OUTPUT\ndef f() -> STEP_OUTPUT: ...\n",
             "from typing import Any\ndef f() -> Any: ...\n",

@@ -69,10 +69,8 @@ def check_task(
             raise ConfigurationError(
                 f"{stage}() was given the class {task.__name__}. Make a task of it: {task.__name__}(…)."
             )
-        if isinstance(getattr(task, "_orig_mod", None), TaskModule):
-            raise ConfigurationError(f"{stage}() was given a compiled task. Pass the task and Trainer(compile=True).")
-        if isinstance(getattr(task, "module", None), TaskModule):
-            raise ConfigurationError(f"{stage}() was given a wrapped task. Pass the task itself; devices=N wraps it.")
+        if any(isinstance(getattr(task, name, None), TaskModule) for name in ("_orig_mod", "module")):
+            raise ConfigurationError(f"{stage}() was given a wrapped task. Pass the task; devices=, compile= wrap it.")
         raise ConfigurationError(
             f"{stage}() was given a {type(task).__name__}; it needs a TaskModule. Sub-class trainwright.TaskModule and "
             "put the module inside."

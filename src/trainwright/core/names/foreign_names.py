@@ -23,6 +23,7 @@ _CANONICAL = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lig
 
 MODULES: Mapping[str, str | None] = {
     "accelerate": "trainwright",
+    "accelerate.accelerator": "trainwright.accelerator",
     "lightning": "trainwright",
     "lightning.fabric": None,
     "lightning.pytorch": "trainwright",
