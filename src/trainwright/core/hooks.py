@@ -127,7 +127,7 @@ class TaskHooks(DataHooks):
 
     # Once per batch
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> int | None:
-        """Run before a training micro-batch, on the device; return -1 to skip the rest of the epoch."""
+        """Run before a training micro-batch, which is on the device; return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: StepOutput, batch: Batch, batch_idx: int) -> None:
         """Run after a training micro-batch; after the optimizer step when it was the last of its group."""
