@@ -8,7 +8,7 @@ from trainwright.processes.collectives import recursively_apply as recursively_a
 from trainwright.processes.collectives import reduce as reduce
 from trainwright.processes.collectives import send_to_device as send_to_device
 from trainwright.processes.collectives import wait_for_everyone as wait_for_everyone
-from trainwright.processes.distributed_type import DistributedType as DistributedType
+from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
 from trainwright.strategies.capabilities import Capabilities as Capabilities
 from trainwright.strategies.data_parallel import DataParallel as DataParallel

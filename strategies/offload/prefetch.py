@@ -302,8 +302,8 @@ class Prefetcher:
                 if idle and not self._num_used:
                     break
                 idle = not self._condition.wait(_IDLE_S)
-            self._reader = None
             self.forget()
+            self._reader = None
             return None
 
 

@@ -17,12 +17,12 @@ from trainwright import TaskModule
 from trainwright.bigmodels.maps.estimates import count_activation_bytes
 from trainwright.bigmodels.maps.rank_peaks import (
     TrainingShape,
+    one_ranks_share,
     rank_peaks,
     ranks_that_fit,
     shape_of,
     training_shape,
 )
-from trainwright.bigmodels.maps.split_model import one_ranks_share
 from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets
 from trainwright.callbacks.callback import Callback
 from trainwright.cli.main import main

@@ -38,6 +38,7 @@ from trainwright.accelerator.settings import (
     accumulation_of,
     checked_folder,
     compare_precision,
+    read_launcher_variables,
     read_settings,
     refuse_attribute,
     refuse_option,
@@ -51,7 +52,6 @@ from trainwright.core.process import detect
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.launcher_variables import read_launcher_variables
 from trainwright.strategies.select import select_for_loop
 from trainwright.strategies.strategy import Strategy
 

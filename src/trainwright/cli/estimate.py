@@ -138,8 +138,7 @@ def _peaks(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, Any]:
 
 def _split_peak(model: _FoundModel, wanted: argparse.Namespace) -> dict[str, int]:
     """Return the peak of a rank under tensor parallelism, if the model has a built-in plan for this number of ranks."""
-    from trainwright.bigmodels.maps.rank_peaks import split_peak, training_shape
-    from trainwright.bigmodels.maps.split_model import one_ranks_share
+    from trainwright.bigmodels.maps.rank_peaks import one_ranks_share, split_peak, training_shape
 
     assert model.module is not None
     share = one_ranks_share(model.module, wanted.devices)

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
 from trainwright.core.process import Topology, detect, variable
-from trainwright.processes.devices import device_type
-from trainwright.processes.distributed_type import DistributedType
+from trainwright.processes.devices import DistributedType, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
 
