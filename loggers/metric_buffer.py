@@ -355,8 +355,10 @@ class MetricBuffer:
         """Return this rank's own values that have not been read: of steps, and outside of steps of the epoch so far.
         They stay pending. Waits for the device if there are any. Not collective.
         """
-        train = self._stages["train"].slots.values() if self._stage != "train" else ()
-        flushed = self._new.of_steps((*train, *self._by_slots()))
+        own = list(self._by_slots())
+        logged = {slot.key for slot in own}  # in an evaluation, its values replace older ones of training
+        train = [] if self._stage == "train" else self._stages["train"].slots.values()
+        flushed = self._new.of_steps([*(slot for slot in train if slot.key not in logged), *own])
         if not self.in_step:
             of_epoch = self._new.of_epoch(self._by_slots())
             flushed.callback.update(of_epoch.callback)

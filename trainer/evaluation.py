@@ -67,7 +67,6 @@ def evaluate(
     with _evaluation_mode(run, name), _no_gradients(run.arguments.inference_mode and capabilities.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
-        run.shown.show(metrics.peek_new())  # values of training, before an evaluation logs others under their names
         try:
             if kind == "predict":
                 metrics.close("a prediction")
