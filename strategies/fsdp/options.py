@@ -276,7 +276,7 @@ _IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
-    """Check that optimizers can step a model that lies in pieces.
+    """Check that optimizers can step a sharded model.
 
     Raises:
         ConfigurationError: one looks at whole vectors, or cannot step pieces.

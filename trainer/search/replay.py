@@ -34,7 +34,7 @@ class StepCalls:
 
     @contextlib.contextmanager
     def record(self, run: StageRun) -> Iterator[None]:
-        """Keep the outermost calls that the running step makes, in the place of those of an earlier step."""
+        """Record the outermost calls of the running step, and drop those of an earlier step."""
         self._calls, self.can_repeat = [], True
         with contextlib.ExitStack() as undo:
             # `nn.Module.__call__` runs `_compiled_call_impl` if it is set. Hooks would miss calls of compiled modules.

@@ -28,7 +28,7 @@ def check_tp_size(tp: Any) -> int:
     """Return `tp`.
 
     Raises:
-        ConfigurationError: it is no number of ranks.
+        ConfigurationError: it is not a number of ranks.
     """
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ConfigurationError(f"tp={tp!r}: write over how many ranks layers are split, such as 2.")

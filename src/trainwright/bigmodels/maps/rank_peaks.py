@@ -180,7 +180,7 @@ def one_ranks_share(model: nn.Module, tp: int, *, ends: bool = True) -> nn.Modul
             autograd keeps of it what it keeps on a rank.
 
     Returns:
-        None where there is no ready plan, or it cannot split the model over so many ranks.
+        None if there is no known plan, or if it cannot split the model over this number of ranks.
     """
     share = copy.deepcopy(model)
     task: Any = share  # of a task, names of modules are all that is asked
