@@ -19,6 +19,7 @@ from trainwright.strategies.ddp.strategy import DDPStrategy as DDPStrategy
 from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+from trainwright.strategies.engine import Engine as Engine
 from trainwright.strategies.engine_settings import EngineSettings as EngineSettings
 from trainwright.strategies.fsdp.layers.plan import need_divisible as need_divisible
 from trainwright.strategies.fsdp.layers.ready import ready_plan as ready_plan

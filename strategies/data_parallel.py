@@ -1,4 +1,4 @@
-"""What strategies of several processes share: how these meet."""
+"""Options and process group that all strategies of several processes share."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.process import Topology
 from trainwright.processes.process_group import DEFAULT_TIMEOUT, Processes, ProcessGroup, length_of_time
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.strategy import Strategy
 
 
 class DataParallel(Strategy):
-    """Joins the processes of a run; what each holds of the model is a sub-class's.
+    """Base class of strategies whose engine joins several processes.
 
     Args:
-        timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
-        hang_timeout: how long a rank may stand still before it is printed where each rank stands; `"auto"`: half of
-            `timeout`, ten minutes at most; None: never.
-        process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
+        timeout: How long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`. Default:
+            None, which is torch's.
+        hang_timeout: Time without progress on a rank after which the position of each rank is printed; `"auto"`: half
+            of `timeout`, at most ten minutes; None: never. Default: `"auto"`.
+        process_group_backend: Default: None, which is gloo on the CPU and NCCL on CUDA.
     """
 
     is_distributed = True
@@ -31,14 +34,23 @@ class DataParallel(Strategy):
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
     ) -> None:
-        super().__init__()
         self.timeout = None if timeout is None else length_of_time("timeout", timeout)
         self.hang_timeout = _hang_timeout(hang_timeout, self.timeout)
         self.process_group_backend = process_group_backend
 
+    def engine(self, settings: EngineSettings) -> Engine:
+        return ParallelEngine(self, settings)
+
+
+class ParallelEngine(Engine):
+    """Joins the processes of a run. Sub-classes determine what each holds of the model."""
+
+    strategy: DataParallel
+
     def _make_processes(self, topology: Topology) -> Processes:
+        given = self.strategy
         return ProcessGroup(
-            topology, timeout=self.timeout, backend=self.process_group_backend, hang_timeout=self.hang_timeout
+            topology, timeout=given.timeout, backend=given.process_group_backend, hang_timeout=given.hang_timeout
         )
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer tells its strategy before anything starts."""
+"""Settings of an engine that come from the Trainer or Accelerator, not from its strategy."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainwright.strategies.precision import Precision
+from trainwright.strategies.steps.gradients import GradientClip
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The Trainer's arguments that say where and in which format a strategy computes.
+    """Arguments of the Trainer or Accelerator that its engine needs.
 
     Attributes:
         device_type: `"cpu"`, `"cuda"`, ...
@@ -18,6 +19,8 @@ class EngineSettings:
         num_nodes: machines of the run, each with as many processes.
         precision: the format of weights and computation.
         compile_options: arguments of `torch.compile`; None: nothing is compiled.
+        accumulate_grad_batches: micro-batches of one optimizer step.
+        clip: how gradients are clipped; None: they are not.
     """
 
     device_type: str
@@ -25,6 +28,8 @@ class EngineSettings:
     num_nodes: int
     precision: Precision
     compile_options: dict[str, Any] | None = None
+    accumulate_grad_batches: int = 1
+    clip: GradientClip | None = None
 
     @property
     def num_processes(self) -> int:

@@ -1,11 +1,11 @@
-"""Arguments of others' strategies that there are none of here, and who does what they did."""
+"""Options of other frameworks' strategies that do not exist here, with what replaces each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.known_arguments import Refuse
 
 OF_LIGHTNING = {
     "accelerator": "Trainer(accelerator=…) says it",
@@ -17,24 +17,19 @@ OF_LIGHTNING = {
 """Those that all strategies of Lightning take."""
 
 
-def refuse_options(
-    owner: str, options: Mapping[str, Any], known: Iterable[str], reasons: Mapping[str, str], *, of: str | None = None
-) -> None:
-    """Raise for arguments that a strategy does not take.
+def refuse_removed(owner: str, reasons: Mapping[str, str], *, of: str | None = None) -> Refuse:
+    """Return a function that raises a ConfigurationError for an option that a strategy does not have.
 
     Args:
-        owner: its class's name.
-        options: what it was given besides its own.
-        known: its own.
-        reasons: by argument, who does what it did elsewhere.
-        of: what it is no option of; `owner` unless told.
-
-    Raises:
-        ConfigurationError: there is any.
+        owner: The name of its class.
+        reasons: Option of another framework → what replaces it.
+        of: The name of what it is not an option of. Default: None, which is `owner`.
     """
-    for name, value in options.items():
+
+    def refuse(name: str, value: object, known: list[str]) -> None:
         if name in reasons:
             raise ConfigurationError(f"{name}={value!r} is no option of {of or owner}: {reasons[name]}. Leave it out.")
-        raise ConfigurationError(
-            f"{owner} has no argument {name!r}.{nearest(name, known)} It takes: {', '.join(known)}."
-        )
+        own = [one for one in known if one != "self"]
+        raise ConfigurationError(f"{owner} has no argument {name!r}.{nearest(name, own)} It takes: {', '.join(own)}.")
+
+    return refuse

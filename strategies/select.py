@@ -1,4 +1,4 @@
-"""From the Trainer's arguments to a configured strategy; nothing is touched yet."""
+"""From the Trainer's arguments to a strategy and its settings; nothing is touched yet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.process import Topology, detect
 from trainwright.processes.devices import device_indices, device_type
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.registry import STRATEGIES
+from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
 
 ENGINE_ARGUMENTS = {
@@ -31,14 +33,25 @@ class Selection:
     """A strategy and where its processes come from.
 
     Attributes:
-        strategy: configured, not set up.
+        strategy: the description of the engine.
+        settings: of the engine, checked.
         topology: this process's place; for processes that the Trainer is still to start, their number.
         starts_processes: the Trainer must start the others.
     """
 
     strategy: Strategy
+    settings: EngineSettings
     topology: Topology
     starts_processes: bool
+
+    @property
+    def runs_alone(self) -> bool:
+        """Whether the run has one process."""
+        return self.settings.num_processes == 1
+
+    def engine(self) -> Engine:
+        """Return an engine that has not been started."""
+        return self.strategy.engine(self.settings)
 
 
 def select(
@@ -51,8 +64,10 @@ def select(
     compile: bool | str | dict[str, Any],
     launcher: str,
     sync_batchnorm: bool,
+    accumulate_grad_batches: int = 1,
+    clip: GradientClip | None = None,
 ) -> Selection:
-    """Choose and configure the strategy.
+    """Choose the strategy and check it.
 
     `devices="auto"` is what the launcher started, or one process without a launcher on the CPU, or all accelerators.
 
@@ -79,6 +94,23 @@ def select(
             f"num_nodes={num_nodes} needs a launcher on every node, and none was found ({topology}). Start the script "
             f"with `torchrun --nnodes {num_nodes} --nproc-per-node {len(indices)} …` or with srun."
         )
+    chosen = _chosen(strategy, world, sync_batchnorm=sync_batchnorm)
+    nodes = topology.num_nodes if launched else num_nodes
+    settings = EngineSettings(kind, indices, nodes, precision, compile_options(compile), accumulate_grad_batches, clip)
+    chosen.check(settings)
+    if launched and topology.world_size > 1 and not chosen.is_distributed:
+        raise ConfigurationError(
+            f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "
+            "Use strategy='auto', or start one process."
+        )
+    starts = not launched and len(indices) > 1
+    if not launched and not starts:
+        topology = replace(topology, world_size=1)
+    return Selection(chosen, settings, topology, starts)
+
+
+def _chosen(strategy: str | Strategy, world: int, *, sync_batchnorm: bool) -> Strategy:
+    """Return the strategy that the Trainer's arguments name."""
     chosen: Strategy
     if isinstance(strategy, str):
         chosen = STRATEGIES.get(strategy if strategy != "auto" else "ddp" if world > 1 else "single")()
@@ -90,27 +122,17 @@ def select(
             )
         chosen = strategy
     if sync_batchnorm and hasattr(chosen, "sync_batchnorm"):
-        chosen.sync_batchnorm = True
+        chosen = chosen.with_options(sync_batchnorm=True)
     elif sync_batchnorm and chosen.is_distributed:  # in one process its statistics are those of all
         raise ConfigurationError(
             f"sync_batchnorm=True means nothing with {type(chosen).__name__}, which leaves BatchNorm layers as they "
             "are. Use strategy='ddp', or leave it out."
         )
-    nodes = topology.num_nodes if launched else num_nodes
-    chosen.configure(EngineSettings(kind, indices, nodes, precision, compile_options(compile)))
-    if launched and topology.world_size > 1 and not chosen.is_distributed:
-        raise ConfigurationError(
-            f"{type(chosen).__name__} runs one process, but the launcher started {topology.world_size} ({topology}). "
-            "Use strategy='auto', or start one process."
-        )
-    starts = not launched and len(indices) > 1
-    if not launched and not starts:
-        topology = replace(topology, world_size=1)
-    return Selection(chosen, topology, starts)
+    return chosen
 
 
-def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: bool, precision: Precision) -> Strategy:
-    """Choose and configure the strategy of a loop that the user owns: the launcher alone starts processes.
+def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: bool, precision: Precision) -> Selection:
+    """Choose and check the strategy of a loop that the user owns: the launcher alone starts processes.
 
     Args:
         strategy: `"auto"` is one process without a launcher.
@@ -144,7 +166,7 @@ def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: b
         compile=False,
         launcher="auto",
         sync_batchnorm=False,
-    ).strategy
+    )
 
 
 def _indices(

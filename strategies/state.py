@@ -112,11 +112,7 @@ class FullState:
             value: of a checkpoint: any shape, on the host.
             like: one of the task's tensors.
         """
-        if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
-            from trainwright.strategies.shards import piece_of
-
-            return piece_of(value, like)
-        return value
+        return shard_like(value, like)
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         """Return the parameters whole, by the task's own names; those of one tensor once.
@@ -143,6 +139,15 @@ class FullState:
         from trainwright.strategies.shards import whole
 
         return whole(tensor, self._device, keep=keep)
+
+
+def shard_like(value: Any, like: Any) -> Any:
+    """Shard a full tensor as `like` is sharded; other values are returned as they are. Not collective."""
+    if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():
+        from trainwright.strategies.shards import piece_of
+
+        return piece_of(value, like)
+    return value
 
 
 def state_dict_type_name(value: Any) -> str:

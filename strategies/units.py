@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
-from trainwright.core.task import TaskModule
 
 WrapPolicy = str | type[nn.Module] | Collection[str | type[nn.Module]] | Callable[..., Any]
 """Classes of modules or their names, or a function that says yes to a module; also a policy of `torch.distributed.
@@ -21,7 +20,15 @@ LARGE_NUM_PARAMS = 100_000_000
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
+@runtime_checkable
+class NamesUnits(Protocol):
+    """A model that names its units, as every task does; see `TaskModule.shard_units`."""
+
+    def shard_units(self) -> Iterable[nn.Module] | None:
+        """Return the units; None: the strategy's arguments define them."""
+
+
+def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
     """Return the modules that are sharded by themselves, inner ones before those around them.
 
     Parts that share parameters, or modules with parameters, with what lies outside of them are left to whatever
@@ -29,7 +36,8 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
     their weights and calls none of them.
 
     Args:
-        task: with `policy` and `min_num_params` None, what its `shard_units` returns.
+        task: A model or task. With `policy` and `min_num_params` None, its units are what its `shard_units` returns,
+            or modules of the classes that a model of transformers names in `_no_split_modules`.
         policy: which modules.
         min_num_params: modules with so many parameters that lie in no unit within them.
 
@@ -65,7 +73,7 @@ def find_units(task: TaskModule, policy: WrapPolicy | None, min_num_params: int 
     return found
 
 
-def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Module]:
+def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Module]:
     """Return the task's modules that a policy names.
 
     Raises:
@@ -100,7 +108,11 @@ def matching(task: TaskModule, policy: WrapPolicy, argument: str) -> list[nn.Mod
     return found
 
 
-def _own_choice(task: TaskModule) -> list[nn.Module]:
+def _own_choice(task: nn.Module) -> list[nn.Module]:
+    if not isinstance(task, NamesUnits):
+        # Classes of blocks, as models of transformers name them.
+        blocks = set(getattr(task, "_no_split_modules", None) or ())
+        return [module for module in task.modules() if type(module).__name__ in blocks]
     units = list(task.shard_units() or [])
     inside = {id(module) for module in task.modules()}
     for unit in units:
@@ -117,7 +129,7 @@ def _is_read(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention)
 
 
-def _by_size(task: TaskModule, least: int) -> set[int]:
+def _by_size(task: nn.Module, least: int) -> set[int]:
     found: set[int] = set()
 
     def left_of(module: nn.Module) -> dict[int, int]:
@@ -133,7 +145,7 @@ def _by_size(task: TaskModule, least: int) -> set[int]:
     return found
 
 
-def _by_torch_policy(task: TaskModule, policy: Callable[..., Any]) -> list[nn.Module]:
+def _by_torch_policy(task: nn.Module, policy: Callable[..., Any]) -> list[nn.Module]:
     """Ask a policy in the form of FSDP1: `policy(module, recurse, nonwrapped_numel)`."""
     found: list[nn.Module] = []
 
@@ -153,7 +165,7 @@ def _by_torch_policy(task: TaskModule, policy: Callable[..., Any]) -> list[nn.Mo
     return found
 
 
-def check_can_be_cut(task: TaskModule) -> None:
+def check_can_be_cut(task: nn.Module) -> None:
     """Check that every parameter has a dimension to be cut along, and a gradient that is cut as it is.
 
     Raises:
@@ -168,7 +180,7 @@ def check_can_be_cut(task: TaskModule) -> None:
     check_no_sparse(task)
 
 
-def check_no_sparse(task: TaskModule) -> None:
+def check_no_sparse(task: nn.Module) -> None:
     """Check that no layer makes sparse gradients, which torch cannot cut into pieces.
 
     Raises:
@@ -195,7 +207,7 @@ def check_compilable(units: list[nn.Module]) -> None:
         )
 
 
-def warn_of_large_rest(task: TaskModule, units: list[nn.Module], num_pieces: int) -> None:
+def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_pieces: int) -> None:
     """Warn when most of a large model lies in no unit, so that every rank gathers it whole. Not collective.
 
     Args:

@@ -18,7 +18,7 @@ from trainwright.data.combined import leaves_of
 from trainwright.data.loader import holds_loaders
 from trainwright.data.loader_options import LOADER_METHODS
 from trainwright.data.workers import Workers
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.arguments import TrainerArguments
 from trainwright.trainer.configuration.checks import has_step
 from trainwright.trainer.configuration.settings import Settings
@@ -110,17 +110,17 @@ class Sources:
             _refuse_empty(loader, _argument(stage, kind))
 
 
-def loader_options(arguments: TrainerArguments, strategy: Strategy, seed: int, workers: Workers) -> LoaderOptions:
+def loader_options(arguments: TrainerArguments, engine: Engine, seed: int, workers: Workers) -> LoaderOptions:
     """Return how a run's loaders are prepared on this rank, those of training first of all."""
-    ranks = strategy.data_ranks
+    ranks = engine.data_ranks
     return LoaderOptions(
         rank=ranks.rank,
         world=ranks.size,
         seed=seed,
         use_distributed_sampler=arguments.use_distributed_sampler,
         uneven=arguments.uneven_batches,
-        lockstep_evaluation=strategy.capabilities.lockstep_evaluation,
-        agree=(lambda values: strategy.data_ranks.gather_integers(values)) if ranks.size > 1 else None,
+        lockstep_evaluation=engine.capabilities.lockstep_evaluation,
+        agree=(lambda values: engine.data_ranks.gather_integers(values)) if ranks.size > 1 else None,
         per_sample_rng=arguments.per_sample_rng,
         workers=workers,
     )
@@ -318,7 +318,7 @@ class StageData:
     Args:
         sources: where loaders come from.
         task: whose own loaders come last; None: nothing is read.
-        strategy: knows the ranks that the data is dealt to.
+        engine: knows the ranks that the data is dealt to.
         settings: with the limits of what is read.
         history: says where training stands.
 
@@ -330,10 +330,10 @@ class StageData:
     """
 
     def __init__(
-        self, sources: Sources, task: TaskModule | None, strategy: Strategy, settings: Settings, history: History
+        self, sources: Sources, task: TaskModule | None, engine: Engine, settings: Settings, history: History
     ) -> None:
         self.sources = sources
-        self._given_task, self._strategy, self._settings, self._history = task, strategy, settings, history
+        self._given_task, self._engine, self._settings, self._history = task, engine, settings, history
         self.workers = Workers()
         self.made: TrainData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
@@ -342,7 +342,7 @@ class StageData:
     def _options(self) -> LoaderOptions:
         seed = self._history.seed
         assert seed is not None  # chosen when the processes joined
-        return loader_options(self._settings.arguments, self._strategy, seed, self.workers)
+        return loader_options(self._settings.arguments, self._engine, seed, self.workers)
 
     @property
     def _task(self) -> TaskModule:
@@ -360,7 +360,7 @@ class StageData:
             )
             place = self.place
             if place is not None:
-                self.made.check_resume(place, self._strategy.data_ranks.size)
+                self.made.check_resume(place, self._engine.data_ranks.size)
             self.made.begin_epoch(self._history.state.epoch, place and place["position"])
         return self.made
 
@@ -393,7 +393,7 @@ class StageData:
         place, data, self.place = self.place, self.train(), None
         if place is None:
             return None
-        data.load_place(place, self._strategy.data_ranks.rank, self._strategy.data_ranks.size)
+        data.load_place(place, self._engine.data_ranks.rank, self._engine.data_ranks.size)
         found: Mapping[str, int] | None = place["position"]
         if found is not None:
             self._history.state.batch_in_epoch = found["batch"]

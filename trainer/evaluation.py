@@ -41,7 +41,7 @@ def evaluate(
     Modules are in evaluation mode meanwhile and back in their own afterwards; no gradient is recorded.
 
     Args:
-        run: whose task, hooks and strategy are used.
+        run: whose task, hooks and engine are used.
         kind: which step, and whose loaders.
         max_batches: at most so many batches of each loader, besides the data's own limits.
         keep: return what the step returned.
@@ -61,9 +61,9 @@ def evaluate(
     outputs: list[list[Any]] = [[] for _ in data.loaders]
     if not any(limit is None or limit > 0 for limit in limits):
         return Flushed(), outputs
-    before, capabilities = metrics.stage, run.strategy.capabilities
+    before, capabilities = metrics.stage, run.engine.capabilities
     run.evaluating = kind
-    run.strategy.begin_evaluation()
+    run.engine.begin_evaluation()
     with _evaluation_mode(run, name), _no_gradients(run.arguments.inference_mode and capabilities.inference_mode):
         metrics.begin(kind, num_dataloaders=len(data.loaders))
         metrics.in_step = False
@@ -146,7 +146,7 @@ class Prediction:
         _, outputs = evaluate(self._run, "predict", keep=self._keep)
         if not self._keep:
             return None
-        merged = in_dataset_order(self._run.strategy.data_ranks.gather(outputs))
+        merged = in_dataset_order(self._run.engine.data_ranks.gather(outputs))
         return merged if self._run.data.evaluation("predict").is_list else merged[0]
 
 
@@ -160,7 +160,7 @@ def _prepare(run: StageRun, kind: EvaluationKind, max_batches: int | None) -> tu
 
 def _recorded(run: StageRun, calls: StepCalls, loader: PreparedLoader, idx: int) -> AbstractContextManager[None]:
     """Return what to enter around a step: in lock step the calls of this rank's last one are recorded."""
-    may_pad = run.strategy.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
+    may_pad = run.engine.capabilities.lockstep_evaluation and not (loader.counts and loader.has_batch(idx + 1))
     return calls.record(run) if may_pad else contextlib.nullcontext()
 
 
@@ -184,13 +184,13 @@ def _one_batch(
     """
     metrics, task, hooks = run.metrics, run.task, run.hooks
     loader = () if dataloader_idx is None else (dataloader_idx,)
-    batch = run.strategy.step.to_device(batch, dataloader_idx or 0)
+    batch = run.engine.step.to_device(batch, dataloader_idx or 0)
     metrics.batch, metrics.in_step = batch, True
     for hook in getattr(hooks, f"on_{name}_batch_start"):
         hook(run.trainer, task, batch, idx, *loader)
     try:
         with step:
-            output = run.strategy.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
+            output = run.engine.step.evaluate(f"{name}_step", batch, idx, dataloader_idx)
     except Exception as error:
         note_batch(run, error, f"{name}_step", batch, idx)
         raise

@@ -18,7 +18,7 @@ from trainwright.core.run import SchedulerConfig, Stage
 from trainwright.core.state import SkippedData, StepResult, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.settings import Settings
 from trainwright.trainer.run import StageRun
 
@@ -168,7 +168,7 @@ class LightningNames:
         lambda run: run.model, "The task, which no strategy replaces by a wrapper; None before the first verb."
     )
     datamodule = Fact[DataModule | None](lambda run: run.datamodule, "The data module of this stage, or None.")
-    strategy = Fact[Strategy](lambda run: run.strategy, "Computes steps and holds the processes.")
+    strategy = Fact[Engine](lambda run: run.engine, "The engine: it computes steps and holds the processes.")
     optimizers = Fact[list[Optimizer]](lambda run: run.optimizers, "What `configure_optimizers` returned.")
     lr_scheduler_configs = Fact[list[SchedulerConfig]](
         lambda run: run.lr_scheduler_configs, "The learning-rate schedules and when they step."
@@ -179,29 +179,31 @@ class LightningNames:
     early_stopping_callbacks = Fact[list[Any]](lambda run: _all(run, Stopper), "Every EarlyStopping.")
     progress_bar_callback = Fact[Any](lambda run: _first(run, ProgressDisplay), "The progress bar, or None.")
     accelerator = Fact[str](
-        lambda run: run.strategy.device_type, "The kind of device that is computed on, as torch calls it."
+        lambda run: run.engine.settings.device_type, "The kind of device that is computed on, as torch calls it."
     )
-    device = Fact[torch.device](lambda run: run.strategy.device, "The device that this process computes on.")
-    device_ids = Fact[list[int]](lambda run: list(run.strategy.device_indices), "Indices of the devices of this node.")
-    precision = Fact[str](lambda run: run.strategy.precision.name, 'The precision\'s name, such as `"bf16-mixed"`.')
+    device = Fact[torch.device](lambda run: run.engine.device, "The device that this process computes on.")
+    device_ids = Fact[list[int]](
+        lambda run: list(run.engine.settings.device_indices), "Indices of the devices of this node."
+    )
+    precision = Fact[str](lambda run: run.engine.precision.name, 'The precision\'s name, such as `"bf16-mixed"`.')
     scaler = Fact[torch.amp.GradScaler | None](
-        lambda run: run.strategy.scaler, "The loss scaler of 16-bit mixed precision during a fit, or None."
+        lambda run: run.engine.scaler, "The loss scaler of 16-bit mixed precision during a fit, or None."
     )
 
     # Processes
 
     global_rank = Fact[int](lambda run: run.global_rank, "Rank among all processes.")
-    local_rank = Fact[int](lambda run: run.strategy.processes.local_rank, "Rank among the processes of this node.")
-    node_rank = Fact[int](lambda run: run.strategy.processes.topology.node_rank, "Rank of this node among the nodes.")
+    local_rank = Fact[int](lambda run: run.engine.processes.local_rank, "Rank among the processes of this node.")
+    node_rank = Fact[int](lambda run: run.engine.processes.topology.node_rank, "Rank of this node among the nodes.")
     world_size = Fact[int](lambda run: run.world_size, "Number of processes.")
-    num_nodes = Fact[int](lambda run: run.strategy.processes.num_nodes, "Number of nodes.")
-    num_devices = Fact[int](lambda run: run.strategy.num_processes, "Processes on this node.")
+    num_nodes = Fact[int](lambda run: run.engine.processes.num_nodes, "Number of nodes.")
+    num_devices = Fact[int](lambda run: len(run.engine.settings.device_indices), "Processes on this node.")
     is_global_zero = Fact[bool](lambda run: run.is_main, "Whether this is the main process.")
     distributed_sampler_kwargs = Fact[dict[str, int] | None](
         lambda run: (
             None
             if run.exchange is None
-            else {"num_replicas": run.strategy.data_ranks.size, "rank": run.strategy.data_ranks.rank}
+            else {"num_replicas": run.engine.data_ranks.size, "rank": run.engine.data_ranks.rank}
         ),
         "How many ranks the data is divided among and which of them this is; None for one.",
     )

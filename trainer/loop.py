@@ -1,7 +1,7 @@
 """FitLoop: the loop on one page.
 
 Read `run`, `_epoch` and `_after_step` for what happens in a fit and in which order. How a step is computed is the
-strategy's (`strategies/steps/step.py`); what a stage does before and after is in `stage.py`; when something is due is
+engine's (`strategies/steps/step.py`); what a stage does before and after is in `stage.py`; when something is due is
 told by `schedule.py`, what becomes of a loss that is no number by `non_finite.py`, what callbacks asked for is done in
 `safe_point.py`.
 """
@@ -43,7 +43,7 @@ class FitLoop:
         self._run = run
         self._end = EndOfFit(run.settings.limits)
         self._samples_decide = "samples" in run.settings.units
-        self._agreement = Agreement(run.strategy.processes, _AGREE_EVERY_N_STEPS)
+        self._agreement = Agreement(run.engine.processes, _AGREE_EVERY_N_STEPS)
         self._log_every = Interval(Duration(run.settings.log_every_n_steps, "steps"))
         self._validates = False  # in the present epoch
         self._metrics_begun = False  # of the epoch that comes next
@@ -94,7 +94,7 @@ class FitLoop:
     def _epoch(self) -> None:
         """One epoch, or what is left of it: a group of micro-batches after the other, each one optimizer step."""
         run, loop = self._run, self._run.loop
-        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.hooks, run.strategy.step
+        trainer, task, state, hooks, step = run.trainer, run.task, run.state, run.hooks, run.engine.step
         clip = run.settings.clip
         groups = self._begin_epoch()
         if state.validation_owed:
@@ -214,7 +214,7 @@ class FitLoop:
         if closed:
             run.schedules.after_epoch_metrics(state.epoch, run.shown.callback)
         else:
-            run.history.open_metrics = run.strategy.data_ranks.gather(metrics_state(run))
+            run.history.open_metrics = run.engine.data_ranks.gather(metrics_state(run))
         state.epoch_done = closed
         safe_point.settle(run)
         self._agree()
@@ -241,12 +241,12 @@ class FitLoop:
             samples = (
                 batch_size(group.batches[0])
                 if n == 1 and not run.exchange
-                else count_samples(group, run.strategy, exact=self._samples_decide)
+                else count_samples(group, run.engine, exact=self._samples_decide)
             )
         state.samples += samples
         state.samples_in_epoch += samples
         if run.count_tokens:
-            state.tokens += count_tokens(group, run.task, run.strategy)
+            state.tokens += count_tokens(group, run.task, run.engine)
         if stepped and run.schedules.steps_often:
             run.schedules.after_step(state.step, _metrics_of_step(run) if run.schedules.watch_steps else {})
         if group.is_last:
@@ -270,10 +270,10 @@ class FitLoop:
         run.loop.check_finite()
         run.state.validation_owed = True  # a checkpoint that is written meanwhile does not know what it comes to
         in_step, run.metrics.in_step = run.metrics.in_step, False
-        data, device = run.data.evaluation("validate"), run.strategy.device
+        data, device = run.data.evaluation("validate"), run.engine.device
         generators = rng_state(device)
         try:
-            watch = EvaluationWatch(run.preemption, run.strategy.processes, data)
+            watch = EvaluationWatch(run.preemption, run.engine.processes, data)
             evaluation.evaluate(run, "validate", abandon=watch, taken=partial(run.loop.note_validation, run.state))
         except evaluation.Abandoned:
             set_rng_state(generators, device)  # a resume does the whole validation again, as if for the first time

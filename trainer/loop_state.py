@@ -12,7 +12,7 @@ import torch
 from trainwright.core.state import Group, TrainState
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import batch_size
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 from trainwright.trainer.schedule import Stop, ValidationSchedule
 
 
@@ -118,24 +118,24 @@ class LoopState:
             restore()
 
 
-def count_samples(group: Group, strategy: Strategy, *, exact: bool) -> int:
+def count_samples(group: Group, engine: Engine, *, exact: bool) -> int:
     """Return the samples of a group whose loader does not tell. With several data ranks and `exact`, collective.
 
     Args:
         group: this rank's.
-        strategy: knows the other ranks.
+        engine: knows the other ranks.
         exact: something is decided by the number, so that ranks must agree on it; only then is it worth an exchange.
     """
     mine = sum(batch_size(batch) for batch in group.batches)
-    if strategy.processes.world_size == 1:
+    if engine.processes.world_size == 1:
         return mine
-    return _sum(mine, strategy) if exact else mine * strategy.data_ranks.size
+    return _sum(mine, engine) if exact else mine * engine.data_ranks.size
 
 
-def count_tokens(group: Group, task: TaskModule, strategy: Strategy) -> int:
+def count_tokens(group: Group, task: TaskModule, engine: Engine) -> int:
     """Return the tokens of a group, as the task counts them. Collective with several data ranks."""
-    return _sum(sum(task.num_tokens(batch) for batch in group.batches), strategy)
+    return _sum(sum(task.num_tokens(batch) for batch in group.batches), engine)
 
 
-def _sum(value: int, strategy: Strategy) -> int:
-    return sum(of_rank[0] for of_rank in strategy.data_ranks.gather_integers([value]))
+def _sum(value: int, engine: Engine) -> int:
+    return sum(of_rank[0] for of_rank in engine.data_ranks.gather_integers([value]))

@@ -8,7 +8,7 @@ from math import isfinite
 
 from trainwright.core.errors import TrainwrightWarning
 from trainwright.core.state import TrainState
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 from trainwright.trainer.configuration.settings import Limits
 
 _ENOUGH_BATCHES = 50  # without one loss, to say so before the end of a long epoch
@@ -18,11 +18,11 @@ class Notices:
     """Give each notice once in a fit, on the main rank.
 
     Args:
-        strategy: knows which rank this is.
+        engine: knows which rank this is.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._given: set[str] = set()
 
     def stop_put_off(self, state: TrainState, limits: Limits, reason: str | None) -> None:
@@ -66,6 +66,6 @@ class Notices:
         self._give("bad loss", f"{name} is {values[name]} at step {step}; the weights may be spoilt: {how}.")
 
     def _give(self, name: str, text: str) -> None:
-        if name not in self._given and self._strategy.is_main:
+        if name not in self._given and self._engine.is_main:
             warnings.warn(text, TrainwrightWarning, stacklevel=4)
         self._given.add(name)

@@ -257,14 +257,14 @@ class Schedules:
 
 
 class ManualOptimizer:
-    """An optimizer as a task that optimizes manually sees it: `step` goes through the strategy.
+    """An optimizer as a task that optimizes manually sees it: `step` goes through the engine.
 
     Everything else (`param_groups`, `zero_grad`, `state_dict`, …) is the optimizer's own, whose class it also has for
     `isinstance`.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: object) -> None:
-        vars(self).update(_optimizer=optimizer, _strategy=strategy)
+    def __init__(self, optimizer: Optimizer, engine: object) -> None:
+        vars(self).update(_optimizer=optimizer, _engine=engine)
 
     @property
     def __class__(self) -> Any:
@@ -297,7 +297,7 @@ class ManualOptimizer:
             raise TaskError(
                 f"step(closure={type(closure).__name__}): the closure must be a function that returns the loss."
             )
-        return self._strategy.step.step_optimizer(self._optimizer, closure, **own)
+        return self._engine.step.step_optimizer(self._optimizer, closure, **own)
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
@@ -306,7 +306,7 @@ class ManualOptimizer:
         Args:
             sync_grad: False keeps the gradients of its backward passes on this rank, see `TaskModule.no_sync`.
         """
-        with self._strategy.task.toggled_optimizer(self), nullcontext() if sync_grad else self._strategy.step.no_sync():
+        with self._engine.task.toggled_optimizer(self), nullcontext() if sync_grad else self._engine.step.no_sync():
             yield
 
     def __getattr__(self, name: str) -> Any:

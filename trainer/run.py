@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import sys
 import warnings
@@ -31,9 +30,9 @@ from trainwright.loggers.logger_group import LoggerGroup
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import Exchange, Flushed
 from trainwright.processes.standing import Position
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import ManualStep
-from trainwright.strategies.strategy import Strategy
 from trainwright.trainer.checkpoints.job import Attempt
 from trainwright.trainer.checkpoints.save_queue import SaveQueue
 from trainwright.trainer.configuration.settings import Settings
@@ -78,14 +77,14 @@ class StageRun:
         stage: which one; None: none runs, there is only something to ask.
         task: the user's task; None before there is one.
         sources: where loaders come from.
-        strategy: prepared already, for a trial within another stage; a copy of the configured one unless told.
+        engine: Already prepared, for a trial within another stage. Default: None, which creates one.
         is_trial: steps are tried out only: there are no callbacks, loggers are mute, nothing is saved.
 
     Attributes:
         arguments: the Trainer's, as part of `settings`.
         state: where training stands, as part of `history`.
         datamodule: the data module of this stage, or None.
-        strategy: computes steps and holds the processes.
+        engine: computes steps and holds the processes.
         callbacks: this stage's callbacks, the task's own included.
         hooks: who listens to which event.
         loggers, logging: the loggers; the loggers as one, None before they are set up.
@@ -121,7 +120,7 @@ class StageRun:
         stage: Stage | None = None,
         task: TaskModule | None = None,
         sources: Sources | None = None,
-        strategy: Strategy | None = None,
+        engine: Engine | None = None,
         *,
         is_trial: bool = False,
     ) -> None:
@@ -130,7 +129,7 @@ class StageRun:
         self.arguments, self.state = settings.arguments, history.state
         self._task = task
         self.datamodule: DataModule | None = sources.datamodule
-        self.strategy = copy.copy(settings.selection.strategy) if strategy is None else strategy
+        self.engine = settings.selection.engine() if engine is None else engine
         self.callbacks: list[Callback] = [] if is_trial else settings.callbacks
         self.hooks = HookTable()
         self.loggers: list[Any] = settings.loggers
@@ -140,11 +139,11 @@ class StageRun:
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.schedules = Schedules([], task)
-        self.data = StageData(sources, task, self.strategy, settings, history)
+        self.data = StageData(sources, task, self.engine, settings, history)
         self.shown = ShownMetrics()
         self.loop = LoopState()
-        self.saves = SaveQueue(self.strategy, settings.arguments, muted=is_trial)
-        self.notices = Notices(self.strategy)
+        self.saves = SaveQueue(self.engine, settings.arguments, muted=is_trial)
+        self.notices = Notices(self.engine)
         self.is_trial = is_trial
         self.is_set_up = self.trains = self.resumed = self.interrupted = False
         self.origin: Path | None = None
@@ -282,38 +281,38 @@ class StageRun:
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        return self.strategy.processes.world_size
+        return self.engine.processes.world_size
 
     @property
     def global_rank(self) -> int:
         """Rank among all processes."""
-        return self.strategy.processes.rank
+        return self.engine.processes.rank
 
     @property
     def is_main(self) -> bool:
         """Whether this is the main process."""
-        return self.strategy.is_main
+        return self.engine.is_main
 
     def broadcast(self, value: object, src: int = 0) -> Any:
         """Return `value` of rank `src` on every rank. Collective; small picklable objects, on the host."""
-        return self.strategy.processes.broadcast_object(value, src)
+        return self.engine.processes.broadcast_object(value, src)
 
     def barrier(self) -> None:
         """Wait for every rank. Collective."""
-        self.strategy.processes.barrier()
+        self.engine.processes.barrier()
 
     def all_gather(self, data: object, sync_grads: bool = False) -> Any:
         """Gather tensors (in any containers) of all ranks along a new first dimension. Collective."""
-        self.strategy.processes.meet("all_gather()")
-        return map_tensors(lambda tensor: self.strategy.data_ranks.all_gather(tensor, sync_grads), data)
+        self.engine.processes.meet("all_gather()")
+        return map_tensors(lambda tensor: self.engine.data_ranks.all_gather(tensor, sync_grads), data)
 
     def whole_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return one of the task's tensors, or one cut alike, whole; see `Run.whole_tensor`."""
-        return self.strategy.state.full_tensor(tensor)
+        return self.engine.state.full_tensor(tensor)
 
     def cut_like(self, value: object, like: torch.Tensor) -> Any:
         """Return this process's piece of a whole tensor, cut as the task's tensor `like` is. Not collective."""
-        return self.strategy.state.shard_like(value, like)
+        return self.engine.state.shard_like(value, like)
 
     # Callbacks by role, and their wishes
 
@@ -379,13 +378,13 @@ class StageRun:
 
     def task_optimizers(self) -> Sequence[Any]:
         """The optimizers as a task should use them: wrapped when it steps them itself."""
-        optimizers: list[Optimizer] = self.strategy.optimizers
+        optimizers: list[Optimizer] = self.engine.optimizers
         if self.task.automatic_optimization:
             return optimizers
-        return [ManualOptimizer(optimizer, self.strategy) for optimizer in optimizers]
+        return [ManualOptimizer(optimizer, self.engine) for optimizer in optimizers]
 
     def _by_hand(self) -> ManualStep:
-        step = self.strategy.step
+        step = self.engine.step
         assert isinstance(step, ManualStep)  # asked before: the task optimizes by hand
         return step
 
@@ -412,4 +411,4 @@ class StageRun:
         clip = GradientClip.parse(max_value, algorithm)
         if clip is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            self.strategy.clip_parameters(parameters, clip)
+            self.engine.gradients.clip(parameters, clip)

@@ -61,7 +61,7 @@ def check_stage(settings: Settings, stage: Stage, task: TaskModule, sources: Sou
         counts_tokens="tokens" in settings.units,
     )
     check_callbacks(settings.callbacks, stage)
-    check_needs(settings.callbacks, settings.selection.strategy, task if stage == "fit" else None)
+    check_needs(settings.callbacks, settings.selection, task if stage == "fit" else None)
     if sources.datamodule is not None:
         check_datamodule(sources.datamodule, stage)
     kind = "train" if stage == "fit" else stage
@@ -92,7 +92,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
     """Set a stage up for what runs inside, and tear it down however that ends. Collective.
 
     Raises:
-        Exception: what has failed, or what the strategy says of it more clearly.
+        Exception: what has failed, or the engine's clearer error for it.
     """
     given = run.arguments
     status: Status = "failed"
@@ -100,7 +100,7 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
         try:
             with kernel_choice(given.benchmark, given.deterministic, given.detect_anomaly):
                 _join(run)
-                processes = run.strategy.processes
+                processes = run.engine.processes
                 if run.stage == "fit":
                     watch.enter_context(run.preemption.watching(run))
                 with processes.watched(run.position):
@@ -111,14 +111,14 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
                     yield
                     if run.trains and not run.is_trial:
                         _end_fit(run)
-                    run.strategy.make_whole()
+                    run.engine.unshard()
                     processes.barrier()  # nobody leaves while another still talks to it
             status = "success"
         except BaseException as error:
             run.interrupted = isinstance(error, KeyboardInterrupt)
             if run.interrupted or isinstance(error, Preempted):
                 status = "interrupted"
-            clearer = ending.tell_about(run, error)
+            clearer = ending.report_error(run, error)
             if clearer is not None:
                 raise clearer from error
             raise
@@ -128,10 +128,10 @@ def on_this_process(run: StageRun, load: LoadRequest) -> Iterator[None]:
 
 def _join(run: StageRun) -> None:
     topology = detect("torchrun") if started_by_trainer() else run.settings.selection.topology
-    run.strategy.setup(topology)
-    processes, history = run.strategy.processes, run.history
+    run.engine.start(topology)
+    processes, history = run.engine.processes, run.history
     if processes.world_size > 1:
-        run.exchange = lambda value: run.strategy.data_ranks.gather(value)
+        run.exchange = lambda value: run.engine.data_ranks.gather(value)
         history.run_id = processes.broadcast_object(history.run_id)
     if history.seed is None:
         history.seed = processes.broadcast_object(torch.initial_seed())
@@ -152,21 +152,21 @@ def _set_up(run: StageRun, load: LoadRequest) -> None:
         run.callbacks = with_task_callbacks(run.callbacks, task)
     log_through(task, run.callbacks)
     check_callbacks(run.callbacks, stage)
-    check_needs(run.callbacks, run.strategy)  # those of the task too
+    check_needs(run.callbacks, run.settings.selection)  # those of the task too
     run.hooks = HookTable(run.callbacks, task)
     run.is_set_up = True
     _prepare_data(run)
     opened = open_for(run, stage, load)
     if opened is not None:
-        run.strategy.when_built = partial(opened.show, run)
-    run.optimizers = run.strategy.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None)
+        run.engine.when_built = partial(opened.show, run)
+    run.optimizers = run.engine.prepare(task, partial(_make_optimizers, run) if stage == "fit" else None, run.trainer)
     run.schedules = Schedules(run.lr_scheduler_configs, task)
     run.count_tokens |= "tokens" in run.settings.units
     run.logging = LoggerGroup(run.loggers, is_main=run.is_main and not run.is_trial)
     if opened is not None:
         restore.load(run, opened)
     start_loggers(run, stage)
-    run.strategy.attach(run.trainer, run.hooks, run.metrics)
+    run.engine.attach(run.trainer, run.hooks, run.metrics)
     task._sink = run.metrics
     if stage != "fit":
         return
@@ -183,7 +183,7 @@ def _prepare_data(run: StageRun) -> None:
     owners = [owner for owner in (data, task) if owner is not None]
     for owner in owners:
         per_node = getattr(owner, "prepare_data_per_node", True)
-        if run.strategy.processes.local_rank == 0 if per_node else run.is_main:
+        if run.engine.processes.local_rank == 0 if per_node else run.is_main:
             owner.prepare_data()
     run.barrier()
     if data is not None:
@@ -208,11 +208,11 @@ def _sanity_check(run: StageRun) -> None:
     limit = run.settings.num_sanity_val_steps
     if limit == 0 or not run.data.has_validation or run.resumed:
         return
-    with isolate_rng(run.strategy.device):
+    with isolate_rng(run.engine.device):
         run.sanity_checking = True
         try:
             run.fire("on_sanity_check_start")
-            watch = EvaluationWatch(run.preemption, run.strategy.processes, run.data.evaluation("validate"))
+            watch = EvaluationWatch(run.preemption, run.engine.processes, run.data.evaluation("validate"))
             evaluation.evaluate(run, "validate", max_batches=None if limit == -1 else limit, abandon=watch)
             run.fire("on_sanity_check_end")
         except evaluation.Abandoned:

@@ -339,7 +339,7 @@ class Trainer(LightningNames):
             if self.settings.selection.starts_processes and not started_by_trainer():
                 involved = [task, sources.datamodule, *sources.given.values(), *run.callbacks, *run.loggers]
                 work = partial(Trainer._elsewhere, self, stage, task, sources, load, make_loop, is_trial)
-                result = run_in_processes(work, run.strategy.num_processes, involved, before=begin_alike())
+                result = run_in_processes(work, len(run.engine.settings.device_indices), involved, before=begin_alike())
             else:
                 with on_this_process(run, load):
                     result = make_loop(run).run()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.ddp.replicas import (
     any_trained,
@@ -25,10 +26,10 @@ from trainwright.strategies.ddp.replicas import (
     check_can_be_alone,
     frozen_parameters,
 )
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.steps.gradients import GradientClip, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import MakeOptimizers
 
 _CHUNK_BYTES = 25 * 2**20  # of weights that are averaged in one exchange, as in DistributedDataParallel's buckets
 
@@ -64,23 +65,42 @@ class LocalSGDStrategy(DataParallel):
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
         self.local_sgd_steps = local_sgd_steps
-        self._apart = self._states_apart = False
-        self._frozen: list[nn.Parameter] = []
 
-    def configure(self, settings: EngineSettings) -> None:
-        super().configure(settings)
-        if self.precision.scaled:
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
+        if settings.precision.scaled:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} leaves out steps whose gradients overflow, which are others on "
+                f"precision={settings.precision.name!r} leaves out steps whose gradients overflow, which are others on "
                 "each rank under LocalSGDStrategy. Use precision='bf16-mixed', or strategy='ddp'."
             )
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[torch.optim.Optimizer]:
-        optimizers = super().prepare(task, make_optimizers)
-        broadcast_from_main(task)
+    def engine(self, settings: EngineSettings) -> Engine:
+        return LocalSGDEngine(self, settings)
+
+
+class LocalSGDEngine(ParallelEngine):
+    """Trains a replica on every process, and averages them from time to time."""
+
+    strategy: LocalSGDStrategy
+
+    def __init__(self, strategy: LocalSGDStrategy, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
         self._apart = self._states_apart = False
+        self._frozen: list[nn.Parameter] = []
+
+    def prepare(
+        self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan
+    ) -> list[torch.optim.Optimizer]:
+        optimizers = super().prepare(task, make_optimizers, plan)
+        broadcast_from_main(task)
         self._frozen = frozen_parameters(task)  # since the beginning: those that are frozen later have come apart
         return optimizers
+
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> NoReturn:
+        raise ConfigurationError(
+            "LocalSGDStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
+            "strategy='single' or 'ddp', or write the step as a TaskModule for Trainer(strategy=…)."
+        )
 
     def make_step(self, parts: StepParts) -> Step:
         # Gradients are the mean over what this rank consumed.
@@ -94,17 +114,17 @@ class LocalSGDStrategy(DataParallel):
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
         # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
-        if (self.step.run.state.step + 1) % self.local_sgd_steps == 0 and not self.data_ranks.alone:
+        if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
             self._average_parameters()
 
     def _come_apart(self) -> None:
         self._apart = self._states_apart = True
 
-    def leave_others(self) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[Engine]:
         check_can_be_alone(self.task)
-
-    def rejoin_others(self) -> None:
-        """Do nothing: a rank trains alone anyway."""
+        with super()._alone() as single:
+            yield single
 
     # Averages
 
@@ -128,7 +148,7 @@ class LocalSGDStrategy(DataParallel):
                 offset += tensor.numel()
 
     def begin_evaluation(self) -> None:
-        if self._apart and not self.data_ranks.alone:
+        if self._apart:
             self._average_parameters()
 
     @torch.no_grad()
@@ -147,7 +167,7 @@ class LocalSGDStrategy(DataParallel):
         self._average(states[key] for key in sorted(everywhere))
         self._states_apart = False
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         self.begin_save()  # also one that is written after the stage, when the others may be gone
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Self
 from weakref import WeakSet
@@ -19,8 +18,9 @@ from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.ddp.bucket_order import BucketOrder
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
@@ -35,11 +35,11 @@ from trainwright.strategies.ddp.replicas import (
     frozen_parameters,
     unused_parameters,
 )
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
+from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-from trainwright.strategies.strategy import MakeOptimizers
 
 _REMOVED = {
     **OF_LIGHTNING,
@@ -58,24 +58,23 @@ class DDPStrategy(DataParallel):
     """Trains one replica per process with torch's DistributedDataParallel.
 
     Args:
-        find_unused_parameters: parameters that a step does not use are looked for in every step.
-        static_graph: the same parameters are used, in the same order, in every step.
-        bucket_cap_mb: size of the gradient buckets, in MiB; torch's default when None.
-        gradient_as_bucket_view: gradients live in the buckets, which saves one copy of them.
-        broadcast_buffers: rank 0's buffers are copied to the others before every training forward.
-        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: how a bucket of gradients is averaged; see `CommHook`.
-        sync_each_batch: gradients are averaged after every micro-batch of a step, not after its last one alone.
-        timeout: how long a collective may take: seconds, a timedelta, a Duration or text such as `"30 min"`.
-        hang_timeout: how long a rank may stand still before it is printed where each rank stands; `"auto"`: half of
-            `timeout`, ten minutes at most; None: never.
-        process_group_backend: gloo on the CPU and NCCL on CUDA unless told.
-        sync_batchnorm: replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
-        removed: none; further options of others' raise an error that says who does what they did.
+        find_unused_parameters: Search in every step for parameters that it does not use. Default: False.
+        static_graph: The same parameters are used, in the same order, in every step. Default: False.
+        bucket_cap_mb: Size of the gradient buckets, in MiB. Default: None, which is torch's.
+        gradient_as_bucket_view: Gradients are views of the buckets, which saves one copy of them. Default: True.
+        broadcast_buffers: Copy rank 0's buffers to the other ranks before every training forward. Default: True.
+        ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state: How a bucket of gradients is averaged; see `CommHook`.
+        sync_each_batch: Average gradients after every micro-batch of a step, not after its last one alone. Default:
+            False.
+        timeout, hang_timeout, process_group_backend: See `DataParallel`.
+        sync_batchnorm: Replace BatchNorm layers by ones whose statistics are of all processes (accelerators only).
+            Default: False.
 
     Raises:
-        ConfigurationError: a length of time that is none, or an argument or a communication hook that is unknown.
+        ConfigurationError: A value, an option or a communication hook is unknown.
     """
 
+    @known_arguments(refuse_removed("DDPStrategy", _REMOVED))
     def __init__(
         self,
         *,
@@ -92,11 +91,8 @@ class DDPStrategy(DataParallel):
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
         sync_batchnorm: bool = False,
-        **removed: Any,
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        known = (name for name in inspect.signature(DDPStrategy).parameters if name != "removed")
-        refuse_options("DDPStrategy", removed, tuple(known), _REMOVED)
         self.sync_batchnorm = sync_batchnorm
         self.sync_each_batch = sync_each_batch
         self.comm_hook = CommHook(ddp_comm_hook, ddp_comm_wrapper, ddp_comm_state)
@@ -109,38 +105,51 @@ class DDPStrategy(DataParallel):
             self.ddp_options["broadcast_buffers"] = False
         if bucket_cap_mb is not None:
             self.ddp_options["bucket_cap_mb"] = bucket_cap_mb
-        self._replica: DistributedDataParallel | None = None
-        self._learns_graph = False
-        self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()  # of loops of others, with a static graph
-        self._was_wrapped = False
-        self._bucket_order = BucketOrder()
-        self._frozen: list[nn.Parameter] = []
-        self._wrapped_step: Any = None
 
     @classmethod
     def from_kwargs(cls, kwargs: DistributedDataParallelKwargs, **arguments: Any) -> Self:
-        """Make the strategy from Hugging Face Accelerate's options and from further arguments of its own.
+        """Create the strategy from Hugging Face Accelerate's options and from further arguments of its own.
 
         Raises:
-            ConfigurationError: see `DistributedDataParallelKwargs.to_arguments` and `CommHook`.
+            ConfigurationError: See `DistributedDataParallelKwargs.to_arguments` and `CommHook`.
         """
         return cls(**kwargs.to_arguments(), **arguments)
 
-    def configure(self, settings: EngineSettings) -> None:
-        super().configure(settings)
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
         if self.sync_batchnorm and settings.device_type == "cpu":
             raise ConfigurationError(
                 "sync_batchnorm=True, but torch's SyncBatchNorm does not run on the CPU. Leave it out, or use "
                 "GroupNorm or LayerNorm."
             )
 
+    def engine(self, settings: EngineSettings) -> Engine:
+        return DDPEngine(self, settings)
+
+
+class DDPEngine(ParallelEngine):
+    """Replicates models, and averages gradients while backward runs."""
+
+    strategy: DDPStrategy
+
+    def __init__(self, strategy: DDPStrategy, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
+        self.comm_hook, self.ddp_options = strategy.comm_hook, strategy.ddp_options
+        self._replica: DistributedDataParallel | None = None
+        self._learns_graph = False
+        # Of user-written loops, with a static graph.
+        self._unrecorded: WeakSet[DistributedDataParallel] = WeakSet()
+        self._bucket_order = BucketOrder()
+        self._frozen: list[nn.Parameter] = []
+        self._wrapped_step: Any = None
+
     def _build(self, task: TaskModule) -> None:
         super()._build(task)
-        if self.sync_batchnorm:  # what `configure_model` has built too
+        if self.strategy.sync_batchnorm:  # what `configure_model` has built too
             nn.SyncBatchNorm.convert_sync_batchnorm(task)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        optimizers = super().prepare(task, make_optimizers, plan)
         trains = make_optimizers is not None and any(p.requires_grad for p in task.parameters())
         if trains and task.automatic_optimization:
             self._wrap()
@@ -158,7 +167,7 @@ class DDPStrategy(DataParallel):
         self._learns_graph = self.ddp_options["static_graph"]
         if self._reorders_buckets:
             self._bucket_order.record(self._replica, self.task)
-        self._wrapped_step = self._replica if self.compile_options is None else self._compile(self._replica)
+        self._wrapped_step = self._replica if self.settings.compile_options is None else self._compile(self._replica)
         self._frozen = frozen_parameters(self.task)
         self._training_call = self._run_thawed if self._frozen else self._wrapped_step
         # The replica's buffers are rank 0's only in training forwards; an evaluation step runs on the task
@@ -171,16 +180,19 @@ class DDPStrategy(DataParallel):
             self._wrap()
         return self._wrapped_step(*args)
 
-    def prepare_model(self, model: nn.Module) -> nn.Module:
-        """Return a replica that averages gradients, or the model where nothing is trained. Collective.
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+        """Return a replica of each model that averages gradients, or the model if nothing is trained. Collective.
 
-        The weights and buffers of rank 0 go to all.
+        All ranks start from the weights and buffers of rank 0.
         """
+        return [self._replicate(model) for model in models]
+
+    def _replicate(self, model: nn.Module) -> nn.Module:
         model.to(self.device)
         if not any(parameter.requires_grad for parameter in model.parameters()):
             broadcast_from_main(model)
             return model
-        if self.sync_batchnorm:
+        if self.strategy.sync_batchnorm:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch has no types here
         replica = DistributedDataParallel(model, **self.ddp_options)
         self.comm_hook.register(replica)
@@ -188,7 +200,7 @@ class DDPStrategy(DataParallel):
             self._unrecorded.add(replica)
         return replica
 
-    def no_sync(self, prepared: nn.Module) -> AbstractContextManager[Any]:
+    def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         if not isinstance(prepared, DistributedDataParallel):
             return nullcontext()
         if prepared in self._unrecorded:  # its first backward has to synchronize, see `_synchronize`
@@ -227,8 +239,10 @@ class DDPStrategy(DataParallel):
 
     def make_step(self, parts: StepParts) -> Step:
         if self.task.automatic_optimization:
-            return AutomaticStep(parts if self.sync_each_batch else replace(parts, synchronize=self._synchronize))
-        return ManualStep(parts, None if parts.ranks.alone else self._average_gradients)
+            return AutomaticStep(
+                parts if self.strategy.sync_each_batch else replace(parts, synchronize=self._synchronize)
+            )
+        return ManualStep(parts, self._average_gradients)
 
     def _synchronize(self, last: bool) -> None:
         if self._replica is None:
@@ -237,20 +251,19 @@ class DDPStrategy(DataParallel):
             self._learns_graph, last = False, True  # synchronize
         self._replica.require_backward_grad_sync = last
 
-    def clearer(self, error: BaseException, model: nn.Module) -> Exception | None:
+    def explain_error(self, error: BaseException, model: nn.Module) -> Exception | None:
         return unused_parameters(error, model)
 
-    def leave_others(self) -> None:
+    @contextmanager
+    def _alone(self) -> Iterator[Engine]:
         check_can_be_alone(self.task)
-        self._was_wrapped = self._replica is not None
-        if self._was_wrapped:
+        wrapped = self._replica is not None
+        if wrapped:
             self.step.discard_gradients()  # they may be views of the replica's buckets
             self._unwrap()
-            compiles = self.compile_options is not None
-            self._training_call = self._compile(StepModule(self.task)) if compiles else None
-
-    def rejoin_others(self) -> None:
-        if self._was_wrapped:
+        with super()._alone() as single:
+            yield single
+        if wrapped:
             self._wrap()
 
     def _average_gradients(self) -> None:
@@ -288,6 +301,6 @@ class DDPStrategy(DataParallel):
             # for a thread that may want it (torch 2.13).
             del replica.logger, replica.reducer, replica.process_group
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         self._unwrap()
-        super().teardown()
+        super().close()

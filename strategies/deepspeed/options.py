@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
+from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_removed
 
 Path = tuple[str, ...]
 DEVICES = ("none", "cpu", "nvme")
@@ -108,8 +108,8 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
     Raises:
         ConfigurationError: one that there is not, or a value that is none.
     """
-    unknown = {name: value for name, value in given.items() if name not in NAMES}
-    refuse_options("DeepSpeedStrategy", unknown, ("config", *NAMES), _REMOVED)
+    for name in given.keys() - set(NAMES):
+        refuse_removed("DeepSpeedStrategy", _REMOVED)(name, given[name], ["config", *NAMES])
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")

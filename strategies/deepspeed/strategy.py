@@ -9,11 +9,11 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch.distributed as dist
 from torch import nn
@@ -23,10 +23,9 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.process import Topology
-from trainwright.core.run import Run
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.checks import (
     TrainedParameters,
@@ -46,14 +45,13 @@ from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.traces import Traces
 from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPieces, ZeroPieces
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
-from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.strategy import MakeOptimizers
 from trainwright.strategies.units import matching, replace_parameters
 
 
@@ -68,10 +66,6 @@ class DeepSpeedStrategy(DataParallel):
         logging_level: of DeepSpeed's messages.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
         options: those of `ZeroOptions`, by Lightning's names. With a `config` only those that are given count.
-
-    Attributes:
-        engine: DeepSpeed's engine during a stage that has one; None otherwise.
-        resolved_config: the configuration with every `"auto"` filled in, once a stage has an engine.
 
     Raises:
         ConfigurationError: an option that is unknown or impossible, or `config` says otherwise.
@@ -92,8 +86,7 @@ class DeepSpeedStrategy(DataParallel):
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.logging_level = logging_level
         self.options = read_options(options)
-        self._source = (config, self.options, dict(options))
-        self.config = EngineConfig(*self._source)
+        self.source = (config, self.options, dict(options))
         self.stage = stage = self.config.stage
         gathers = stage == 3 or bool(self.options.frozen_modules)
         self.capabilities = Capabilities(
@@ -109,13 +102,6 @@ class DeepSpeedStrategy(DataParallel):
             trials=stage == 0,
             state_rests=False,
         )
-        self.engine: Any = None
-        self.resolved_config: dict[str, Any] = {}
-        self._library: Any = None
-        self._pieces: ZeroPieces | None = None
-        self._traces: Traces | None = None
-        self._frozen: FrozenEngines | None = None
-        self._trained: TrainedParameters | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -128,29 +114,72 @@ class DeepSpeedStrategy(DataParallel):
 
     # Before a run
 
-    def configure(self, settings: EngineSettings) -> None:
-        super().configure(settings)
+    @property
+    def config(self) -> EngineConfig:
+        """DeepSpeed's configuration before a run is known."""
+        return EngineConfig(*self.source)
+
+    def config_for(self, settings: EngineSettings) -> EngineConfig:
+        """Return DeepSpeed's configuration for a run.
+
+        Raises:
+            ConfigurationError: It contradicts the settings.
+        """
+        found = self.config
+        found.check_hardware(settings.device_type, settings.num_processes)
+        found.set_precision(settings.precision, settings.device_type)
+        found.check_run(settings.accumulate_grad_batches, settings.clip)
+        return found
+
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
         if settings.compile_options is not None:
             raise ConfigurationError(
                 "compile= with DeepSpeed, whose engine gathers parameters within a step. Call compile() on modules in "
                 "configure_model instead, or use strategy='fsdp'."
             )
-        self.config = EngineConfig(*self._source)  # a strategy may be given to one Trainer after the other
-        self.config.check_hardware(settings.device_type, settings.num_processes)
-        self.config.set_precision(settings.precision, settings.device_type)
+        self.config_for(settings)
 
-    def check_run(self, *, accumulate_grad_batches: int, clip: GradientClip | None) -> None:
-        self.config.check_run(accumulate_grad_batches, clip)
+    def engine(self, settings: EngineSettings) -> Engine:
+        return DeepSpeedEngine(self, settings)
 
-    def setup(self, topology: Topology) -> None:
-        library = load_library(self.device_type, self.logging_level)
-        super().setup(topology)
+
+class DeepSpeedEngine(ParallelEngine):
+    """Trains a task through an engine of DeepSpeed.
+
+    Attributes:
+        engine: DeepSpeed's, while a stage has one; None otherwise.
+        resolved_config: the configuration with every `"auto"` filled in, once there is an engine.
+    """
+
+    strategy: DeepSpeedStrategy
+
+    def __init__(self, strategy: DeepSpeedStrategy, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
+        self.config, self.stage = strategy.config_for(settings), strategy.stage
+        self.engine: Any = None
+        self.resolved_config: dict[str, Any] = {}
+        self._library: Any = None
+        self._pieces: ZeroPieces | None = None
+        self._traces: Traces | None = None
+        self._frozen: FrozenEngines | None = None
+        self._trained: TrainedParameters | None = None
+
+    def start(self, topology: Topology) -> None:
+        library = load_library(self.settings.device_type, self.strategy.logging_level)
+        super().start(topology)
         self._library = library
         join(library, topology)
 
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> NoReturn:
+        raise ConfigurationError(
+            "DeepSpeedStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
+            "strategy='single', 'ddp' or 'fsdp', or write the step as a TaskModule for Trainer(strategy=…)."
+        )
+
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         self.task = task
         check_task(task, trains=make_optimizers is not None)
         check_unbuilt(task, self.config)
@@ -170,9 +199,9 @@ class DeepSpeedStrategy(DataParallel):
         optimizers = make_optimizers() if make_optimizers is not None else []
         if make_optimizers is not None:
             check_optimizers(optimizers, task, self.config, self.precision)
-            optimizers = [self._start_engine(optimizers[0])]
+            optimizers = [self._start_engine(optimizers[0], plan)]
         elif self.stage == 3:
-            self._start_engine(None)
+            self._start_engine(None, plan)
         else:
             for parameter in task.parameters():
                 dist.broadcast(parameter.detach(), src=0)
@@ -191,13 +220,13 @@ class DeepSpeedStrategy(DataParallel):
         )
         return context
 
-    def _start_engine(self, optimizer: Optimizer | None) -> Any:
+    def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
         """Let an engine take the task's parameters; returns the optimizer that it steps. Collective."""
-        task, run = self.task, self.task.trainer
+        task = self.task
         names = {parameter: plain_name(name) for name, parameter in task.named_parameters()}
         given = _groups_of(optimizer)
         members = [[names[p] for p in group["params"]] for group in given]
-        facts = collect_facts(run, self.config.content, optimizer, dp_size=self.data_ranks.size)
+        facts = collect_facts(task, plan, self.config.content, optimizer, dp_size=self.data_ranks.size)
         self.resolved_config = self.config.resolved(facts, trains=optimizer is not None)
         dtypes = {id(parameter): parameter.dtype for parameter in task.parameters()}
         root = StepModule(task)
@@ -206,7 +235,7 @@ class DeepSpeedStrategy(DataParallel):
             self._library.utils.set_z3_leaf_module(module, True)
         config = for_engine(self.resolved_config)
         is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
-        self._frozen = FrozenEngines(task, self.options.frozen_modules)
+        self._frozen = FrozenEngines(task, self.strategy.options.frozen_modules)
         with quiet_imports():
             self._frozen.start(self._library, config)
         with quiet_imports(), self._frozen.taken_out():
@@ -221,7 +250,7 @@ class DeepSpeedStrategy(DataParallel):
         keep_own_adagrad(self.engine)
         self._traces.note()
         self.engine.lr_scheduler = None  # the Trainer steps it, once per unit
-        self._take_schedule(schedule, run)
+        self._take_schedule(schedule, plan)
         real = None if optimizer is None else self.engine.basic_optimizer
         if real is not None:
             keep_groups(real, type(task).__name__)
@@ -247,13 +276,13 @@ class DeepSpeedStrategy(DataParallel):
             pieces=self._pieces,
             groups=self._groups,
             is_main=self.is_main,
-            writes_pieces=self.state_dict_type == "sharded" and self.processes.world_size > 1,
+            writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
             dtypes=self._dtypes,
             keeps_float32=self.precision.param_dtype is None,
         )
 
     def _leaf_modules(self) -> list[nn.Module]:
-        names = self.options.moe_leaf_modules
+        names = self.strategy.options.moe_leaf_modules
         if not names:
             return []
         if self.stage < 3:
@@ -262,9 +291,9 @@ class DeepSpeedStrategy(DataParallel):
             )
         return matching(self.task, names, "moe_leaf_modules")
 
-    def _take_schedule(self, schedule: Any, run: Run) -> None:
+    def _take_schedule(self, schedule: Any, plan: TrainingPlan) -> None:
         """Let what stands for DeepSpeed's scheduler hand on to it."""
-        for config in run.lr_scheduler_configs:
+        for config in plan.lr_scheduler_configs:
             refuse_schedule_of_dummy(config.scheduler, self.config.origin)
             if isinstance(config.scheduler, DummyScheduler):
                 if schedule is None:
@@ -312,7 +341,7 @@ class DeepSpeedStrategy(DataParallel):
 
     # The end
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         state = self.state
         if isinstance(state, ZeroState):
             new = state.release()
@@ -339,7 +368,7 @@ class DeepSpeedStrategy(DataParallel):
             self.state = self._make_state()
         self._training_call = self._eval_call = None
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         self._take_apart()
         library, self._library = self._library, None
         if library is not None:
@@ -347,7 +376,7 @@ class DeepSpeedStrategy(DataParallel):
             # DDPStrategy.
             leave(library)
             gc.collect()
-        super().teardown()
+        super().close()
 
 
 def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:

@@ -23,17 +23,9 @@ class MetaBuilding:
     Args:
         everywhere: on all ranks.
         others: on all ranks but rank 0.
-
-    Raises:
-        ConfigurationError: both.
     """
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
-        if everywhere and others:
-            raise ConfigurationError(
-                "meta_init=True builds the model without values on every rank, and cpu_ram_efficient_loading=True on "
-                "all but rank 0. Leave one out."
-            )
         self._everywhere, self._others = everywhere, others
         self.awaited: set[str] = set()
 
@@ -52,7 +44,7 @@ class MetaBuilding:
         meta = self._everywhere or (self._others and processes.rank > 0)
         return torch.device("meta") if meta else nullcontext()
 
-    def names_to_reset(self, task: TaskModule, processes: Processes) -> list[str]:
+    def names_to_reset(self, task: nn.Module, processes: Processes) -> list[str]:
         """Return the parameters and buffers that no rank has values for, without what is to be loaded. Collective."""
         tensors = [*task.named_parameters(), *task.named_buffers()]
         names: list[str] = processes.broadcast_object([name for name, tensor in tensors if tensor.is_meta])
@@ -74,7 +66,7 @@ class MetaBuilding:
         vars(task).pop(GIVEN_UP, None)
 
 
-def materialize(task: TaskModule, module: nn.Module, built: list[str], device: torch.device) -> None:
+def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
     """Give what is left whole in a module memory on the device and rank 0's values. Collective.
 
     Args:
@@ -93,7 +85,7 @@ def materialize(task: TaskModule, module: nn.Module, built: list[str], device: t
             dist.broadcast(tensor.detach(), src=0)
 
 
-def _allocate(task: TaskModule, module: nn.Module, built: list[str], device: torch.device) -> None:
+def _allocate(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
     names = {id(t): n for n, t in [*task.named_parameters(), *task.named_buffers()]}
     new: dict[int, nn.Parameter] = {}
     to_reset: list[tuple[nn.Module, str]] = []

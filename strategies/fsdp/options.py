@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError, nearest
 from trainwright.strategies.capabilities import REFUSALS
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_options
+from trainwright.strategies.removed_options import OF_LIGHTNING
 from trainwright.strategies.state import state_dict_type_name
 from trainwright.strategies.steps.binding import need_closure
 
@@ -23,7 +23,7 @@ AFTER_STAGE = ("all", "main", "none")
 _ORIGINAL = "FSDP2 always keeps the original parameters, frozen and trainable ones side by side"
 _ONE_LAYOUT = "checkpoints have one layout under every strategy, which every number of ranks reads"
 _BY_ITSELF = "FSDP2 gathers the next unit while backward runs, by itself"
-_REMOVED = {
+REMOVED = {
     "use_orig_params": _ORIGINAL,
     "limit_all_gathers": "FSDP2 frees memory without having to hold gathers back",
     "sync_module_states": "rank 0's weights always go to all ranks",
@@ -54,15 +54,6 @@ _NUMBERED = {
     "1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"
 }  # fmt: skip
 _CLASSES_TO_WRAP = ("transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap")
-
-
-def refuse_removed(options: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Raise for arguments that the strategy does not take, saying who does what those of FSDP1 and of Lightning did.
-
-    Raises:
-        ConfigurationError: there is any.
-    """
-    refuse_options("FSDPStrategy", options, known, _REMOVED, of="FSDP2")
 
 
 def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,9 +89,7 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "mixed_precision_policy":
             found["mixed_precision"] = _named_policy(written, value)
         else:
-            raise ConfigurationError(
-                f"{written}={value!r}: {_REMOVED.get(name, 'it is not known here')}. Leave it out."
-            )
+            raise ConfigurationError(f"{written}={value!r}: {REMOVED.get(name, 'it is not known here')}. Leave it out.")
     return found | _units(given)
 
 

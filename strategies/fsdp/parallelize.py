@@ -1,13 +1,15 @@
-"""From a task to the pieces that this rank trains: one ordered function, and what it has made."""
+"""From a model to the shards that this rank trains: one ordered function, and its result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,8 +23,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from trainwright.core.task import TaskModule
+from trainwright.core.errors import TaskError
 from trainwright.core.tree import map_tensors
+from trainwright.processes.process_group import Processes
 from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
@@ -30,10 +33,8 @@ from trainwright.strategies.fsdp.layers.ready import find_plan
 from trainwright.strategies.fsdp.mesh import data_axes
 from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
-from trainwright.strategies.fsdp.sharded_gradients import Usage
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
-from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.units import check_compilable
 
 
@@ -77,18 +78,59 @@ def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-def forget_sums(modules: Iterable[Any]) -> None:
-    """Drop what backward passes have added up in sharded modules without averaging it over ranks. Not collective.
+_FIRST = 3  # steps that are all compared
+_PERIOD = 64  # of those after them
 
-    `FSDPModule.reset_iter_state` says that it does so; in torch 2.13 it leaves the gradients of whole parameters.
+
+class Usage:
+    """Keeps one number of which parameters have had a gradient in each step, and compares it with the other ranks'.
+
+    `fully_shard` sums the gradients of a unit as one vector of those that there are. A rank that has left one out adds
+    the others to places where they do not belong, and torch 2.13 does not notice.
+
+    Args:
+        model: sharded.
+        processes: this rank among the others.
     """
-    for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for sharded in group.fsdp_params:
-                sharded.unsharded_accumulated_grad = None
-                gathered = getattr(sharded, "_unsharded_param", None)
-                if gathered is not None:
-                    gathered.grad = None
+
+    def __init__(self, model: nn.Module, processes: Processes) -> None:
+        self._model, self._processes = model, processes
+        self._parameters = dict(model.named_parameters())
+        self._mark = self._steps = 0
+
+    def note(self) -> None:
+        """Take note of a step whose gradients are there. Collective, on the host, in some steps."""
+        self._mark = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._mark)
+        self._steps += 1
+        if self._steps <= _FIRST or self._steps % _PERIOD == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Compare with the other ranks. Collective, on the host.
+
+        Raises:
+            TaskError: on every rank, where some have used other parameters than this one, in this step or another since
+                the last comparison.
+        """
+        marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
+        if len(set(marks)) > 1:
+            unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
+            raise TaskError(
+                f"{type(self._model).__name__} used other parameters on one rank than on another{_example(unused)}, "
+                "so that their gradients were mixed up when the ranks were summed. Under FSDP each step must use the "
+                "same ones on every rank: call the same units, and add 0 * parameter.sum() to the loss for what a "
+                "batch has no use for; or use strategy='ddp_find_unused_parameters_true'."
+            )
+
+
+def _example(unused: list[Any]) -> str:
+    everywhere = set.intersection(*map(set, unused))
+    for rank, names in enumerate(unused):
+        for name in names:
+            if name not in everywhere:
+                other = next(i for i, found in enumerate(unused) if name not in found)
+                return f": in the last step rank {other} used {name}, and rank {rank} did not"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +174,8 @@ class Sharding:
 
 
 def parallelize(
-    task: TaskModule,
+    model: nn.Module,
+    root: nn.Module,
     units: list[nn.Module],
     mesh: DeviceMesh,
     *,
@@ -145,14 +188,15 @@ def parallelize(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any] | None],
 ) -> ParallelModel:
-    """Turn a task into this rank's pieces, with rank 0's values. Collective.
+    """Turn a model into this rank's shards, with rank 0's values. Collective.
 
-    The order matters: the task's `configure_model` has run, maybe on the device `meta`. Layers to be split are found;
-    activations to be computed anew are wrapped; units are compiled; then each part, one after the other, gets memory
-    and values, is split, and cut. No device ever holds more than its pieces and one whole part.
+    The order matters. The model is built, maybe on the device `meta`. Layers to be split are found; modules whose
+    activations are recomputed are wrapped; units are compiled; then each part, one after the other, gets memory and
+    values, is split, and sharded. No device ever holds more than its shards and one full part.
 
     Args:
-        task: changed in place.
+        model: Changed in place.
+        root: The outermost module whose forward is called: the model, or a module around it.
         units: its parts that are gathered one by one, inner ones first.
         mesh: all the axes of the run, by name.
         plan: the strategy's argument; used where the mesh has the axis `tp`.
@@ -165,27 +209,26 @@ def parallelize(
         context: makes the context of a forward outside of a step.
 
     Raises:
-        ConfigurationError: a plan, a policy or an option that does not fit the task; nothing has been cut then.
+        ConfigurationError: a plan, a policy or an option that does not fit the model; nothing has been sharded then.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
         layers = None
         if "tp" in (mesh.mesh_dim_names or ()):
-            layers = SplitLayers(task, find_plan(task, plan, mesh), mesh["tp"])
+            layers = SplitLayers(model, find_plan(model, plan, mesh), mesh["tp"])
         undo.callback(recomputed.unwrap)
-        units = recomputed.wrap(task, units)
+        units = recomputed.wrap(model, units)
         if compile_options is not None:
             check_compilable(units)
             undo.callback(_take_compiled_off, units)
             for unit in units:
                 unit.compile(**compile_options)
-        root = StepModule(task)
         traces = ShardTraces(root)
         if layers is not None:
             undo.callback(layers.undo)
         undo.callback(traces.remove)
-        built = building.names_to_reset(task, ranks.processes)
+        built = building.names_to_reset(model, ranks.processes)
         for part in (*units, root):
-            materialize(task, part, built, device)
+            materialize(model, part, built, device)
             if layers is not None:
                 layers.split(part)
             if sharding is not None:
@@ -195,14 +238,14 @@ def parallelize(
         traces.note()
         splits_loss = False
         if layers is not None:
-            undo.enter_context(metrics_over(task, ranks))
+            undo.enter_context(metrics_over(model, ranks))
             splits_loss = layers.splits_loss
             if splits_loss:
                 undo.enter_context(loss_parallel())
         if sharding is not None:
-            undo.enter_context(OutsideSteps(root, units, context).served(task))
+            undo.enter_context(OutsideSteps(root, units, context).served(model))
         outputs_split = None if layers is None else splits_loss
-        return ParallelModel(task, root, units, mesh, ranks, undo.pop_all(), outputs_split=outputs_split)
+        return ParallelModel(model, root, units, mesh, ranks, undo.pop_all(), outputs_split=outputs_split)
 
 
 def _take_compiled_off(units: list[nn.Module]) -> None:
@@ -211,23 +254,23 @@ def _take_compiled_off(units: list[nn.Module]) -> None:
 
 
 class ParallelModel:
-    """A task in pieces: runs its steps, and takes everything but the pieces off it again.
+    """A sharded model: runs its forwards, and removes everything but the shards from it again.
 
     Args:
-        task, units, mesh, ranks: see `parallelize`.
-        root: the outermost module.
+        model, root, units, mesh, ranks: See `parallelize`.
         undo: takes off again what was put around the modules.
         outputs_split: whether layers are split so that training outputs are in pieces; None: no layer is split.
 
     Attributes:
         is_together: False once `take_apart` was called.
         usage: compares which parameters ranks have used; None where all see the same data.
+        counted: id of a parameter → its shard on this rank is counted in a sum over all ranks.
     """
 
     def __init__(
         self,
-        task: TaskModule,
-        root: StepModule,
+        model: nn.Module,
+        root: nn.Module,
         units: list[nn.Module],
         mesh: DeviceMesh,
         ranks: DataRanks,
@@ -237,42 +280,47 @@ class ParallelModel:
     ) -> None:
         self.root: Any = root
         self.mesh: DeviceMesh | None = mesh
-        self.usage = Usage(task, ranks.processes) if ranks.size > 1 else None
+        self.usage = Usage(model, ranks.processes) if ranks.size > 1 else None
         self.is_together = True
         self._units: list[Any] = units
         self._undo, self._outputs_split = undo, outputs_split
-        self._counted = {id(p): counts_here(p, mesh) for p in task.parameters()}
+        self.counted = {id(p): counts_here(p, mesh) for p in model.parameters()}
         self._is_sharded = isinstance(root, FSDPModule)
         self._syncs, self._sums = True, False
+        # FSDP lays the gradients of its own parameters out.
+        self._split = (
+            []
+            if self._is_sharded
+            else [(p, p.placements) for p in model.parameters() if isinstance(p, DTensor) and p.requires_grad]
+        )
 
     # Steps
 
     @property
     def training_call(self) -> Any:
         """What runs a training step: `call(name, *args)`."""
-        return self._run_whole if self._outputs_split else self.root
+        return self._run_unsharded if self._outputs_split else self.root
 
-    def _run_whole(self, name: str | Callable[..., Any], *args: Any) -> Any:
-        """Run a step, and make whole what its output has in pieces."""
-        output = self.root(name, *args)
+    def _run_unsharded(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward, and unshard its output."""
+        output = self.root(*args, **kwargs)
         return output if self._outputs_split is None else map_tensors(whole_output, output)
 
-    def evaluate(self, name: str | Callable[..., Any], *args: Any) -> Any:
-        """Run an evaluation step, and free what it has gathered: whoever looks now shall see the true parameters."""
-        output = self._run_whole(name, *args)
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward that no backward follows, and free the gathered parameters: readers see the true ones."""
+        output = self._run_unsharded(*args, **kwargs)
         if self._is_sharded:
             for module in (self.root, *self._units):
                 module.reshard()  # no backward will
         return output
 
-    def counted(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, bool]]:
-        """Yield the parameters, each with whether its piece counts here in a sum over all ranks."""
-        for parameter in parameters:
-            yield parameter, self._counted[id(parameter)]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the model of a user-written loop. Collective."""
+        return self._run_unsharded(*args, **kwargs) if torch.is_grad_enabled() else self.evaluate(*args, **kwargs)
 
     def synchronize(self, last: bool) -> None:
         """Say whether gradients are averaged and cut in the backward to come. Not collective."""
-        if last is not self._syncs:
+        if last is not self._syncs and self._is_sharded:
             self._syncs = last
             self.root.set_requires_gradient_sync(last)
             self.root.set_is_last_backward(last)
@@ -284,16 +332,66 @@ class ParallelModel:
         return self._sums or not self._syncs
 
     def end_group(self) -> None:
-        """Take note that the gradients of a group are there. Collective, on the host, in some steps."""
+        """Complete the gradients of a group of micro-batches. Collective, on the host, in some steps."""
         self._sums = False
+        self._lay_out_gradients()
         if self.usage is not None:
             self.usage.note()
 
+    def sums(self) -> Iterator[tuple[set[int], torch.Tensor]]:
+        """Yield the gradients that have accumulated since the last average, each with the ids of its parameter, sharded
+        and gathered. Not collective.
+        """
+        for sharded in self._sharded_parameters():
+            gathered = getattr(sharded, "_unsharded_param", None)
+            for summed in (sharded.unsharded_accumulated_grad, None if gathered is None else gathered.grad):
+                if summed is not None:
+                    yield {id(sharded.sharded_param), id(gathered)}, summed
+
     def forget_sums(self) -> None:
-        """Drop what a group that was left has added up without averaging it. Not collective."""
-        self.root.reset_iter_state()
-        forget_sums((self.root, *self._units))
+        """Drop the gradients that have accumulated since the last average. Not collective.
+
+        `FSDPModule.reset_iter_state` promises it; in torch 2.13 it keeps the gradients of gathered parameters.
+        """
+        if self._is_sharded:
+            self.root.reset_iter_state()
+        for sharded in self._sharded_parameters():
+            sharded.unsharded_accumulated_grad = None
+            gathered = getattr(sharded, "_unsharded_param", None)
+            if gathered is not None:
+                gathered.grad = None
         self._sums = False
+
+    def _sharded_parameters(self) -> Iterator[Any]:
+        """Yield torch's own records of the sharded parameters."""
+        for module in (self.root, *self._units) if self._is_sharded else ():
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                yield from group.fsdp_params
+
+    def _lay_out_gradients(self) -> None:
+        """Distribute each gradient over the ranks as its parameter is, if nothing else is sharded.
+
+        Some are partial sums on each rank, as those of norms over a split sequence: they are summed in one exchange.
+        That of torch's split embedding is full on every rank, where it would be counted several times.
+        """
+        by_dtype: dict[torch.dtype, list[Any]] = {}
+        for parameter, placements in self._split:
+            grad: Any = parameter.grad
+            if grad is None or grad.placements == placements:
+                continue
+            if grad.placements[0].is_partial() and placements[0].is_replicate():
+                by_dtype.setdefault(grad.dtype, []).append(parameter)
+            else:
+                parameter.grad = grad.redistribute(placements=placements)
+        for parameters in by_dtype.values():
+            parts = [parameter.grad.to_local() for parameter in parameters]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            dist.all_reduce(flat)
+            summed = torch.split(flat, [part.numel() for part in parts])
+            for parameter, shard in zip(parameters, summed, strict=True):
+                parameter.grad = DTensor.from_local(
+                    shard.view(parameter.shape), parameter.device_mesh, parameter.placements, run_check=False
+                )
 
     # The end
 
@@ -308,8 +406,3 @@ class ParallelModel:
         self._undo.close()
         self.root = self.mesh = self.usage = None
         self._units = []
-
-
-def laid_out(task: nn.Module) -> list[tuple[nn.Parameter, Any]]:
-    """Return the trained parameters that are split, with how they lie on the ranks."""
-    return [(p, p.placements) for p in task.parameters() if isinstance(p, DTensor) and p.requires_grad]

@@ -16,7 +16,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.task import TaskModule
 from trainwright.strategies.units import WrapPolicy, matching, replace_module
 
 SavePolicy = Collection[Any] | Callable[..., CheckpointPolicy]
@@ -47,10 +46,10 @@ class Recomputed:
             )
         self._choice = choice
         self._policy = save if save is None or callable(save) else _operators(save)
-        self._task: TaskModule | None = None
+        self._task: nn.Module | None = None
         self._wrapped: list[tuple[nn.Module, nn.Module]] = []
 
-    def wrap(self, task: TaskModule, units: list[nn.Module]) -> list[nn.Module]:
+    def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
         """Return the units with the wrappers in the places of those that are wrapped. Not collective.
 
         Raises:
@@ -69,7 +68,7 @@ class Recomputed:
         around = {id(module): wrapper for module, wrapper in self._wrapped}
         return [around.get(id(unit), unit) for unit in units]
 
-    def _chosen(self, task: TaskModule, units: list[nn.Module]) -> list[nn.Module]:
+    def _chosen(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
         choice = self._choice
         if not isinstance(choice, int):
             found = matching(task, choice, "activation_checkpointing")

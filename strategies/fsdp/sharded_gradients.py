@@ -1,8 +1,8 @@
-"""Norms, clipping and the loss scale of gradients that lie in pieces."""
+"""Sharded gradients: norms, clipping, accumulated sums and the loss scale."""
 
 from __future__ import annotations
 
-import zlib
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,11 +11,60 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import TaskError
-from trainwright.core.task import TaskModule
-from trainwright.processes.process_group import Processes
+from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import local_piece
-from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.gradients import GradientClip, Gradients, free_gradients
+
+
+class ShardedGradients(Gradients):
+    """The gradients of models that are sharded or whose layers are split.
+
+    A unit's gradients are averaged over ranks and sharded while backward runs. Within a group of micro-batches they are
+    full sums on each rank, beside the parameters.
+
+    Args:
+        device: Where ranks communicate.
+
+    Attributes:
+        models: all that the engine has prepared.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.models: list[ParallelModel] = []
+
+    def make_scaler(self) -> torch.amp.GradScaler:
+        return ShardScaler(self.device.type)
+
+    def complete(self) -> None:
+        for model in self.models:
+            model.end_group()
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        counts = {key: counts for model in self.models for key, counts in model.counted.items()}
+        main = not dist.is_initialized() or dist.get_rank() == 0  # counts what every rank holds, such as a temperature
+        held = [(p.grad, counts.get(id(p), main)) for p in parameters if p.grad is not None]
+        return clip_pieces([(local_piece(grad), is_counted) for grad, is_counted in held], clip, self.device)
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        wanted = list(parameters)
+        grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
+        # Between forward and backward some modules have gathered parameters, whose gradients are the sums themselves.
+        for grad in {id(grad): grad for grad in (*grads, *self._sums(wanted))}.values():
+            local_piece(grad).mul_(factor)
+
+    def free(self, parameters: Iterable[torch.Tensor]) -> bool:
+        wanted = list(parameters)
+        ids = set(map(id, wanted))
+        found = [model for model in self.models if any(ids & owners for owners, _ in model.sums())]
+        for model in found:
+            model.forget_sums()
+        return free_gradients(wanted) or bool(found)
+
+    def _sums(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        ids = set(map(id, parameters))
+        return [summed for model in self.models for owners, summed in model.sums() if ids & owners]
 
 
 def clip_pieces(
@@ -37,10 +86,15 @@ def clip_pieces(
         for grad, _ in pieces:
             grad.clamp_(-clip.value, clip.value)
         return None
-    norm = nn.utils.get_total_norm([grad for grad, counts in pieces if counts and grad.numel()]).to(device)
-    square = norm.double().square()  # of this rank's pieces; float32 would overflow where the norm does not
-    dist.all_reduce(square)
-    norm = square.sqrt().to(pieces[0][0].dtype if pieces else torch.float32)
+    counted, p = [grad for grad, counts in pieces if counts and grad.numel()], clip.norm_type
+    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # float32 would overflow where the norm does not
+    if math.isinf(p):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    else:
+        norm = norm.pow(p)
+        dist.all_reduce(norm)
+        norm = norm.pow(1 / p)
+    norm = norm.to(pieces[0][0].dtype if pieces else torch.float32)
     factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
     for alike in _alike([grad for grad, _ in pieces]):
         torch._foreach_mul_(alike, factor.to(alike[0].device))
@@ -88,58 +142,3 @@ class ShardScaler(torch.amp.GradScaler):
             dist.all_reduce(shared, op=dist.ReduceOp.MAX)
             if shared is not flag:
                 flag.copy_(shared)
-
-
-_FIRST = 3  # steps that are all compared
-_PERIOD = 64  # of those after them
-
-
-class Usage:
-    """Keeps one number of which parameters have had a gradient in each step, and compares it with the other ranks'.
-
-    `fully_shard` sums the gradients of a unit as one vector of those that there are. A rank that has left one out adds
-    the others to places where they do not belong, and torch 2.13 does not notice.
-
-    Args:
-        task: cut.
-        processes: this rank among the others.
-    """
-
-    def __init__(self, task: TaskModule, processes: Processes) -> None:
-        self._task, self._processes = task, processes
-        self._parameters = dict(task.named_parameters())
-        self._mark = self._steps = 0
-
-    def note(self) -> None:
-        """Take note of a step whose gradients are there. Collective, on the host, in some steps."""
-        self._mark = zlib.crc32(bytes([p.grad is None for p in self._parameters.values()]), self._mark)
-        self._steps += 1
-        if self._steps <= _FIRST or self._steps % _PERIOD == 0:
-            self.check()
-
-    def check(self) -> None:
-        """Compare with the other ranks. Collective, on the host.
-
-        Raises:
-            TaskError: on every rank, where some have used other parameters than this one, in this step or another since
-                the last comparison.
-        """
-        marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
-        if len(set(marks)) > 1:
-            unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
-            raise TaskError(
-                f"{type(self._task).__name__} has used other parameters on one rank than on another{_example(unused)}, "
-                "so that their gradients were mixed up when the ranks were summed. Under FSDP each step must use the "
-                "same ones on every rank: call the same units, and add 0 * parameter.sum() to the loss for what a "
-                "batch has no use for; or use strategy='ddp_find_unused_parameters_true'."
-            )
-
-
-def _example(unused: list[Any]) -> str:
-    everywhere = set.intersection(*map(set, unused))
-    for rank, names in enumerate(unused):
-        for name in names:
-            if name not in everywhere:
-                other = next(i for i, found in enumerate(unused) if name not in found)
-                return f": in the last step rank {other} used {name}, and rank {rank} did not"
-    return ""

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.fsdp.build import MetaBuilding
 from trainwright.strategies.fsdp.make_whole import check_not_given_up
@@ -35,7 +35,7 @@ class ShardedState(FullState):
 
     def __init__(
         self,
-        task: TaskModule,
+        task: nn.Module,
         optimizers: Sequence[Optimizer],
         device: torch.device,
         *,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import datetime
 import gc
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,18 +26,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from trainwright.callbacks.hook_table import HookTable
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import Topology
 from trainwright.core.run import Run
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.strategies.capabilities import Capabilities
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import MetaBuilding
 from trainwright.strategies.fsdp.layers.check import check_plan
@@ -47,6 +49,7 @@ from trainwright.strategies.fsdp.make_whole import end_pieces
 from trainwright.strategies.fsdp.mesh import AXES, data_group, forget_groups, make_mesh, mesh_shape
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
+    REMOVED,
     RESHARDING,
     check_arguments,
     check_optimizers,
@@ -55,19 +58,18 @@ from trainwright.strategies.fsdp.options import (
     one_of,
     read_fsdp_config,
     recomputed_modules,
-    refuse_removed,
     sharding_strategy_name,
 )
 from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, parallelize
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
-from trainwright.strategies.fsdp.sharded_gradients import ShardScaler, clip_pieces
+from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
 from trainwright.strategies.fsdp.state import ShardedState, step_one_by_one
 from trainwright.strategies.fsdp.step import ShardedStep
+from trainwright.strategies.removed_options import refuse_removed
 from trainwright.strategies.shards import local_piece
-from trainwright.strategies.state import state_dict_type_name
-from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
+from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import MakeOptimizers
 from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
@@ -113,7 +115,6 @@ class FSDPStrategy(DataParallel):
             different data.
         tensor_parallel_plan: which layers; what the task's `tensor_parallel_plan` returns unless told.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
-        removed: none; FSDP1's further options raise an error that says what has become of them.
 
     Raises:
         ConfigurationError: a value or an argument that is unknown, or two that exclude each other.
@@ -129,6 +130,7 @@ class FSDPStrategy(DataParallel):
         inference_mode=False,  # torch 2.13 keeps the memory of weights that were gathered in it
     )
 
+    @known_arguments(refuse_removed("FSDPStrategy", REMOVED, of="FSDP2"))
     def __init__(
         self,
         *,
@@ -153,11 +155,8 @@ class FSDPStrategy(DataParallel):
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
-        **removed: Any,
     ) -> None:
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
-        arguments = tuple(name for name in inspect.signature(FSDPStrategy).parameters if name != "removed")
-        refuse_removed(removed, arguments)
         self.sharding_strategy = sharding_strategy_name(sharding_strategy)
         check_arguments(
             self.sharding_strategy,
@@ -177,13 +176,17 @@ class FSDPStrategy(DataParallel):
         self.forward_prefetch = forward_prefetch
         self.sync_each_batch = sync_each_batch
         self.weights_after_stage = one_of("weights_after_stage", weights_after_stage, AFTER_STAGE)
-        self._building = MetaBuilding(everywhere=meta_init, others=cpu_ram_efficient_loading)
+        self.meta_init, self.cpu_ram_efficient_loading = meta_init, cpu_ram_efficient_loading
+        if meta_init and cpu_ram_efficient_loading:
+            raise ConfigurationError(
+                "meta_init=True builds the model without values on every rank, and cpu_ram_efficient_loading=True on "
+                "all but rank 0. Leave one out."
+            )
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.tp = check_tp_size(tp)
         self.tensor_parallel_plan = tensor_parallel_plan
-        self._recomputed = Recomputed(self.activation_checkpointing, activation_checkpointing_save)
-        self._mesh: DeviceMesh | None = None
-        self._model: ParallelModel | None = None
+        self.activation_checkpointing_save = activation_checkpointing_save
+        Recomputed(self.activation_checkpointing, activation_checkpointing_save)  # checks them
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **arguments: Any) -> Self:
@@ -194,62 +197,96 @@ class FSDPStrategy(DataParallel):
         """
         return cls(**read_fsdp_config(config), **arguments)
 
-    def configure(self, settings: EngineSettings) -> None:
-        super().configure(settings)
-        self._mesh_shape()
+    # Before a run
 
-    def _mesh_shape(self) -> tuple[int, int]:
-        return mesh_shape(
+    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
+        """Return the lengths of the mesh's axes: replicas, shards of each, ranks that split layers.
+
+        Raises:
+            ConfigurationError: They do not make up the run's processes.
+        """
+        return self._lengths(settings, self.tp)
+
+    def _lengths(self, settings: EngineSettings, tp: int) -> tuple[int, int, int]:
+        replicas, shards = mesh_shape(
             self.sharding_strategy,
             self.device_mesh,
-            tp=self.tp,
-            num_nodes=self.num_nodes,
-            devices_per_node=len(self.device_indices),
+            tp=tp,
+            num_nodes=settings.num_nodes,
+            devices_per_node=len(settings.device_indices),
         )
+        return replicas, shards, tp
 
-    def setup(self, topology: Topology) -> None:
-        super().setup(topology)
-        self._mesh = mesh = make_mesh(self.device_type, *self._mesh_shape(), self.tp)
-        if self.tp > 1:
-            group = data_group(mesh) if self.processes.world_size > self.tp else None
-            self.data_ranks = DataRanks.of(self.processes, per_batch=self.tp, group=group)
+    def check(self, settings: EngineSettings) -> None:
+        super().check(settings)
+        self.mesh_lengths(settings)
 
-    # Model and optimizers
-
-    def check_task(self, task: TaskModule) -> None:
+    def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
             return  # what it builds is not there yet
         check_can_be_cut(task)
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
-        if self.compile_options is not None:
+        if settings.compile_options is not None:
             check_compilable(units)
-        if self.tp > 1:
-            check_plan(task, self.tensor_parallel_plan, dict(zip(AXES, (*self._mesh_shape(), self.tp), strict=True)))
+        lengths = self.mesh_lengths(settings)
+        if lengths[-1] > 1:
+            check_plan(task, self.tensor_parallel_plan, dict(zip(AXES, lengths, strict=True)))
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
-        if any(isinstance(parameter, DTensor) for parameter in task.parameters()):
-            raise ConfigurationError(
-                f"{type(task).__name__}'s weights are pieces of what a run had that failed. Build the task anew, and "
-                "pass ckpt_path to go on."
-            )
-        optimizers = super().prepare(task, make_optimizers)
+    def engine(self, settings: EngineSettings) -> Engine:
+        return FSDPEngine(self, settings)
+
+
+class FSDPEngine(ParallelEngine):
+    """Shards models over the data-parallel ranks, and splits their layers over others."""
+
+    strategy: FSDPStrategy
+    gradients: ShardedGradients
+
+    def __init__(self, strategy: FSDPStrategy, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
+        self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
+        self._mesh: DeviceMesh | None = None
+        self.gradients = ShardedGradients(self.device)
+        self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
+
+    def start(self, topology: Topology) -> None:
+        super().start(topology)
+        self.gradients = ShardedGradients(self.device)
+        lengths = self.strategy.mesh_lengths(self.settings)
+        self._mesh = mesh = make_mesh(self.settings.device_type, *lengths)
+        if lengths[-1] > 1:
+            group = data_group(mesh) if self.processes.world_size > lengths[-1] else None
+            self.data_ranks = DataRanks.of(self.processes, per_batch=lengths[-1], group=group)
+
+    # Model and optimizers
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        self._check_full(task)
+        optimizers = super().prepare(task, make_optimizers, plan)
         check_optimizers(optimizers, self.precision)
         step_one_by_one(optimizers)
-        if self.scaler is not None:
-            self.scaler = ShardScaler(self.device.type)
-        model = self._model
-        assert model is not None  # made in `_place`
+        (model,) = self.gradients.models
         self._training_call, self._eval_call = model.training_call, model.evaluate
-        self.state = ShardedState(
-            task,
+        self.state = self._state_of(task, optimizers)
+        return optimizers
+
+    def _state_of(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> ShardedState:
+        return ShardedState(
+            module,
             optimizers,
             self.device,
             is_main=self.is_main,
-            model=model,
+            model=self.gradients.models[0],
             building=self._building,
-            writes_pieces=self.state_dict_type == "sharded" and self.processes.world_size > 1,
+            writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
         )
-        return optimizers
+
+    def _check_full(self, model: nn.Module) -> None:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise ConfigurationError(
+                f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, "
+                "and load a checkpoint to continue."
+            )
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         return module  # units are compiled one by one, before they are cut
@@ -259,33 +296,42 @@ class FSDPStrategy(DataParallel):
             super()._build(task)
 
     def _place(self, task: TaskModule) -> None:
-        check_can_be_cut(task)
-        assert self._mesh is not None  # made in `setup`
-        units = find_units(task, self.auto_wrap_policy, self.min_num_params)
-        warn_of_large_rest(task, units, self._mesh_shape()[1])
-        self._model = parallelize(
-            task,
+        self._parallelize(task, StepModule(task), self._building)
+
+    def _parallelize(self, model: nn.Module, root: nn.Module, building: MetaBuilding) -> ParallelModel:
+        """Shard a model. Collective."""
+        check_can_be_cut(model)
+        assert self._mesh is not None  # made in `start`
+        given = self.strategy
+        units = find_units(model, given.auto_wrap_policy, given.min_num_params)
+        warn_of_large_rest(model, units, given.mesh_lengths(self.settings)[1])
+        found = parallelize(
+            model,
+            root,
             units,
             self._mesh,
-            plan=self.tensor_parallel_plan,
-            recomputed=self._recomputed,
-            compile_options=self.compile_options,
-            building=self._building,
+            plan=given.tensor_parallel_plan,
+            recomputed=Recomputed(given.activation_checkpointing, given.activation_checkpointing_save),
+            compile_options=self.settings.compile_options,
+            building=building,
             sharding=self._sharding(),
             ranks=self.data_ranks,
             device=self.device,
             context=lambda: self.precision.forward_context(self.device.type),
         )
+        self.gradients.models.append(found)
+        return found
 
     def _sharding(self) -> Sharding | None:
-        told = self.reshard_after_forward
+        given = self.strategy
+        told = given.reshard_after_forward
         return Sharding(
-            reshard=self.sharding_strategy in RESHARDING if told is None else told,
+            reshard=given.sharding_strategy in RESHARDING if told is None else told,
             reshard_root=told,
             precision=self.precision,
-            mixed_precision=self.mixed_precision,
-            cpu_offload=self.cpu_offload,
-            prefetch=self.forward_prefetch,
+            mixed_precision=given.mixed_precision,
+            cpu_offload=given.cpu_offload,
+            prefetch=given.forward_prefetch,
         )
 
     # The step
@@ -295,16 +341,54 @@ class FSDPStrategy(DataParallel):
         super().attach(run, hooks, sink, counts_items=counts_items)
 
     def make_step(self, parts: StepParts) -> Step:
-        assert self._model is not None  # made in `prepare`
-        if not self.sync_each_batch:
-            parts = replace(parts, synchronize=self._model.synchronize)
-        return ShardedStep(parts, self._model)
+        if not self.strategy.sync_each_batch:
+            parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
+        return ShardedStep(parts, self.gradients)
 
-    @torch.no_grad()
-    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        assert self._model is not None  # made in `prepare`
-        found = [(local_piece(p.grad), counts) for p, counts in self._model.counted(parameters) if p.grad is not None]
-        return clip_pieces(found, clip, self.device)
+    # User-written loops
+
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+        """Shard models. Collective.
+
+        Raises:
+            ConfigurationError: A model is sharded already, or an optimizer cannot step shards.
+        """
+        check_optimizers(optimizers, self.precision)
+        for model in models:
+            self._check_full(model)
+            check_can_be_cut(model)
+        found: list[Callable[..., Any]] = []
+        for model in models:
+            before = list(model.parameters())
+            found.append(self._parallelize(model, model, MetaBuilding(everywhere=False, others=False)))
+            for old, new in zip(before, model.parameters(), strict=True):
+                self._replaced[old] = new
+        for optimizer in optimizers:
+            self.adopt_optimizer(optimizer)
+        return found
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        check_optimizers([optimizer], self.precision)
+        for group in optimizer.param_groups:
+            group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+        for old in [p for p in optimizer.state if p in self._replaced]:
+            new, state = self._replaced[old], optimizer.state.pop(old)
+            optimizer.state[new] = {key: shard_like(value, new) for key, value in state.items()}
+        step_one_by_one([optimizer])
+
+    @contextmanager
+    def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        if not isinstance(prepared, ParallelModel):
+            yield
+            return
+        prepared.synchronize(False)
+        try:
+            yield
+        finally:
+            prepared.synchronize(True)
+
+    def loop_state(self, models: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
+        return self._state_of(models, optimizers) if self.gradients.models else super().loop_state(models, optimizers)
 
     # Evaluation, saves and the end
 
@@ -313,28 +397,30 @@ class FSDPStrategy(DataParallel):
             dist.broadcast(local_piece(buffer), src=0)
 
     def begin_save(self) -> None:
-        if self._model is not None and self._model.usage is not None:
-            self._model.usage.check()
+        for model in self.gradients.models:
+            if model.usage is not None:
+                model.usage.check()
 
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         self.begin_save()
         self._take_apart()
-        weights, is_main = self.weights_after_stage, self.is_main
+        weights, is_main = self.strategy.weights_after_stage, self.is_main
         end_pieces(self.task, self.optimizers, self.device, weights=weights, is_main=is_main)
 
     def _take_apart(self) -> None:
         """Take everything but the pieces themselves off the task. Not collective."""
         self._drop_step()
-        if self._model is not None:
-            self._model.take_apart()
+        for model in self.gradients.models:
+            model.take_apart()
         self._training_call = self._eval_call = None
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         self._take_apart()
-        mesh, self._mesh, self._model = self._mesh, None, None
+        mesh, self._mesh = self._mesh, None
+        self.gradients.models.clear()
         if mesh is not None:
             self.data_ranks = replace(self.data_ranks, group=None)
             forget_groups(mesh)
             del mesh
             gc.collect()  # what held the pieces are reference cycles, which must not be the last to hold a group
-        super().teardown()
+        super().close()

@@ -7,12 +7,10 @@ from typing import Any, Literal
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
-from trainwright.strategies.fsdp.parallelize import laid_out
-from trainwright.strategies.fsdp.step import SplitStep
-from trainwright.strategies.fsdp.strategy import FSDPStrategy
-from trainwright.strategies.steps.step import Step, StepParts
+from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
 from trainwright.strategies.units import WrapPolicy
 
 
@@ -61,12 +59,11 @@ class TensorParallelStrategy(FSDPStrategy):
             hang_timeout=hang_timeout,
             process_group_backend=process_group_backend,
         )
-        self._wanted = None if tp is None else check_tp_size(tp)
+        self.wanted_tp = None if tp is None else check_tp_size(tp)
 
-    def configure(self, settings: EngineSettings) -> None:
-        self.tp = world = settings.num_processes
-        if self._wanted not in (None, world):
-            wanted = self._wanted
+    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
+        world, wanted = settings.num_processes, self.wanted_tp
+        if wanted not in (None, world):
             raise ConfigurationError(
                 f"tp={wanted} with {world} process(es), over all of which {type(self).__name__} splits layers. Use "
                 f"tp={world}"
@@ -77,13 +74,17 @@ class TensorParallelStrategy(FSDPStrategy):
                 )
                 + "."
             )
-        super().configure(settings)
+        return self._lengths(settings, world)
+
+    def engine(self, settings: EngineSettings) -> Engine:
+        return TensorParallelEngine(self, settings)
+
+
+class TensorParallelEngine(FSDPEngine):
+    """Splits the layers of a model over all ranks, which see the same data."""
 
     def _sharding(self) -> None:
-        """Cut nothing over data-parallel ranks: there is one."""
-
-    def make_step(self, parts: StepParts) -> Step:
-        return SplitStep(parts, laid_out(self.task))
+        """Shard nothing over data-parallel ranks: there is one."""
 
 
 class ModelParallelStrategy(FSDPStrategy):
@@ -112,15 +113,15 @@ class ModelParallelStrategy(FSDPStrategy):
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
 
-    def configure(self, settings: EngineSettings) -> None:
+    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
         world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size
         if data == "auto":
             data = settings.num_nodes if split == "auto" else world // split
-        self.tp = max(1, world // data) if split == "auto" else split
-        if data * self.tp != world:
+        tp = max(1, world // data) if split == "auto" else split
+        if data * tp != world:
             fitting = " or ".join(f"{n} × {world // n}" for n in range(1, world + 1) if world % n == 0)
             raise ConfigurationError(
                 f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
                 f"do not make up the run's {world} process(es). Use {fitting}."
             )
-        super().configure(settings)
+        return self._lengths(settings, tp)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -14,12 +15,13 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.homes import PLACES, Home
 from trainwright.strategies.offload.step import OffloadStep
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
-from trainwright.strategies.strategy import MakeOptimizers, Strategy
+from trainwright.strategies.strategy import Strategy
 from trainwright.strategies.units import WrapPolicy, find_units
 
 _PARTS = 16  # a unit has at least this part of the parameters, where nobody says what a unit is
@@ -63,7 +65,6 @@ class OffloadStrategy(Strategy):
         prefetch: int = 1,
         stream: bool | None = None,
     ) -> None:
-        super().__init__()
         for name, value, known in (
             ("parameters", parameters, (*PLACES, "device")),
             ("optimizer_state", optimizer_state, PLACES),
@@ -76,10 +77,9 @@ class OffloadStrategy(Strategy):
         self.auto_wrap_policy, self.min_num_params = auto_wrap_policy, min_num_params
         self.offload_folder = Path(offload_folder) if offload_folder is not None else None
         self.prefetch, self.stream = prefetch, stream
-        self.weight_stream: WeightStream | None = None
 
-    def configure(self, settings: EngineSettings) -> None:
-        """Take the Trainer's settings.
+    def check(self, settings: EngineSettings) -> None:
+        """Check that the engine supports the settings.
 
         Raises:
             ConfigurationError: `compile=`, a loss scale, or several processes.
@@ -94,13 +94,32 @@ class OffloadStrategy(Strategy):
                 f"precision={settings.precision.name!r} scales the loss, which OffloadStrategy cannot: its gradients "
                 "are not on the device. Use 'bf16-mixed'."
             )
-        super().configure(settings)
+        super().check(settings)
+
+    def engine(self, settings: EngineSettings) -> Engine:
+        return OffloadEngine(self, settings)
+
+
+class OffloadEngine(Engine):
+    """Trains on one device a model whose weights, gradients and optimizer state are on the host or on disk."""
+
+    strategy: OffloadStrategy
+
+    def __init__(self, strategy: OffloadStrategy, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
+        self.weight_stream: WeightStream | None = None
+
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> NoReturn:
+        raise ConfigurationError(
+            "OffloadStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
+            "strategy='single', 'ddp' or 'fsdp', or write the step as a TaskModule for Trainer(strategy=…)."
+        )
 
     # Model and optimizers
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         """Build the model on the host, and have its units visit the device."""
-        optimizers = super().prepare(task, make_optimizers)
+        optimizers = super().prepare(task, make_optimizers, plan)
         if self.precision.autocast_dtype is not None:
             # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
             self._context = torch.autocast(self.device.type, dtype=self.precision.autocast_dtype, cache_enabled=False)
@@ -108,24 +127,28 @@ class OffloadStrategy(Strategy):
 
     def _place(self, task: TaskModule) -> None:
         pinned = self.device.type != "cpu"
-        weights = Home("cpu" if self.parameters == "device" else self.parameters, self.offload_folder, pinned=pinned)
-        self._state_home = Home(self.optimizer_state, self.offload_folder)
+        weights = Home(
+            "cpu" if self.strategy.parameters == "device" else self.strategy.parameters,
+            self.strategy.offload_folder,
+            pinned=pinned,
+        )
+        self._state_home = Home(self.strategy.optimizer_state, self.strategy.offload_folder)
         for (owner, leaf), buffer in list(_buffers(task)):
             owner._buffers[leaf] = buffer.to(self.device)
-        if not (self.device.type != "cpu" if self.stream is None else self.stream):
+        if not (self.device.type != "cpu" if self.strategy.stream is None else self.strategy.stream):
             if weights.place == "disk":
                 for parameter in task.parameters():
                     parameter.data = weights.like(parameter.data)
             return
-        gradients = Home(self.optimizer_state, self.offload_folder, pinned=pinned)
+        gradients = Home(self.strategy.optimizer_state, self.strategy.offload_folder, pinned=pinned)
         self.weight_stream = WeightStream(
             self._units(task), task.parameters(), self.device, weights, gradients,
-            stays=self.parameters == "device", ahead=self.prefetch,
+            stays=self.strategy.parameters == "device", ahead=self.strategy.prefetch,
         )  # fmt: skip
 
     def _units(self, task: TaskModule) -> list[nn.Module]:
-        units = find_units(task, self.auto_wrap_policy, self.min_num_params)
-        if not units and self.auto_wrap_policy is None and self.min_num_params is None:
+        units = find_units(task, self.strategy.auto_wrap_policy, self.strategy.min_num_params)
+        if not units and self.strategy.auto_wrap_policy is None and self.strategy.min_num_params is None:
             total = sum(parameter.numel() for parameter in task.parameters())
             units = find_units(task, None, max(1, total // _PARTS))
         if not units:
@@ -140,7 +163,9 @@ class OffloadStrategy(Strategy):
     # The step
 
     def make_step(self, parts: StepParts) -> Step:
-        return OffloadStep(parts, self.weight_stream, self._state_home if self.optimizer_state == "disk" else None)
+        return OffloadStep(
+            parts, self.weight_stream, self._state_home if self.strategy.optimizer_state == "disk" else None
+        )
 
     def weights_changed(self) -> None:
         """Take note that copies on the device may be out of date."""
@@ -156,7 +181,7 @@ class OffloadStrategy(Strategy):
         """Bring the present weights again afterwards: listeners may change them."""
         self.weights_changed()
 
-    def teardown(self) -> None:
+    def close(self) -> None:
         """Leave the task whole on the host."""
         if self.weight_stream is not None:
             self.weight_stream.close()
@@ -165,7 +190,7 @@ class OffloadStrategy(Strategy):
         if task is not None:
             for (owner, leaf), buffer in list(_buffers(task)):
                 owner._buffers[leaf] = buffer.to("cpu")
-        super().teardown()
+        super().close()
 
 
 def _buffers(task: nn.Module) -> Any:

@@ -19,12 +19,14 @@ class GradientClip:
     """How gradients are clipped once per optimizer step.
 
     Attributes:
-        value: largest total 2-norm (`"norm"`) or largest absolute element (`"value"`), > 0.
+        value: largest total norm (`"norm"`) or largest absolute element (`"value"`), > 0.
         algorithm: which of the two.
+        norm_type: p of the p-norm; infinity: the largest absolute element.
     """
 
     value: float
     algorithm: Literal["norm", "value"] = "norm"
+    norm_type: float = 2.0
 
     @classmethod
     def parse(cls, value: float | int | None, algorithm: str | None) -> GradientClip | None:
@@ -59,7 +61,42 @@ def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> to
     if clip.algorithm == "value":
         nn.utils.clip_grad_value_(parameters, clip.value)
         return None
-    return nn.utils.clip_grad_norm_(parameters, clip.value)
+    return nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
+
+
+class Gradients:
+    """The gradients of the models of one engine, which every rank holds in full in `p.grad`.
+
+    Engines that hold them elsewhere have a sub-class.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make_scaler(self) -> torch.amp.GradScaler:
+        """Return a loss scaler for float16."""
+        return torch.amp.GradScaler(self.device.type)
+
+    def complete(self) -> None:
+        """Complete the gradients of an optimizer step after its last backward. Collective where ranks hold shards."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        """Clip the gradients of parameters in place; returns their norm before (None for `"value"`).
+
+        Collective where ranks hold shards.
+        """
+        return clip_gradients(parameters, clip)
+
+    def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Multiply the accumulated gradients of parameters in place."""
+        scale_gradients(parameters, factor)
+
+    def free(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Free the accumulated gradients of parameters; returns whether there were any."""
+        return free_gradients(parameters)
 
 
 def loss_of(output: Any, origin: str) -> torch.Tensor | None:
@@ -143,8 +180,16 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
             parameter.grad.mul_(factor)
 
 
-def free_gradients(optimizer: Optimizer) -> None:
+def zero_gradients(optimizer: Optimizer) -> None:
     """Do what `optimizer.zero_grad()` does, without the profiler's record around it: a tenth of a small step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def free_gradients(parameters: Iterable[torch.Tensor]) -> bool:
+    """Free the gradients of parameters; returns whether there were any."""
+    held = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in held:
+        parameter.grad = None
+    return bool(held)

@@ -28,13 +28,13 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
     GradientClip,
-    free_gradients,
     growth_without,
     loss_of,
     parameters_of,
     scale_gradients,
     stack_counts,
     without_loss,
+    zero_gradients,
 )
 from trainwright.strategies.steps.transfer import make_transfer
 
@@ -328,7 +328,7 @@ class AutomaticStep(Step):
         self._group = self._loss = None
         if not self._zero_late:
             for optimizer in self.optimizers:
-                free_gradients(optimizer)
+                zero_gradients(optimizer)
             self._zeroed = True
         return norm
 

@@ -262,7 +262,8 @@ def test_a_small_model_on_the_disk_is_read_ahead_once(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Prefetcher, "take", lambda self, number: (taken.append(number), take(self, number))[1])
     load_checkpoint_and_dispatch(net, tmp_path, device_map=ALL_DISK)
     outputs = [net(inputs) for _ in range(3)]
-    assert all(torch.equal(output, expected) for output in outputs)
+    for output in outputs:  # a product with weights at another alignment may have other last bits
+        torch.testing.assert_close(output, expected)
     assert len(taken) == 2  # one for each layer
 
 

@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainwright.core.task import TaskModule
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.single import SingleDeviceStrategy
 
 STAND_IN = torch.device("lazy")
@@ -108,9 +110,16 @@ def stand_in_device() -> Iterator[Reads]:
 class StandInStrategy(SingleDeviceStrategy):
     """Trains on the stand-in: the model is built there, for a fake module cannot be moved (torch 2.13)."""
 
-    def setup(self, topology: Any) -> None:
+    def engine(self, settings: EngineSettings) -> Engine:
+        return StandInEngine(self, settings)
+
+
+class StandInEngine(Engine):
+    """The engine of `StandInStrategy`."""
+
+    def start(self, topology: Any) -> None:
         """Take the stand-in for the device."""
-        super().setup(topology)
+        super().start(topology)
         self.device = STAND_IN
 
     def _build(self, task: TaskModule) -> None:

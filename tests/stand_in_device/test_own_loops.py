@@ -14,7 +14,7 @@ def test_a_loop_reads_nothing_and_mixes_no_devices() -> None:
     rows = [(torch.ones(4), torch.ones(1)) for _ in range(24)]
     with stand_in_device() as reads:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        accelerator.state.device = accelerator.strategy.device = STAND_IN
+        accelerator.state.device = accelerator.engine.device = STAND_IN
         with STAND_IN:
             net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(net.parameters())

@@ -22,12 +22,13 @@ from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import Capabilities
-from trainwright.strategies.data_parallel import DataParallel
+from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
+from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.state import FullState
-from trainwright.strategies.steps.gradients import GradientClip
+from trainwright.strategies.steps.gradients import GradientClip, Gradients
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
-from trainwright.strategies.strategy import MakeOptimizers
 
 _LAST = 1
 
@@ -70,12 +71,25 @@ class TwoStages(DataParallel):
     def __init__(self, schedule: Callable[..., Any]) -> None:
         super().__init__()
         self.make_schedule = schedule
-        self.num_schedule_steps = 0
 
-    def setup(self, topology: Topology) -> None:
-        super().setup(topology)
+    def engine(self, settings: EngineSettings) -> Engine:
+        return TwoStagesEngine(self, settings)
+
+
+class TwoStagesEngine(ParallelEngine):
+    """Computes one stage on each rank."""
+
+    strategy: TwoStages
+
+    def __init__(self, strategy: TwoStages, settings: EngineSettings) -> None:
+        super().__init__(strategy, settings)
+        self.make_schedule, self.num_schedule_steps = strategy.make_schedule, 0
+
+    def start(self, topology: Topology) -> None:
+        super().start(topology)
         # One data-parallel rank, made of two processes: rank 0 sees all data.
         self.data_ranks = DataRanks.of(self.processes, per_batch=2)
+        self.gradients = StagedGradients(self.device)
 
     def _place(self, task: TaskModule) -> None:
         super()._place(task)
@@ -83,23 +97,15 @@ class TwoStages(DataParallel):
             dist.broadcast(tensor.detach(), src=0)
         task.stages[1 - self.processes.rank].to("meta")  # its names and shapes stay
 
-    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None) -> list[Optimizer]:
-        optimizers = super().prepare(task, make_optimizers)
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
+        optimizers = super().prepare(task, make_optimizers, plan)
         self.state = StagedState(task, optimizers, self.processes)
         return optimizers
 
     def make_step(self, parts: StepParts) -> PipelineStep:
         return PipelineStep(parts, self)
 
-    def clip_parameters(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
-        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        square = nn.utils.get_total_norm(grads).square()
-        dist.all_reduce(square)
-        for grad in grads:
-            grad.mul_((clip.value / (square.sqrt() + 1e-6)).clamp(max=1.0))
-        return square.sqrt()
-
-    def make_whole(self) -> None:
+    def unshard(self) -> None:
         states, values = self.state.optimizer_states(), self.state.full_parameters()
         for name, parameter in list(self.task.named_parameters()):
             if parameter.is_meta:
@@ -109,12 +115,24 @@ class TwoStages(DataParallel):
             load_named_optimizer_state(optimizer, state, names)
 
 
+class StagedGradients(Gradients):
+    """Gradients of one stage on each rank."""
+
+    def clip(self, parameters: Iterable[torch.Tensor], clip: GradientClip) -> torch.Tensor | None:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        square = nn.utils.get_total_norm(grads).square()
+        dist.all_reduce(square)
+        for grad in grads:
+            grad.mul_((clip.value / (square.sqrt() + 1e-6)).clamp(max=1.0))
+        return square.sqrt()
+
+
 class PipelineStep(AutomaticStep):
     """Hands all micro-batches of a group to a schedule."""
 
-    def __init__(self, parts: StepParts, strategy: TwoStages) -> None:
+    def __init__(self, parts: StepParts, engine: TwoStagesEngine) -> None:
         super().__init__(parts)
-        self._strategy, self._mine = strategy, parts.rank
+        self._engine, self._mine = engine, parts.rank
         self._schedules: dict[int, Any] = {}
         self._weights: list[Any] = []
 
@@ -134,7 +152,7 @@ class PipelineStep(AutomaticStep):
             schedule.step(target=targets, losses=losses)
         else:
             schedule.step(inputs)
-        self._strategy.num_schedule_steps += 1
+        self._engine.num_schedule_steps += 1
         total = torch.stack(losses).sum().detach() if losses else torch.zeros(())
         dist.broadcast(total, src=_LAST)
         if self.hooks.on_train_batch_end:
@@ -146,7 +164,7 @@ class PipelineStep(AutomaticStep):
     def _schedule(self, num_micro_batches: int) -> Any:
         if num_micro_batches not in self._schedules:
             stage = PipelineStage(self.task.stages[self._mine], self._mine, 2, self.parts.device)
-            self._schedules[num_micro_batches] = self._strategy.make_schedule(
+            self._schedules[num_micro_batches] = self._engine.make_schedule(
                 stage, num_micro_batches, loss_fn=self._weighted_loss, scale_grads=False
             )
         return self._schedules[num_micro_batches]
@@ -176,7 +194,7 @@ class PipelineStep(AutomaticStep):
     def _across(self, owner: int, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def run(inputs: torch.Tensor) -> torch.Tensor:
             outputs = forward(inputs) if self._mine == owner else None
-            found: torch.Tensor = self._strategy.processes.broadcast_object(outputs, src=owner)
+            found: torch.Tensor = self._engine.processes.broadcast_object(outputs, src=owner)
             return found
 
         return run

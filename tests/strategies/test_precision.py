@@ -97,6 +97,6 @@ def test_a_format_that_a_device_lacks_is_refused_with_one_that_it_has() -> None:
     with pytest.raises(
         ConfigurationError, match=r"precision='64-true'.*'mps' has no float64\. Use precision='32-true'"
     ):
-        strategy.configure(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
+        strategy.check(EngineSettings("mps", [0], 1, Precision.parse("64-true")))
     for name in ("32-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed"):
-        strategy.configure(EngineSettings("mps", [0], 1, Precision.parse(name)))
+        strategy.check(EngineSettings("mps", [0], 1, Precision.parse(name)))

@@ -47,7 +47,7 @@ def test_one_process_without_a_launcher_is_the_default() -> None:
 def test_several_devices_without_a_launcher_are_ddp_in_processes_of_our_own() -> None:
     found = choose(devices=3)
     assert type(found.strategy) is DDPStrategy
-    assert (found.strategy.num_processes, found.starts_processes) == (3, True)
+    assert (found.settings.num_processes, found.starts_processes) == (3, True)
 
 
 @pytest.mark.usefixtures("torchrun")
@@ -95,10 +95,10 @@ def test_a_strategy_object_is_used_itself() -> None:
 
 def test_the_settings_reach_the_strategy() -> None:
     precision = Precision.parse("bf16-mixed")
-    strategy = choose(devices=2, precision=precision, compile="reduce-overhead").strategy
-    assert strategy.precision is precision
-    assert strategy.compile_options == {"mode": "reduce-overhead"}
-    assert (strategy.device_type, strategy.device_indices) == ("cpu", [0, 1])
+    settings = choose(devices=2, precision=precision, compile="reduce-overhead").settings
+    assert settings.precision is precision
+    assert settings.compile_options == {"mode": "reduce-overhead"}
+    assert (settings.device_type, settings.device_indices) == ("cpu", [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_an_accelerator_that_is_not_there_is_an_error(accelerator: str) -> None:
 @no_accelerator
 def test_auto_falls_back_to_the_cpu() -> None:
     assert device_type("auto") == "cpu"
-    assert choose(accelerator="auto").strategy.device_type == "cpu"
+    assert choose(accelerator="auto").settings.device_type == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -126,4 +126,4 @@ def test_a_search_leaves_the_run_as_it_was() -> None:
     search = Search()
     quiet_trainer(max_epochs=1, callbacks=[search]).fit(RegressionTask(), regression_loader(4, 2))
     assert len(search.losses) == 3
-    assert all(run is not search.before and run.strategy is search.before.strategy for run in search.during)
+    assert all(run is not search.before and run.engine is search.before.engine for run in search.during)

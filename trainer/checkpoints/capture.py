@@ -23,7 +23,7 @@ def half_done(run: StageRun) -> str | None:
     """
     if run.loop.at_step_boundary:
         return None
-    if run.loop.stepping or run.strategy.has_begun or not run.strategy.capabilities.state_rests:
+    if run.loop.stepping or run.engine.has_begun or not run.engine.capabilities.state_rests:
         return "an optimizer was stepping, so that the weights may be half updated"
     if run.data.made is not None and run.data.made.loader.stateful:
         return "its loader, which keeps its own place, had read on for a step that was not completed"
@@ -37,8 +37,8 @@ def capture(run: StageRun, *, weights_only: bool = False, metrics: dict[str, flo
         The snapshot; its tensors are the live ones, so that it must be written or copied before training goes on.
     """
     run.loop.check_finite()
-    run.strategy.begin_save()
-    of_ranks = [] if weights_only else run.strategy.processes.gather_object(_own_state(run))
+    run.engine.begin_save()
+    of_ranks = [] if weights_only else run.engine.processes.gather_object(_own_state(run))
     return _collect(run, of_ranks, weights_only=weights_only, metrics=metrics or dict(run.callback_metrics))
 
 
@@ -65,7 +65,7 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
             "a step was not finite, and weights have changed since. The earlier checkpoints are valid."
         )
     alone = run.world_size == 1
-    if not alone and not run.strategy.capabilities.whole_weights:
+    if not alone and not run.engine.capabilities.whole_weights:
         raise CheckpointError(
             f"the weights lie in pieces on {run.world_size} ranks, and a rank cannot collect them when another may "
             "have failed. The earlier checkpoints are whole."
@@ -75,7 +75,7 @@ def capture_alone(run: StageRun, metrics: dict[str, float]) -> Snapshot:
 
 def _own_state(run: StageRun) -> dict[str, Any]:
     """What a resume needs of each rank."""
-    return {"rng": rng_state(run.strategy.device), "loader": run.data.loader_state(), "metrics": metrics_state(run)}
+    return {"rng": rng_state(run.engine.device), "loader": run.data.loader_state(), "metrics": metrics_state(run)}
 
 
 def metrics_state(run: StageRun) -> dict[str, Any]:
@@ -86,10 +86,10 @@ def metrics_state(run: StageRun) -> dict[str, Any]:
 def _collect(
     run: StageRun, of_ranks: list[dict[str, Any]], *, weights_only: bool, metrics: dict[str, float]
 ) -> Snapshot:
-    task, strategy = run.task, run.strategy
-    by_data_rank = strategy.data_ranks.pick(of_ranks) if of_ranks else []
-    weights = strategy.state.model_state()  # before the optimizers' states: shards of both share one table
-    optimizers = [] if weights_only else strategy.state.optimizer_states()
+    task, engine = run.task, run.engine
+    by_data_rank = engine.data_ranks.pick(of_ranks) if of_ranks else []
+    weights = engine.state.model_state()  # before the optimizers' states: shards of both share one table
+    optimizers = [] if weights_only else engine.state.optimizer_states()
     shown = _shown(run, weights, None if weights_only else optimizers)
     with run.metrics.closed_in("on_save_checkpoint"):
         run.fire("on_save_checkpoint", shown)
@@ -102,7 +102,7 @@ def _collect(
         trainer |= {
             "callbacks": _callback_states(run),
             "schedulers": run.schedules.state_dict(),
-            "strategy": strategy.state_dict(),
+            "strategy": engine.state_dict(),
             "data": _place_in_data(run, by_data_rank),
             "loggers": run.logging.state_dict() if run.logging is not None else [],
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
@@ -117,14 +117,14 @@ def _collect(
             "seed": run.history.seed,
             "run_id": run.history.run_id,
             "job": run.attempt.key,
-            "precision": strategy.precision.name,
+            "precision": engine.precision.name,
         }
-        if strategy.data_ranks.size != run.world_size:  # ranks that work on one batch together draw the same numbers
-            trainer["data_ranks"] = list(strategy.data_ranks.members)
+        if engine.data_ranks.size != run.world_size:  # ranks that work on one batch together draw the same numbers
+            trainer["data_ranks"] = list(engine.data_ranks.members)
         if not run.loop.at_step_boundary:
             trainer["within_step"] = True
-    if strategy.state.saves_pieces:
-        model, optimizers = strategy.state.in_pieces((model, optimizers))
+    if engine.state.saves_pieces:
+        model, optimizers = engine.state.in_pieces((model, optimizers))
     return Snapshot(
         state=run.progress(),
         model=model,
@@ -134,8 +134,8 @@ def _collect(
         metrics=metrics,
         world_size=run.world_size,
         kind="weights" if weights_only else "full",
-        in_pieces=strategy.state.saves_pieces,
-        overlaps=strategy.capabilities.state_rests,
+        in_pieces=engine.state.saves_pieces,
+        overlaps=engine.capabilities.state_rests,
     )
 
 

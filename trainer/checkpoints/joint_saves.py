@@ -11,7 +11,7 @@ from typing import Any
 from trainwright.checkpoint import AsyncWriter, Contents, Crew, Draft, Snapshot, plan_share
 from trainwright.checkpoint.format.writer import plain_metrics
 from trainwright.core.errors import CheckpointError
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 
 _GRACE_S = 10.0  # for the others to report, once the run has failed
 
@@ -40,12 +40,12 @@ class JointSaves:
     what the others report.
 
     Args:
-        strategy: holds the processes.
+        engine: holds the processes.
         writer: this rank's; None: saves return once they are published.
     """
 
-    def __init__(self, strategy: Strategy, writer: AsyncWriter | None) -> None:
-        self._strategy = strategy
+    def __init__(self, engine: Engine, writer: AsyncWriter | None) -> None:
+        self._engine = engine
         self._writer = writer
         self._crew: Crew | None = None
         self._processes: Any = None  # that the crew speaks through
@@ -78,13 +78,13 @@ class JointSaves:
             return [draft.folder for draft in drafts]
 
         try:
-            folders = self._strategy.processes.on_main_rank(begin, f"write {names}")
+            folders = self._engine.processes.on_main_rank(begin, f"write {names}")
             contents = self._agree(partial(self._prepare, snapshot, share, folders, writer), names)
-            if not self._strategy.is_main:
+            if not self._engine.is_main:
                 for target, folder in zip(targets, folders, strict=True):
                     self._do(writer, target, partial(self._meet().write_share, folder, contents))
             publish = partial(self._publish, contents, targets, drafts, writer)
-            self._strategy.processes.on_main_rank(publish, f"write {names}")
+            self._engine.processes.on_main_rank(publish, f"write {names}")
         finally:
             for draft in drafts:  # those that nobody has taken over
                 draft.close()
@@ -95,7 +95,7 @@ class JointSaves:
             self._crew.hurry(_GRACE_S)
 
     def _meet(self) -> Crew:
-        processes = self._strategy.processes
+        processes = self._engine.processes
         if self._crew is None or self._processes is not processes:
             self._processes = processes
             self._crew = Crew(
@@ -112,7 +112,7 @@ class JointSaves:
         """Plan this rank's share, and copy it if it is to be written later."""
         if self._writer is not None:
             self._writer.join()  # its thread uses the crew's connection
-        contents = share[0] if share else plan_share(snapshot, self._strategy.processes.rank)
+        contents = share[0] if share else plan_share(snapshot, self._engine.processes.rank)
         for folder in folders:
             if not folder.is_dir():
                 raise CheckpointError(
@@ -132,9 +132,7 @@ class JointSaves:
             contents = prepare()
         except (OSError, CheckpointError) as error:
             problem = error
-        told = self._strategy.processes.gather_object(
-            None if problem is None else f"{type(problem).__name__}: {problem}"
-        )
+        told = self._engine.processes.gather_object(None if problem is None else f"{type(problem).__name__}: {problem}")
         if problem is not None:
             raise problem
         for rank, text in enumerate(told):
@@ -159,7 +157,7 @@ class JointSaves:
                 raise
 
     def _do(self, writer: AsyncWriter | None, target: SaveTarget, write: Callable[..., None]) -> None:
-        then = target.then if self._strategy.is_main else None
+        then = target.then if self._engine.is_main else None
         if writer is not None:
             writer.start(target.path, write, then=then)
             return

@@ -254,7 +254,7 @@ def find_checkpoint(run: StageRun, request: LoadRequest, stage: Stage) -> FoundC
     Raises:
         FileNotFoundError, ConfigurationError, CheckpointError: see `choose` and `on_main_rank`.
     """
-    processes = run.strategy.processes
+    processes = run.engine.processes
     hashing = SharedHashing(processes)
     return processes.on_main_rank(
         lambda: choose(run, request, stage, hashing.hash_files), "find a checkpoint to load", hashing

@@ -46,7 +46,7 @@ def restore(run: StageRun, opened: Opened) -> None:
     run.shown.load(snapshot.metrics)
     saved.restore_callbacks(run)
     _restore_optimizers_and_schedules(run, opened, saved)
-    saved.restore_strategy(run)
+    saved.restore_engine(run)
     data, seed = saved.take("data", {}), saved.take("seed", None)
     if data:  # a converted checkpoint stands at the start of an epoch and keeps no order of its own
         run.history.seed = seed
@@ -67,14 +67,14 @@ def restore(run: StageRun, opened: Opened) -> None:
             TrainwrightWarning,
             stacklevel=2,
         )
-    if len(states) == run.strategy.data_ranks.size:
+    if len(states) == run.engine.data_ranks.size:
         run.loop.to_restore.append(
-            partial(_set_generators, path, states[run.strategy.data_ranks.rank], run.strategy.device)
+            partial(_set_generators, path, states[run.engine.data_ranks.rank], run.engine.device)
         )
     elif "rng" not in snapshot.missing:
         wrote = _processes_text(snapshot.world_size, len(ranks) if ranks else snapshot.world_size)
         moved = (
-            f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.strategy.data_ranks.size)}"
+            f"was written by {wrote} and is resumed by {_processes_text(run.world_size, run.engine.data_ranks.size)}"
         )
         warnings.warn(
             f"{path} {moved if snapshot.rng else 'holds no state of them'}: the random number generators start anew."
@@ -111,8 +111,8 @@ def _processes_text(world_size: int, dp_size: int) -> str:
 
 def restore_metrics(run: StageRun, of_ranks: list[dict[str, Any]], origin: object) -> None:
     """Restore the aggregates of an open epoch; called after its metrics have begun, on every rank."""
-    device, rank = run.strategy.device, run.strategy.data_ranks.rank
-    if len(of_ranks) == run.strategy.data_ranks.size:
+    device, rank = run.engine.device, run.engine.data_ranks.rank
+    if len(of_ranks) == run.engine.data_ranks.size:
         run.metrics.load_state_dict(of_ranks[rank]["logged"], device)
         lost = load_objects_state(run.task, of_ranks[rank]["objects"], device)
     else:
@@ -163,7 +163,7 @@ def _restore_optimizers(run: StageRun, snapshot: Snapshot, path: Path, request: 
     fresh = []
     for optimizer, state in zip(own, saved, strict=True):
         try:
-            run.strategy.state.load_optimizer_state(optimizer, state)
+            run.engine.state.load_optimizer_state(optimizer, state)
         except CheckpointError as error:
             if not allowed:
                 raise
@@ -199,8 +199,8 @@ def restore_weights(run: StageRun, opened: Opened) -> None:
     """Load the weights of a checkpoint that the hooks have seen."""
     shown, path, request = opened.shown, opened.path, opened.request
     strict = run.task.strict_loading if request.strict is None else request.strict
-    missing, left_over = run.strategy.state.load_model_state(shown["state_dict"], strict=strict)
-    run.strategy.weights_changed()
+    missing, left_over = run.engine.state.load_model_state(shown["state_dict"], strict=strict)
+    run.engine.weights_changed()
     # A task that sets strict_loading=False does so for good; an argument is about this one checkpoint.
     if request.strict is False and (missing or left_over):
         texts = [f"{title}: {', '.join(names[:10])}{', …' if len(names) > 10 else ''}" for title, names in (
@@ -245,7 +245,7 @@ def adopt(run: StageRun, found: FoundCheckpoint) -> None:
         if ours:
             run.folder.enter(FoundCheckpoint(true_path, found.manifest))
 
-    run.strategy.processes.on_main_rank(work, f"enter {found.path} in its index")
+    run.engine.processes.on_main_rank(work, f"enter {found.path} in its index")
 
 
 def load(run: StageRun, opened: Opened) -> None:
@@ -310,12 +310,12 @@ class Entries:
         if kind not in self._allowed:
             self._warn(f"holds no state of {name}, which this run has: it starts anew.")
 
-    def restore_strategy(self, run: StageRun) -> None:
-        """Give the strategy its own state back (the loss scale)."""
-        # Under the strategy's key in old and new files, under its parts' names for users: "scaler".
+    def restore_engine(self, run: StageRun) -> None:
+        """Restore the engine's own state (the loss scale)."""
+        # Under the key "strategy" in all files, under its parts' names for users: "scaler".
         saved: Mapping[str, Any] = self.take("strategy", {})
-        precision, before = run.strategy.precision.name, self._saved.get("precision")
-        for key in run.strategy.state_dict():
+        precision, before = run.engine.precision.name, self._saved.get("precision")
+        for key in run.engine.state_dict():
             if key in saved:
                 continue
             if before == precision:
@@ -324,7 +324,7 @@ class Entries:
                 )
             else:
                 self._is_new(key, f"the {key} of precision={precision!r}")
-        run.strategy.load_state_dict(saved)
+        run.engine.load_state_dict(saved)
 
     def restore_callbacks(self, run: StageRun) -> None:
         """Give the callbacks their states back, by their keys."""

@@ -38,8 +38,8 @@ def prepare(run: StageRun) -> None:
     if saves.writer is not None:
         saves.writer.optimizers = run.optimizers
         saves.writer.deadline_s = run.preemption.write_deadline_s
-        on_host = run.saver is not None and run.strategy.device.type == "cpu"
-        saves.reserves = on_host and (run.is_main or run.strategy.state.saves_pieces)
+        on_host = run.saver is not None and run.engine.device.type == "cpu"
+        saves.reserves = on_host and (run.is_main or run.engine.state.saves_pieces)
 
 
 def reserve(run: StageRun) -> None:
@@ -75,7 +75,7 @@ def _act(run: StageRun) -> None:
         actions, run.saves.actions = run.saves.actions, []
         for action in actions:
             action()
-        run.strategy.weights_changed()  # by an action, as far as anybody knows
+        run.engine.weights_changed()  # by an action, as far as anybody knows
 
 
 @contextlib.contextmanager
@@ -97,7 +97,7 @@ def _choosing_names(run: StageRun) -> Iterator[None]:
 
 def remote_names(run: StageRun, url: str) -> list[str]:
     """Return the names of what lies below a remote folder. Collective; rank 0 asks the network."""
-    return run.strategy.processes.on_main_rank(partial(remote.remote_names, url), f"look into {url}")
+    return run.engine.processes.on_main_rank(partial(remote.remote_names, url), f"look into {url}")
 
 
 def save_now(
@@ -126,8 +126,8 @@ def save_now(
                 stacklevel=3,
             )
     path = remote_saves.twin(run, place) if is_url(place) else Path(place).expanduser()
-    with _reunited(run):
-        run.strategy.processes.meet("save_checkpoint()")
+    with run.engine.reunited():
+        run.engine.processes.meet("save_checkpoint()")
         snapshot = capture.capture(run, weights_only=weights_only)
 
         def upload(path: Path) -> None:
@@ -143,21 +143,8 @@ def save_now(
                 snapshot, [SaveTarget(path, snapshot.metrics, upload)], before=partial(_wait, run), at_once=True
             )
         else:
-            run.strategy.processes.on_main_rank(work, f"write {place}")
+            run.engine.processes.on_main_rank(work, f"write {place}")
     return path
-
-
-@contextlib.contextmanager
-def _reunited(run: StageRun) -> Iterator[None]:
-    """Have the run's strategy speak to whoever is left of its processes, also after a stage."""
-    strategy = run.strategy
-    before, ranks = strategy.processes, strategy.data_ranks
-    with before.reunited(strategy.device) as left:
-        strategy.processes, strategy.data_ranks = left, ranks.among(left)
-        try:
-            yield
-        finally:
-            strategy.processes, strategy.data_ranks = before, ranks
 
 
 def finish(run: StageRun) -> None:
@@ -167,7 +154,7 @@ def finish(run: StageRun) -> None:
         CheckpointError: the last one could not be written, on every rank.
     """
     if run.saves.writer is not None:
-        run.strategy.processes.on_main_rank(partial(_wait_for_writer, run.saves), "write its last checkpoint")
+        run.engine.processes.on_main_rank(partial(_wait_for_writer, run.saves), "write its last checkpoint")
     run.saves.give_names_back()
     report(run)
 
@@ -219,7 +206,7 @@ def _write(run: StageRun, requests: list[SaveRequest]) -> None:
     since = time.monotonic()
     snapshot = capture.capture(run, weights_only=requests[0].weights_only)
     if run.saves.writer is not None:
-        snapshot.overlaps &= leaves_cores(run.strategy.device, run.strategy.processes.topology.local_world_size)
+        snapshot.overlaps &= leaves_cores(run.engine.device, run.engine.processes.topology.local_world_size)
     targets = [_target(run, request, snapshot, since) for request in requests]
     # It waits for the save before, which the next may delete: loggers must have been told of it.
     if snapshot.in_pieces:
@@ -227,7 +214,7 @@ def _write(run: StageRun, requests: list[SaveRequest]) -> None:
         report(run)
         return
     names = ", ".join(str(target.path) for target in targets)
-    run.strategy.processes.on_main_rank(partial(_write_alone, run, snapshot, targets), f"write {names}")
+    run.engine.processes.on_main_rank(partial(_write_alone, run, snapshot, targets), f"write {names}")
 
 
 def _target(run: StageRun, request: SaveRequest, snapshot: Snapshot, since: float) -> SaveTarget:

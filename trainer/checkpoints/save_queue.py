@@ -12,7 +12,7 @@ from trainwright.checkpoint import AsyncWriter
 from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.host.folders import held
 from trainwright.core.run import SaveRequest
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 from trainwright.trainer.checkpoints.joint_saves import JointSaves
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
@@ -21,7 +21,7 @@ class SaveQueue:
     """Wishes that wait for the safe point of a step (see `safe_point`), and the writer of checkpoints.
 
     Args:
-        strategy: holds the processes.
+        engine: holds the processes.
         arguments: the Trainer's. With `async_save=False` there is no writer: a save returns once it is published.
         muted: wishes are dropped, since the steps that have them do not happen.
 
@@ -37,12 +37,12 @@ class SaveQueue:
         reserves: memory for the first save is to be made ready after the first step.
     """
 
-    def __init__(self, strategy: Strategy, arguments: TrainerArguments, *, muted: bool = False) -> None:
-        self._strategy = strategy
+    def __init__(self, engine: Engine, arguments: TrainerArguments, *, muted: bool = False) -> None:
+        self._engine = engine
         self.actions: list[Callable[[], None]] = []
         self.requests: list[SaveRequest] = []
         self.writer = AsyncWriter() if arguments.async_save and not muted else None
-        self.joint = JointSaves(strategy, self.writer)
+        self.joint = JointSaves(engine, self.writer)
         self.raises = arguments.on_save_error == "raise"
         self._muted = muted
         self.published: deque[tuple[Path, tuple[str, ...]]] = deque()
@@ -99,5 +99,5 @@ class SaveQueue:
             return
         if self.raises:
             raise error
-        if self._strategy.is_main:
+        if self._engine.is_main:
             self.complaints.append(f"{error} Training goes on, as on_save_error='warn' says.")

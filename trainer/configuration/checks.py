@@ -16,7 +16,7 @@ from trainwright.core.signatures import check_signatures, overrides
 from trainwright.core.task import TaskModule
 from trainwright.data import DataModule
 from trainwright.strategies.capabilities import REFUSALS
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.select import Selection
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _KNOWN_TASK_NAMES = tuple(
@@ -187,18 +187,19 @@ def check_callbacks(callbacks: list[Any], stage: Stage | None = None) -> None:
         keys[key] = callback
 
 
-def check_needs(callbacks: list[Any], strategy: Strategy, task: TaskModule | None = None) -> None:
+def check_needs(callbacks: list[Any], selection: Selection, task: TaskModule | None = None) -> None:
     """Check that a strategy can do what callbacks and a task to be trained ask of it. Nothing is touched.
 
     Args:
         callbacks: those known so far.
-        strategy: configured.
+        selection: the strategy and its settings.
         task: to be trained; None when that is not known yet, or nothing is trained.
 
     Raises:
         ConfigurationError: with the reason and a way out.
     """
-    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    strategy, alone = selection.strategy, selection.runs_alone
+    name = type(strategy).__name__
     for callback in callbacks:
         for need in callback.needs:
             if not getattr(strategy.capabilities, need) and not (alone and need == "lone_steps"):
@@ -207,16 +208,17 @@ def check_needs(callbacks: list[Any], strategy: Strategy, task: TaskModule | Non
         return
     if not task.automatic_optimization and not strategy.capabilities.manual_optimization:
         raise ConfigurationError(f"{type(task).__name__} {REFUSALS['manual_optimization'].format(strategy=name)}")
-    strategy.check_task(task)
+    strategy.check_task(task, selection.settings)
 
 
-def check_graphs(loggers: list[Any], strategy: Strategy) -> None:
+def check_graphs(loggers: list[Any], selection: Selection) -> None:
     """Check that the main rank can run the task by itself where a logger wants its graph. Nothing is touched.
 
     Raises:
         ConfigurationError: a forward takes all ranks, and the others would not take part.
     """
-    name, alone = type(strategy).__name__, strategy.num_processes * strategy.num_nodes == 1
+    strategy, alone = selection.strategy, selection.runs_alone
+    name = type(strategy).__name__
     for logger in loggers:
         if logger.wants_graph and strategy.capabilities.lockstep_evaluation and not alone:
             raise ConfigurationError(

@@ -263,7 +263,7 @@ class Settings:
 
     Attributes:
         arguments: as they were given, but for what `fast_dev_run` and `barebones` say about others.
-        selection: the strategy, configured, and where its processes come from.
+        selection: the strategy, its settings, and where its processes come from.
         limits: when `fit` ends.
         clip: how gradients are clipped.
         val_check_interval: see `parse_validation_interval`.
@@ -311,7 +311,8 @@ def configure(arguments: TrainerArguments) -> Settings:
         arguments = _one_quick_run(arguments, dev_batches)
     if arguments.barebones:
         arguments = _nothing_beside(arguments)
-    selection = _select(arguments)
+    clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
+    selection = _select(arguments, clip)
     limits = parse_limits(
         max_epochs=arguments.max_epochs,
         max_steps=dev_batches * arguments.accumulate_grad_batches if dev_batches else arguments.max_steps,
@@ -321,8 +322,6 @@ def configure(arguments: TrainerArguments) -> Settings:
         min_epochs=arguments.min_epochs,
         min_steps=arguments.min_steps,
     )
-    clip = GradientClip.parse(arguments.gradient_clip_val, arguments.gradient_clip_algorithm)
-    selection.strategy.check_run(accumulate_grad_batches=arguments.accumulate_grad_batches, clip=clip)
     interval = parse_validation_interval(arguments.val_check_interval)
     overfit = arguments.overfit_batches
     limit_batches = {
@@ -332,10 +331,10 @@ def configure(arguments: TrainerArguments) -> Settings:
         "predict": arguments.limit_predict_batches,
     }
     callbacks = _callbacks(arguments, quiet)
-    check_needs(callbacks, selection.strategy)
+    check_needs(callbacks, selection)
     root = Path(arguments.default_root_dir or ".").absolute()
     loggers = resolve_loggers(arguments.logger if arguments.logger is not None else True, root)
-    check_graphs(loggers, selection.strategy)
+    check_graphs(loggers, selection)
     return Settings(
         arguments=arguments,
         selection=selection,
@@ -401,7 +400,7 @@ def _callbacks(arguments: TrainerArguments, quiet: bool) -> list[Any]:
     return savers_last(given + defaults)
 
 
-def _select(arguments: TrainerArguments) -> Selection:
+def _select(arguments: TrainerArguments, clip: GradientClip | None) -> Selection:
     selection = select(
         strategy=arguments.strategy,
         accelerator=arguments.accelerator,
@@ -411,6 +410,8 @@ def _select(arguments: TrainerArguments) -> Selection:
         compile=arguments.compile,
         launcher=arguments.launcher,
         sync_batchnorm=arguments.sync_batchnorm,
+        accumulate_grad_batches=arguments.accumulate_grad_batches,
+        clip=clip,
     )
     if not dist.is_initialized():
         check_address(selection.topology)

@@ -16,16 +16,16 @@ from trainwright.trainer.recovery.failure import note_training_batch
 from trainwright.trainer.run import StageRun
 
 
-def tell_about(run: StageRun, error: BaseException) -> Exception | None:
+def report_error(run: StageRun, error: BaseException) -> Exception | None:
     """Call `on_exception` of every callback and of the data module; nothing here may hide the error.
 
     Returns:
-        What they were told of instead where the strategy has a clearer error, to be raised from `error`; or None.
+        What they received instead if the engine has a clearer error, to be raised from `error`; or None.
     """
     if not run.is_set_up:
         return None
     note_training_batch(run, error)
-    clearer = run.strategy.clearer(error, run.task)
+    clearer = run.engine.explain_error(error, run.task)
     told = clearer or error
     listeners: list[Callable[[], Any]] = [partial(hook, run.trainer, run.task, told) for hook in run.hooks.on_exception]
     if run.datamodule is not None:
@@ -65,4 +65,4 @@ def _leave(run: StageRun) -> None:
     run.task._sink = None
     log_through(None, run.callbacks)
     run.stage = None
-    run.strategy.teardown()
+    run.engine.close()

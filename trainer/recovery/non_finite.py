@@ -29,7 +29,7 @@ Ids = list[int | str]
 def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
     """Return what runs a group's forward and backward in the present epoch.
 
-    It is the strategy's own step, so that a step costs nothing more, unless the run looks at losses
+    It is the engine's own step, so that a step costs nothing more, unless the run looks at losses
     (`on_nonfinite`), or left data out that lies ahead.
     """
     loader, state = run.data.train().loader, run.state
@@ -42,7 +42,7 @@ def step_function(run: StageRun) -> Callable[[Group], torch.Tensor | None]:
     ]
     run.loop.guard = None
     if run.arguments.on_nonfinite is None and not ahead:
-        return run.strategy.step.forward_backward
+        return run.engine.step.forward_backward
     run.loop.guard = guarded = GuardedStep(run, loader, ahead)
     return guarded
 
@@ -64,7 +64,7 @@ class GuardedStep:
         self._run = run
         self._loader = loader
         self._ahead = ahead
-        step, mode = run.strategy.step, run.arguments.on_nonfinite
+        step, mode = run.engine.step, run.arguments.on_nonfinite
         later = mode == "raise" and non_finite.reading_waits(step.parts.device)
         self._first = FirstNonFinite(step) if later else None
         self._places: dict[int, tuple[int, int]] = {}  # of the steps since the last look: first batch and number
@@ -81,16 +81,16 @@ class GuardedStep:
         if self._ahead and self._is_left_out(group):
             group.index, group.last_batch = len(group.batches) - 1, group.batches[-1]
             return None
-        strategy = self._run.strategy
+        engine = self._run.engine
         if self._buffers is None:
-            loss = strategy.step.forward_backward(group)
+            loss = engine.step.forward_backward(group)
             if self._first is not None and loss is not None:
                 self._places[self._run.state.step] = group.first_idx, len(group.batches)
                 self._first.note(loss, self._run.state.step)
             return loss
         self._buffers.refresh()
-        loss = strategy.step.forward_backward(group)
-        if loss is None or non_finite.is_finite(strategy.step, loss, strategy.data_ranks):
+        loss = engine.step.forward_backward(group)
+        if loss is None or non_finite.is_finite(engine.step, loss, engine.data_ranks):
             self._run.history.skipped_in_a_row = 0
             return loss
         self._decide(group, loss)
@@ -105,10 +105,10 @@ class GuardedStep:
         """
         if self._first is None:
             return
-        if not self._first.is_seen(self._run.strategy.data_ranks):
+        if not self._first.is_seen(self._run.engine.data_ranks):
             self._places.clear()
             return
-        told = self._run.strategy.processes.gather_object(self._first.read())
+        told = self._run.engine.processes.gather_object(self._first.read())
         step = min(number for number, _ in filter(None, told))
         first, num = self._places.get(step, (0, 1))
         found = self._found(step, first, num, [self._of_step(step, seen) for seen in told])
@@ -154,19 +154,19 @@ class GuardedStep:
             path = find_checkpoint(run, run.state.step)
         run.history.skipped_batches.append(skipped)
         run.history.skipped_in_a_row += 1
-        run.strategy.step.drop_group()
+        run.engine.step.drop_group()
         if path is not None:
             raise RollBack(Wish(path, found.text, leaves_out=False))
         self._warn(found, no_checkpoint=run.arguments.on_nonfinite == "rollback")
 
     def _find(self, group: Group, loss: torch.Tensor) -> _Found:
         """Learn what every rank sees. Collective; reads the device."""
-        seen = self._run.strategy.processes.gather_object(non_finite.explain(self._run.strategy.step, loss))
+        seen = self._run.engine.processes.gather_object(non_finite.explain(self._run.engine.step, loss))
         return self._found(self._run.state.step, group.first_idx, len(group.batches), seen)
 
     def _found(self, step: int, first: int, num: int, seen: list[NonFinite]) -> _Found:
         """Return what all ranks saw of a step of this epoch over `num` batches. Collective."""
-        ids = self._run.strategy.processes.gather_object(self._ids(first, num))
+        ids = self._run.engine.processes.gather_object(self._ids(first, num))
         return _Found(
             step=step,
             epoch=self._run.state.epoch,

@@ -78,7 +78,7 @@ def find_checkpoint(run: StageRun, max_step: int) -> Path | None:
     """
     safe_point.finish(run)
     look = partial(_newest_of_run, run, max_step)
-    return run.strategy.processes.on_main_rank(look, "look for a checkpoint to go back to")
+    return run.engine.processes.on_main_rank(look, "look for a checkpoint to go back to")
 
 
 def go_back(run: StageRun, wish: Wish) -> None:
@@ -93,7 +93,7 @@ def go_back(run: StageRun, wish: Wish) -> None:
     history.num_rollbacks += 1
     if run.is_main:
         history.abandoned |= run.folder.written_after(wish.path)
-    run.strategy.step.drop_group()
+    run.engine.step.drop_group()
     run.saves.forget()
     run.metrics.in_step, run.metrics.batch = False, None
     run.metrics.flush_step()  # of the branch that is left

@@ -25,7 +25,6 @@ from trainwright.data.combined import leaves_of
 from trainwright.data.loader_options import LOADER_METHODS, Stage
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.loggers.metric_values import without_ranks
-from trainwright.strategies.steps.trial import trial
 from trainwright.trainer import evaluation
 from trainwright.trainer.configuration.settings import Limits, Settings
 from trainwright.trainer.loop import FitLoop
@@ -38,7 +37,7 @@ _FITS, _FULL, _FAILED = "fits", "full", "failed"
 class StageRehearsal:
     """Tries steps out within a run; see `Run.rehearse` and `core.run.Rehearsal` for the promise.
 
-    Each try is a stage of its own over the run's strategy, task and optimizers, without callbacks, loggers and saves.
+    Each try is a stage of its own over the run's task and optimizers, without callbacks, loggers and saves.
     What it changes in place (weights, optimizers, generators, the task's attributes) is copied to the host before and
     copied back after it, so that every try begins alike.
 
@@ -62,7 +61,8 @@ class StageRehearsal:
         self._run = run
         self._show, self._new_clock = show, new_clock
         self._alone = alone
-        self._processes = run.strategy.processes  # alone, the strategy answers for the others
+        self._processes = run.engine.processes  # in trials alone, those of their engine are absent
+        self._engine = run.engine
         self._remakes = remakes_loaders
         self._kind: Stage = "train" if run.stage is None or run.stage == "fit" else run.stage
         self._stack = ExitStack()
@@ -79,9 +79,9 @@ class StageRehearsal:
                 "from the attribute that holds the batch size."
             )
         with ExitStack() as stack:  # whatever has been exchanged is put back when a later line fails
-            stack.enter_context(isolate_rng(run.strategy.device))
+            stack.enter_context(isolate_rng(run.engine.device))
             self._remember(stack)
-            stack.enter_context(trial(run.strategy, alone=self._alone))
+            self._engine = stack.enter_context(run.engine.trial(alone=self._alone))
             self._stack = stack.pop_all()
         return self
 
@@ -100,7 +100,7 @@ class StageRehearsal:
 
     @staticmethod
     def _attach(run: StageRun) -> None:
-        run.strategy.attach(run.trainer, run.hooks, run.metrics)
+        run.engine.attach(run.trainer, run.hooks, run.metrics)
         run.task._sink = run.metrics
 
     def _remember(self, stack: ExitStack) -> None:
@@ -146,7 +146,7 @@ class StageRehearsal:
                 # A validation set may be smaller than a batch, unless what does not fill one is left out.
                 wanted = [one for one in loaders if kind == self._kind or getattr(one, "drop_last", False)]
                 lengths += [length for one in wanted if (length := _num_samples(one)) is not None]
-        mine = min(lengths) // run.strategy.data_ranks.size if lengths else None
+        mine = min(lengths) // run.engine.data_ranks.size if lengths else None
         told = [found for found in self._processes.gather_object(mine) if found is not None]
         return min(told) if told else None
 
@@ -207,7 +207,7 @@ class StageRehearsal:
         clock.validation_owed = clock.epoch_done = False
         sources, history = run.data.sources, run.history.for_trial(clock)
         trial = StageRun(
-            run.trainer, _for_trial(run.settings), history, run.stage, run.task, sources, run.strategy, is_trial=True
+            run.trainer, _for_trial(run.settings), history, run.stage, run.task, sources, self._engine, is_trial=True
         )
         trial.exchange = None if self._alone else run.exchange
         trial.optimizers, trial.hooks = run.optimizers, HookTable((), run.task)
@@ -224,8 +224,7 @@ class StageRehearsal:
 
     def _forget(self) -> None:
         """Drop what the steps made and put back what they changed, so that the next try begins like this one."""
-        self._run.strategy.step.discard_gradients()
-        self._attach(self._run)
+        self._engine.step.discard_gradients()
         self._rewind()
         clear_device_cache(garbage_collection=True)
 
@@ -316,17 +315,17 @@ def pass_training_data(run: StageRun) -> None:
     Args:
         run: between two epochs or after the last; the next epoch calls `begin_epoch` on its training data.
     """
-    task, strategy, data = run.task, run.strategy, run.data.train()
+    task, engine, data = run.task, run.engine, run.data.train()
     unread = MetricBuffer()  # what the task logs here describes no step of the run
     unread.begin("train")
     unread.in_step = True
     sink, task._sink = task._sink, unread
     try:
-        with isolate_rng(strategy.device), torch.no_grad():
+        with isolate_rng(engine.device), torch.no_grad():
             data.begin_epoch(run.state.epoch)
             for group in data.groups(run.state, 1):
                 for idx, batch in enumerate(group.batches, start=group.first_idx):
-                    unread.batch = strategy.step.to_device(batch)
-                    strategy.step.evaluate("training_step", unread.batch, idx)
+                    unread.batch = engine.step.to_device(batch)
+                    engine.step.evaluate("training_step", unread.batch, idx)
     finally:
         task._sink = sink

@@ -84,17 +84,17 @@ def replay_batch(
         dataloader_idx: its loader's index; None with a single loader.
         calls: of this loader's last batch of this rank.
     """
-    task, device = run.task, run.strategy.device
+    task, device = run.task, run.engine.device
     unread = MetricBuffer()
     unread.begin(kind, num_dataloaders=(dataloader_idx or 0) + 1)
     unread.in_step = True
     metrics = map_tensors(torch.clone, objects_state(task))
     with _attribute(task, "_sink", unread), contextlib.nullcontext() if calls.can_repeat else _same_attributes(task):
         if calls.can_repeat:
-            run.strategy.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
+            run.engine.step.evaluate(calls.repeat, batch, idx, dataloader_idx)
         else:
-            unread.batch = run.strategy.step.to_device(batch, dataloader_idx or 0)
-            run.strategy.step.evaluate(step, unread.batch, idx, dataloader_idx)
+            unread.batch = run.engine.step.to_device(batch, dataloader_idx or 0)
+            run.engine.step.evaluate(step, unread.batch, idx, dataloader_idx)
     parts = dict(task.named_modules())
     for name in objects_state(task).keys() - metrics.keys():
         parts[name].reset()

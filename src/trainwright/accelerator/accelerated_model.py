@@ -24,26 +24,26 @@ class AcceleratedModel(nn.Module):
 
     Args:
         module: the user's model.
-        engine: called instead of the model: the model itself, or a wrapper that holds it.
+        engine: Called instead of the model: the model itself, a wrapper that holds it, or a function.
         make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
-        clearer: see `Strategy.clearer`.
+        explain: See `Engine.explain_error`.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        engine: nn.Module,
+        engine: Callable[..., Any],
         make_context: Callable[[], AbstractContextManager[Any]] | None,
-        clearer: Callable[[BaseException, nn.Module], Exception | None],
+        explain: Callable[[BaseException, nn.Module], Exception | None],
     ) -> None:
         super().__init__()
         self.module = module
         self.make_context = make_context
-        self._clearer = clearer
+        self._explain = explain
         object.__setattr__(self, "engine", engine)  # not a child: its parameters are the module's
         self._num_forwards = 0  # that run now
         self._guard: Any = None
-        if engine is not module:
+        if isinstance(engine, nn.Module) and engine is not module:
             self._guard = module.register_forward_pre_hook(partial(_refuse_past, weakref.ref(self)))
 
     def forward(self, *args: object, **kwargs: object) -> Any:
@@ -55,10 +55,10 @@ class AcceleratedModel(nn.Module):
             with self.make_context():
                 output = self.engine(*args, **kwargs)
         except RuntimeError as error:
-            clearer = self._clearer(error, self.module)
-            if clearer is None:
+            explained = self._explain(error, self.module)
+            if explained is None:
                 raise
-            raise clearer from error
+            raise explained from error
         finally:
             self._num_forwards -= 1
         return map_tensors(_widened, output)
@@ -81,7 +81,7 @@ class AcceleratedModel(nn.Module):
     def train(self, mode: bool = True) -> AcceleratedModel:
         """Choose between training and evaluation; returns this object."""
         super().train(mode)
-        if self.engine is not self.module:
+        if isinstance(self.engine, nn.Module):
             self.engine.training = mode
         return self
 

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.loss_scale import LossScale
+from trainwright.strategies.steps.gradients import parameters_of
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -65,7 +66,7 @@ class AcceleratedOptimizer(Optimizer):
         """Free the gradients if the current micro-batch is the last of its group; otherwise keep accumulating."""
         if self._accumulation.sync_gradients:
             self.optimizer.zero_grad(set_to_none)
-            self._accumulation.discard_open_groups()
+            self._accumulation.discard_open_groups(lambda: parameters_of([self.optimizer]))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""

@@ -49,10 +49,10 @@ from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWa
 from trainwright.core.host.memory import release_memory
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import detect
-from trainwright.core.tree import iterate_tensors
+from trainwright.core.tree import is_cut, iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.select import select_for_loop
+from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
 
 T = TypeVar("T")
@@ -109,38 +109,42 @@ class Accelerator:
         mixed_precision, gradient_accumulation_steps, cpu = read_launcher_variables(
             mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, cpu, warns=detect().rank == 0
         )
-        accumulates = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self._accumulates = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
         settings = read_settings(split_batches, mixed_precision, cpu, kwargs_handlers, strategy)
         self.state = PartialState(cpu=cpu)
-        self.strategy = settings.strategy
-        self._strategy_argument, self._handlers = strategy, tuple(kwargs_handlers or ())
-        self.strategy.setup(self.state.topology)
+        self._selection = settings.selection
+        self.engine = self._selection.engine()
+        self.engine.start(self.state.topology)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._precision = settings.precision
-        has_context = settings.precision.autocast_dtype is not None
-        # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
-        self._make_context: Callable[[], Any] | None = None
-        if has_context:
-            self._make_context = partial(settings.precision.forward_context, self.device.type)
-        self._scale = LossScale(self.device.type) if settings.precision.scaled else None
-        self._accumulation = Accumulation(
-            accumulates.num_steps or 1, accumulates.short_group, warns=self.state.is_main_process
-        )
-        self._syncs_each_batch = accumulates.sync_each_batch or self.strategy.sync_each_batch
+        self._syncs_each_batch = self._accumulates.sync_each_batch or self._selection.strategy.sync_each_batch
         self._others: list[Any] = []
-        self._begin(seed)
+        self._begin(seed, self._accumulates.num_steps or 1, warns=self.state.is_main_process)
         self._trigger = False
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
-    def _begin(self, seed: int | None) -> None:
+    def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
-        self._items = ItemCounts(self._accumulation, self.strategy, scaled=self._scale is not None)
+        self._scale = LossScale(self.engine.gradients.make_scaler()) if self._precision.scaled else None
+        # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
+        self._make_context: Callable[[], Any] | None = None
+        if self._precision.autocast_dtype is not None:
+            self._make_context = partial(torch.autocast, self.device.type, dtype=self._precision.autocast_dtype)
+        self._accumulation = Accumulation(
+            num_steps, self._accumulates.short_group, warns=warns, free_gradients=self.engine.gradients.free
+        )
+        self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
-            self.state, self.strategy, self._accumulation, self._scale, self._make_context, seed
+            self.state, self.engine, self._accumulation, self._scale, self._make_context, seed
         )
 
     # Where it runs
+
+    @property
+    def strategy(self) -> Strategy:
+        """The description of the engine."""
+        return self._selection.strategy
 
     @property
     def device(self) -> torch.device:
@@ -176,28 +180,28 @@ class Accelerator:
         """Return the settings, and in one process also what has been prepared.
 
         Raises:
-            ConfigurationError: It joins several processes and has prepared something, or has a strategy object: both
-                hold connections to the other processes.
+            ConfigurationError: It joins several processes and has prepared something, which holds connections to the
+                other processes.
         """
         state = dict(vars(self))
         if self.state.num_processes == 1:
             return state
-        if self._prepared or not isinstance(self._strategy_argument, str):
+        if self._prepared:
             raise ConfigurationError(
                 "this Accelerator holds connections to other processes, which cannot be pickled. Pickle it before "
-                "prepare(), and with its strategy by name, or pickle accelerator.unwrap_model(model) and state dicts."
+                "prepare(), or pickle accelerator.unwrap_model(model) and state dicts."
             )
-        del state["strategy"], state["_items"]
-        return {**state, "_prepared": self._prepared.seed}
+        for name in ("engine", "_items", "_accumulation", "_scale", "_make_context"):
+            del state[name]
+        return {**state, "_prepared": (self._prepared.seed, self.gradient_accumulation_steps)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if "strategy" not in state:
-            self.strategy = select_for_loop(
-                self._strategy_argument, self._handlers, cpu=self.state.device.type == "cpu", precision=self._precision
-            )
-            self.strategy.setup(self.state.topology)
-            self._begin(state["_prepared"])
+        if "engine" not in state:
+            self.engine = self._selection.engine()
+            self.engine.start(self.state.topology)
+            seed, num_steps = state["_prepared"]
+            self._begin(seed, num_steps, warns=self.state.is_main_process)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of `PartialState`: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
@@ -248,8 +252,8 @@ class Accelerator:
                 the constructor's.
             evaluation_mode: it is not trained: its backward does not communicate. Default: False.
         """
-        placed = self._is_placed(device_placement)
-        return self._prepared.model(model, placed=placed, evaluation_mode=evaluation_mode)
+        placed = [self._is_placed(device_placement)]
+        return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Return an optimizer that steps once per group of micro-batches. Not collective."""
@@ -310,6 +314,8 @@ class Accelerator:
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        if self._accumulation.sync_gradients:
+            self.engine.gradients.complete()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -349,7 +355,7 @@ class Accelerator:
         Args:
             model: what was prepared, or what it was prepared from.
         """
-        return self.strategy.no_sync(self._prepared.engine_of(model))
+        return self.engine.no_sync(self._prepared.engine_of(model))
 
     def autocast(self) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model."""
@@ -381,11 +387,15 @@ class Accelerator:
         Returns:
             The norm before clipping: 0-dim, on the device, the same on every rank. Does not wait for the device.
         """
-        return nn.utils.clip_grad_norm_(self._unscale_those_of(parameters), max_norm, norm_type)
+        found = self.engine.gradients.clip(
+            self._unscale_those_of(parameters), GradientClip(max_norm, "norm", float(norm_type))
+        )
+        assert found is not None  # only clipping by value computes none
+        return found
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradients to ± `clip_value`. Call it when `sync_gradients` is True."""
-        nn.utils.clip_grad_value_(self._unscale_those_of(parameters), clip_value)
+        self.engine.gradients.clip(self._unscale_those_of(parameters), GradientClip(clip_value, "value"))
 
     def set_trigger(self) -> None:
         """Set a flag on this rank, which `check_trigger` reports on every rank."""
@@ -457,8 +467,17 @@ class Accelerator:
         return unwrapped(model, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the full state dict of a model by its own names."""
-        return dict(self.unwrap_model(model, keep_torch_compile=False).state_dict())
+        """Return the full state dict of a model by its own names.
+
+        Collective if the model is sharded: the main process gets copies on the host, the others an empty dict.
+        Otherwise every process gets references.
+        """
+        own = self.unwrap_model(model, keep_torch_compile=False)
+        state, values = self.engine.loop_state(own, []), own.state_dict(keep_vars=True)
+        if not any(is_cut(value) for value in values.values()):
+            return dict(own.state_dict())
+        full = {id(value): state.full_tensor(value).detach() for value in values.values() if is_cut(value)}
+        return {name: full.get(id(v), v) for name, v in values.items()} if self.state.is_main_process else {}
 
     def save_model(
         self,
@@ -552,9 +571,7 @@ class Accelerator:
         """
         for loader in self._prepared.dataloaders:
             loader.prepared.close()
-        self._scale = None if self._scale is None else LossScale(self.device.type)
-        self._accumulation = self._accumulation.restarted()
-        self._begin(self._prepared.seed)
+        self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
         found: list[Any] = [None] * len(objects)
         del objects
         release_memory()

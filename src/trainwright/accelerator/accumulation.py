@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.strategies.steps.gradients import free_gradients
 
 
 @dataclass(slots=True)
@@ -108,10 +109,16 @@ class Accumulation:
         num_steps: micro-batches of one optimizer step.
         short_group: see `GradientAccumulationPlugin`.
         warns: warn of the first short group if `short_group` is None.
+        free_gradients: Frees the gradients of some parameters; returns whether there were any.
     """
 
     def __init__(
-        self, num_steps: int, short_group: Literal["steps", "mean"] | None = "steps", *, warns: bool = False
+        self,
+        num_steps: int,
+        short_group: Literal["steps", "mean"] | None = "steps",
+        *,
+        warns: bool = False,
+        free_gradients: Callable[[Iterable[torch.Tensor]], bool] = free_gradients,
     ) -> None:
         self.num_steps = num_steps
         self.short_group = short_group
@@ -122,7 +129,8 @@ class Accumulation:
         self._passes: list[tuple[Any, Place]] = []
         self._open: dict[tuple[int, ...], tuple[int, int, int]] = {}  # models → group, position, divisor: no step yet
         self._num_counted = 0
-        self._warns = warns and short_group is None
+        self.warns = warns and short_group is None
+        self._free_gradients = free_gradients
 
     @property
     def place(self) -> Place | None:
@@ -134,16 +142,12 @@ class Accumulation:
         """The innermost loader that is being read; None outside of prepared loaders."""
         return self._passes[-1][0] if self._passes else None
 
-    def restarted(self) -> Accumulation:
-        """Return a new object with the same settings."""
-        return Accumulation(self.num_steps, self.short_group, warns=self._warns)
-
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the share of the current micro-batch's loss in its optimizer step."""
         if not self._passes:
             return loss if self.num_steps == 1 else loss / self.num_steps
         place = self._passes[-1][1]
-        if place.num_missing and self._warns:
+        if place.num_missing and self.warns:
             self._warn(place.num_missing)
         if place.fresh and tuple(map(id, self.models)) in place.fresh:
             loss = loss * (place.divisor / (place.divisor - place.carried))
@@ -152,7 +156,7 @@ class Accumulation:
         return loss if place.divisor == 1 else loss / place.divisor
 
     def _warn(self, num_missing: int) -> None:
-        self._warns = False
+        self.warns = False
         steps = self.num_steps
         warnings.warn(
             f"the last group of this pass has {steps - num_missing} micro-batch(es) of {steps}, and its losses are "
@@ -196,9 +200,10 @@ class Accumulation:
         self._passes = [one for one in self._passes if one[1] is not place]
         self._rest()
 
-    def discard_open_groups(self) -> None:
-        """Record that gradients were freed between two passes: the next group is a new one."""
-        if not self._passes:
+    def discard_open_groups(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Free the gradients of parameters between two passes: the next group is a new one."""
+        if self._open and not self._passes:
+            self._free_gradients(parameters())
             self._open.clear()
 
     def refuse_open_group(self) -> None:
@@ -240,7 +245,7 @@ class Accumulation:
         if place is None or left is None or left[0] != place.group:
             continues = left is not None and place is not None and left[1:] == (place.carried, place.divisor)
             if left is not None and not continues:
-                _free_gradients(parameters(), left[1])
+                self._free(parameters(), left[1])
             if place is not None and place.carried and not continues:
                 place.fresh.add(key)
         if place is not None:
@@ -251,16 +256,12 @@ class Accumulation:
         if self.sync_gradients and self._open:
             self._open.pop(tuple(map(id, models)), None)
 
-
-def _free_gradients(parameters: Iterable[torch.Tensor], num_micro_batches: int) -> None:
-    held = [p for p in parameters if p.grad is not None]
-    for p in held:
-        p.grad = None
-    if held:
-        warnings.warn(
-            f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step, and "
-            "their gradients were freed: this micro-batch belongs to another group. Leave a loop where "
-            "accelerator.sync_gradients is True.",
-            TrainwrightWarning,
-            stacklevel=6,
-        )
+    def _free(self, parameters: Iterable[torch.Tensor], num_micro_batches: int) -> None:
+        if self._free_gradients(parameters):
+            warnings.warn(
+                f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step, and "
+                "their gradients were freed: this micro-batch belongs to another group. Leave a loop where "
+                "accelerator.sync_gradients is True.",
+                TrainwrightWarning,
+                stacklevel=6,
+            )

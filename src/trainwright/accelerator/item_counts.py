@@ -13,8 +13,8 @@ import torch
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.tree import WAITED_FOR
-from trainwright.strategies.steps.gradients import scale_gradients, stack_counts
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.steps.gradients import stack_counts
 
 
 @dataclass(slots=True)
@@ -39,13 +39,13 @@ class ItemCounts:
 
     Args:
         accumulation: the position of the loop.
-        strategy: sums over ranks.
+        engine: sums over ranks.
         scaled: losses have an fp16 scale: sums are kept near a mean, lest they leave the range of float16.
     """
 
-    def __init__(self, accumulation: Accumulation, strategy: Strategy, *, scaled: bool) -> None:
+    def __init__(self, accumulation: Accumulation, engine: Engine, *, scaled: bool) -> None:
         self._accumulation = accumulation
-        self._strategy = strategy
+        self._engine = engine
         self._steps: dict[tuple[int, ...], _StepItems] = {}
         self._unit: float | None = None if scaled else 1.0
         self._warns = True  # of a step without items
@@ -87,7 +87,7 @@ class ItemCounts:
         self._steps.pop(key, None)
         weight, share = self._shares(count, total, loss)
         if step is not None:
-            scale_gradients(parameters(), share)
+            self._engine.gradients.scale(parameters(), share)
         mean: torch.Tensor = loss * weight
         return mean
 
@@ -110,8 +110,8 @@ class ItemCounts:
 
     def _shares(self, count: float | torch.Tensor, total: float | torch.Tensor, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
-        strategy, unit = self._strategy, self._unit or 1.0
-        alone = strategy.data_ranks.size == 1
+        engine, unit = self._engine, self._unit or 1.0
+        alone = engine.data_ranks.size == 1
         if alone and not isinstance(total, torch.Tensor):
             if total == 0 and self._warns:
                 self._warns = False
@@ -122,10 +122,10 @@ class ItemCounts:
                     stacklevel=4,
                 )
             return count / max(total, 1), unit / max(total, 1)  # a step without any item has a gradient of zero
-        own, of_group = stack_counts([count, total], strategy.device).unbind()
-        everyone = (of_group if alone else strategy.data_ranks.sum(of_group.clone())).clamp(min=1)
+        own, of_group = stack_counts([count, total], engine.device).unbind()
+        everyone = (of_group if alone else engine.data_ranks.sum(of_group.clone())).clamp(min=1)
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
-        world = strategy.data_ranks.size  # ranks average their gradients
+        world = engine.data_ranks.size  # ranks average their gradients
         return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
 
     def _as_factor(self, count: float | torch.Tensor, unit: float, loss: torch.Tensor) -> Any:
@@ -137,7 +137,7 @@ class ItemCounts:
 
     def _agreed_unit(self, count: float | torch.Tensor) -> float:
         """Return a power of two near the first count, the same on every rank: dividing by it changes no bit."""
-        counts = self._strategy.data_ranks.gather_integers([int(count)])
+        counts = self._engine.data_ranks.gather_integers([int(count)])
         return 2.0 ** round(math.log2(max(1, *(row[0] for row in counts))))
 
 

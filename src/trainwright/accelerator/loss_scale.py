@@ -18,11 +18,11 @@ class LossScale:
     have one scale even if several optimizers step on them.
 
     Args:
-        device_type: torch's.
+        scaler: Its own object.
     """
 
-    def __init__(self, device_type: str) -> None:
-        self.scaler = torch.amp.GradScaler(device_type)
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
         self._is_due = False
         self._num_backwards = 0
         self._unscaled: dict[int, int] = {}  # optimizer → number of backwards when its gradients were divided

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -23,7 +24,7 @@ from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimi
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
 from trainwright.processes.partial_state import PartialState
-from trainwright.strategies.strategy import Strategy
+from trainwright.strategies.engine import Engine
 
 T = TypeVar("T")
 
@@ -33,7 +34,7 @@ class PreparedObjects:
 
     Args:
         state: this process's place among the others.
-        strategy: set up.
+        engine: Started.
         accumulation: state of gradient accumulation, shared by what is prepared.
         scale: of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
@@ -47,13 +48,13 @@ class PreparedObjects:
     def __init__(
         self,
         state: PartialState,
-        strategy: Strategy,
+        engine: Engine,
         accumulation: Accumulation,
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         seed: int | None,
     ) -> None:
-        self._state, self._strategy, self._accumulation = state, strategy, accumulation
+        self._state, self._engine, self._accumulation = state, engine, accumulation
         self._scale, self._make_context, self.seed = scale, make_context, seed
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -77,7 +78,7 @@ class PreparedObjects:
     @functools.cached_property
     def loader_options(self) -> LoaderOptions:
         """Settings for dividing data over ranks. Collective at the first use, when a script has seeded torch."""
-        ranks = self._strategy.data_ranks
+        ranks = self._engine.data_ranks
         own = torch.initial_seed() if self.seed is None else self.seed
         self.seed = self._state.joined().broadcast_object(own)
         return LoaderOptions(
@@ -96,59 +97,90 @@ class PreparedObjects:
             placements: for each value, whether it is moved to the device.
             steps_with_optimizer: False: every call of a scheduler's `step` counts.
         """
-        found = [self._prepare_own(value, placed) for value, placed in zip(values, placements, strict=True)]
+        found = list(values)
+        for i, (value, placed) in enumerate(zip(values, placements, strict=True)):
+            if isinstance(value, SkippedStart) and self._own(value) is value.loader:
+                continue
+            if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
+                found[i] = self.loader(value, placed=placed)
+            elif isinstance(value, Optimizer):
+                found[i] = self._wrapped_optimizer(value)
+        models = {i: value for i, value in enumerate(values) if isinstance(value, nn.Module)}
+        found_models = self.prepare_models(models.values(), [placements[i] for i in models])
+        for i, model in zip(models, found_models, strict=True):
+            found[i] = model
         for i, value in enumerate(found):
-            if isinstance(value, AcceleratedScheduler) or is_scheduler(value):
+            if isinstance(value, AcceleratedOptimizer):
+                self._engine.adopt_optimizer(value.optimizer)
+            elif isinstance(value, AcceleratedScheduler) or is_scheduler(value):
                 found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
-        if any(isinstance(value, nn.Module) for value in found):
+        if models:
             _warn_of_other_parameters(found, self.models, self.optimizers)
         return found
 
-    def _prepare_own(self, value: object, placed: bool) -> Any:
-        if isinstance(value, nn.Module):
-            return self.model(value, placed=placed)
-        if isinstance(value, SkippedStart) and self._own(value) is value.loader:
-            return value
-        if isinstance(value, (DataLoader, CombinedLoader, AcceleratedLoader, SkippedStart)):
-            return self.loader(value, placed=placed)
-        return self.optimizer(value) if isinstance(value, Optimizer) else value
-
-    def model(self, model: nn.Module, *, placed: bool, evaluation_mode: bool = False) -> nn.Module:
-        """Return what the loop calls in place of a model; see `Accelerator.prepare_model`."""
-        own = self._own(model)
-        if own is model and isinstance(model, AcceleratedModel):
-            return model
-        if isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
-            model.release()
-            return self._once(own, self.models, lambda: self._around(own, model.engine))
-        return self._once(own, self.models, lambda: self._make_model(own, placed, evaluation_mode))
-
-    def _make_model(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> nn.Module:
-        several = self._state.num_processes > 1 and not evaluation_mode
-        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-        if several and (dispatched or not placed):
-            raise ConfigurationError(
-                "several processes train a model that each of them holds completely on its device: a device map cannot "
-                "spread it over several devices, and device_placement=False cannot leave it elsewhere. Start one "
-                "process, or pass evaluation_mode=True to prepare_model if it is not trained."
+    def prepare_models(
+        self, models: Iterable[nn.Module], placements: Sequence[bool], *, evaluation_mode: bool = False
+    ) -> list[nn.Module]:
+        """Return what the loop calls in place of each model; see `Accelerator.prepare_model`."""
+        found: list[nn.Module] = []
+        new: list[tuple[int, nn.Module, bool]] = []
+        for i, (model, placed) in enumerate(zip(models, placements, strict=True)):
+            own = self._own(model)
+            found.append(own)
+            if own is model and isinstance(model, AcceleratedModel):
+                continue
+            if id(own) in self._known:
+                found[i] = self._known[id(own)]
+            elif isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
+                model.release()
+                found[i] = self._once(own, self.models, partial(self._around, own, model.engine))
+            else:
+                new.append((i, own, placed and not self._check_placement(own, placed, evaluation_mode)))
+        engines = iter(
+            self._engine.prepare_models(
+                [model for _, model, placed in new if placed and not evaluation_mode],
+                [optimizer.optimizer for optimizer in self.optimizers],
             )
-        if placed and not dispatched and not evaluation_mode:
-            engine = self._strategy.prepare_model(model)
-        else:
-            engine = model.to(self._state.device) if placed and not dispatched else model
-        return self._around(model, engine)
+        )
+        for i, model, placed in new:
+            if placed and not evaluation_mode:
+                engine = next(engines)
+            else:
+                engine = model.to(self._state.device) if placed else model
+            found[i] = self._once(model, self.models, partial(self._around, model, engine))
+        return found
 
-    def _around(self, model: nn.Module, engine: nn.Module) -> nn.Module:
+    def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
+        """Return whether `dispatch_model` has placed the model.
+
+        Raises:
+            ConfigurationError: Several processes train it, and it is not to be on this process's device.
+        """
+        dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+        if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
+            raise ConfigurationError(
+                "several processes train a model that each of them holds on its device: a device map cannot spread it "
+                "over several devices, and device_placement=False cannot leave it elsewhere. Start one process, or "
+                "pass evaluation_mode=True to prepare_model if it is not trained."
+            )
+        return dispatched
+
+    def _around(self, model: nn.Module, engine: Callable[..., Any]) -> nn.Module:
         plain = engine is model and self._make_context is None
-        return model if plain else AcceleratedModel(model, engine, self._make_context, self._strategy.clearer)
+        return model if plain else AcceleratedModel(model, engine, self._make_context, self._engine.explain_error)
 
-    def engine_of(self, model: nn.Module) -> nn.Module:
-        """Return what the strategy made of a model, which may be the one that was prepared or what it became."""
+    def engine_of(self, model: nn.Module) -> Callable[..., Any]:
+        """Return what the engine made of a model, which may be the one that was prepared or what it became."""
         prepared = self._known.get(id(model), model)
         return prepared.engine if isinstance(prepared, AcceleratedModel) else model
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Return an optimizer that steps once per group of micro-batches."""
+        found = self._wrapped_optimizer(optimizer)
+        self._engine.adopt_optimizer(found.optimizer)
+        return found
+
+    def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         own = self._own(optimizer)
         if isinstance(own, AcceleratedOptimizer):
             return own
@@ -175,7 +207,7 @@ class PreparedObjects:
             return own
 
         def make() -> AcceleratedLoader:
-            mover = self._strategy.batch_mover() if placed else None
+            mover = self._engine.batch_mover() if placed else None
             return AcceleratedLoader(prepare_loader(own, self.loader_options), self._accumulation, mover)
 
         return self._once(own, self.dataloaders, make)

@@ -13,7 +13,7 @@ from trainwright.accelerator.accumulation import GradientAccumulationPlugin, che
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.select import ENGINE_ARGUMENTS, select_for_loop
+from trainwright.strategies.select import ENGINE_ARGUMENTS, Selection, select_for_loop
 from trainwright.strategies.strategy import Strategy
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
@@ -54,11 +54,11 @@ class LoopSettings:
     """Strategy and precision that an Accelerator's arguments select.
 
     Attributes:
-        strategy: configured, not set up.
+        selection: the strategy and its settings.
         precision: of models' forwards.
     """
 
-    strategy: Strategy
+    selection: Selection
     precision: Precision
 
 

@@ -160,6 +160,24 @@ class Processes:
         return cast(T, result)
 
 
+class AbsentOthers(Processes):
+    """Replaces the other processes in trial steps of one rank: each is assumed to hold what this one holds. Nothing is
+    communicated.
+
+    Args:
+        real: the processes of the run; ranks and numbers are theirs.
+    """
+
+    def __init__(self, real: Processes) -> None:
+        super().__init__(real.topology)
+
+    def gather_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def gather_integers(self, values: list[int]) -> list[list[int]]:
+        return [list(values) for _ in range(self.world_size)]
+
+
 class ProcessGroup(Processes):
     """Processes of a distributed run, connected through torch.distributed.
 

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from trainwright.core.task import TaskModule
+from torch import nn
+
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
 
@@ -35,7 +36,7 @@ class PlannedMesh:
         return found
 
 
-def check_plan(task: TaskModule, given: Plan | None, lengths: Mapping[str, int]) -> None:
+def check_plan(task: nn.Module, given: Plan | None, lengths: Mapping[str, int]) -> None:
     """Check that there is a plan, that it names modules of the task, and that what it splits is divisible.
 
     Not collective, and nothing is touched. A plan that asks its mesh for more than sizes is checked once there is one.

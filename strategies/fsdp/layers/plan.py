@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.layers.styles import (
     STYLES,
     Conv1DRowwise,
@@ -72,7 +71,7 @@ class SplitLayers:
             whose width is not divisible by the number of ranks.
     """
 
-    def __init__(self, task: TaskModule, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self._task, self._mesh = task, mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
         self._left: list[tuple[nn.Module, dict[str, Any], dict[str, set[int]]]] = []
@@ -254,7 +253,7 @@ def _cut_dims(module: nn.Module, style: ParallelStyle) -> tuple[int, int] | None
     return None
 
 
-def _ties(task: TaskModule) -> list[list[tuple[nn.Module, str, str]]]:
+def _ties(task: nn.Module) -> list[list[tuple[nn.Module, str, str]]]:
     """Return the places of each parameter that has several: module, its name there, and in the task."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for name, module in task.named_modules():

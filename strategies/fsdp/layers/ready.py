@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +12,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.core.task import TaskModule
 from trainwright.strategies.fsdp.layers.plan import Plan, need_divisible
 from trainwright.strategies.fsdp.layers.styles import DivideAttributes, FusedColwise, LossParallel
 
@@ -56,7 +56,15 @@ def ready_plan(
     return {f"{prefix}.{name}" if prefix else name: style for name, style in plan.items()}
 
 
-def find_plan(task: TaskModule, given: Plan | None, mesh: DeviceMesh) -> Plan:
+@runtime_checkable
+class PlansLayers(Protocol):
+    """A model that plans how its layers are split, as every task does; see `TaskModule.tensor_parallel_plan`."""
+
+    def tensor_parallel_plan(self, mesh: DeviceMesh) -> Mapping[str, Any] | None:
+        """Return the plan; None: the strategy's argument, or a built-in plan."""
+
+
+def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
     """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective.
 
     Args:
@@ -67,7 +75,9 @@ def find_plan(task: TaskModule, given: Plan | None, mesh: DeviceMesh) -> Plan:
     Raises:
         ConfigurationError: there is none; or see `ready_plan`.
     """
-    plan = given if given is not None else task.tensor_parallel_plan(mesh)
+    plan = given
+    if plan is None and isinstance(task, PlansLayers):
+        plan = task.tensor_parallel_plan(mesh)
     if plan is None:
         plan = find_ready_plan(task, mesh["tp"].size())
     if not plan:
@@ -78,7 +88,7 @@ def find_plan(task: TaskModule, given: Plan | None, mesh: DeviceMesh) -> Plan:
     return plan
 
 
-def find_ready_plan(task: TaskModule, tp: int) -> dict[str, Any] | None:
+def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
     """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
 
     Raises:

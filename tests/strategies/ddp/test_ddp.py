@@ -21,7 +21,7 @@ from tests.helpers.tasks import Batch, RegressionTask, regression_loader
 from trainwright.callbacks.callback import Callback
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies import DDPStrategy
+from trainwright.strategies import DDPStrategy, EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.trainer.trainer import Trainer
 
@@ -316,7 +316,7 @@ def test_layers_that_configure_model_builds_are_synchronized_too() -> None:
         def configure_model(self) -> None:
             self.late = nn.BatchNorm1d(4)
 
-    strategy, task = DDPStrategy(sync_batchnorm=True), Late()
-    strategy.precision = Precision.parse("32-true")
-    strategy._build(task)
+    task = Late()
+    engine = DDPStrategy(sync_batchnorm=True).engine(EngineSettings("cuda", [0], 1, Precision.parse("32-true")))
+    engine._build(task)
     assert isinstance(task.late, nn.SyncBatchNorm)

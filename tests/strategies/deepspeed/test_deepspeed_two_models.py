@@ -47,22 +47,23 @@ def _batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Driven:
-    """A strategy that a loop of one's own drives, as an engine of its own beside others."""
+    """An engine that a user-written loop drives, beside others."""
 
     def __init__(self, task: TaskModule, stage: int) -> None:
-        self.task, self.strategy = task, DeepSpeedStrategy(stage=stage)
+        self.task = task
         run: Any = FakeRun([], Path())
         run.task, run.lr_scheduler_configs = task, []
         object.__setattr__(task, "_run", run)
-        self.strategy.configure(EngineSettings("cpu", [0, 1], 1, Precision.parse("32-true")))
-        self.strategy.setup(detect())
-        self.strategy.prepare(task, lambda: [task.configure_optimizers()])  # type: ignore[list-item]
-        self.strategy.attach(run, HookTable((), task), SimpleNamespace(batch=None))
+        settings = EngineSettings("cpu", [0, 1], 1, Precision.parse("32-true"))
+        self.engine = DeepSpeedStrategy(stage=stage).engine(settings)
+        self.engine.start(detect())
+        self.engine.prepare(task, lambda: [task.configure_optimizers()], run)  # type: ignore[list-item]
+        self.engine.attach(run, HookTable((), task), SimpleNamespace(batch=None))
 
     def step(self, batch: Any, idx: int) -> float:
-        loss = self.strategy.step.forward_backward(Group([batch], idx))
+        loss = self.engine.step.forward_backward(Group([batch], idx))
         assert loss is not None
-        self.strategy.step.optimizer_step(GradientClip(0.5))
+        self.engine.step.optimizer_step(GradientClip(0.5))
         return float(loss)
 
 
@@ -75,10 +76,10 @@ def _train(stages: tuple[int, int], order: str) -> dict[str, Any]:
     for idx, batch in enumerate(_batches(rank)):
         for name, each in driven.items():
             losses[name].append(each.step(batch, idx))
-    weights = {name: each.strategy.state.full_parameters() for name, each in driven.items()}
+    weights = {name: each.engine.state.full_parameters() for name, each in driven.items()}
     for each in reversed(driven.values()):
-        each.strategy.processes.barrier()
-        each.strategy.teardown()
+        each.engine.processes.barrier()
+        each.engine.close()
     return {"losses": losses, "weights": weights}
 
 

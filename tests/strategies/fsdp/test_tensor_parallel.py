@@ -378,9 +378,12 @@ def test_other_precisions_come_close_to_one_process_in_them() -> None:
 # What is refused
 
 
-def configured(strategy: Any, processes: int, num_nodes: int = 1) -> None:
-    """Hand a strategy the Trainer's settings."""
-    strategy.configure(EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true")))
+def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int, int]:
+    """Return the lengths of the axes of a strategy's mesh."""
+    settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
+    strategy.check(settings)
+    found: tuple[int, int, int] = strategy.mesh_lengths(settings)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -404,7 +407,7 @@ def test_sizes_that_do_not_make_up_the_run_are_refused_with_those_that_would(
     make: Any, processes: int, text: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        configured(make(), processes)
+        lengths(make(), processes)
 
 
 @pytest.mark.parametrize(
@@ -414,16 +417,14 @@ def test_sizes_that_do_not_make_up_the_run_are_refused_with_those_that_would(
 def test_lightnings_sizes_say_over_how_many_ranks_layers_are_split(
     sizes: Any, processes: int, num_nodes: int, tp: int
 ) -> None:
-    strategy = ModelParallelStrategy(*sizes)
-    configured(strategy, processes, num_nodes)
-    assert strategy.tp == tp
+    assert lengths(ModelParallelStrategy(*sizes), processes, num_nodes)[-1] == tp
 
 
 def test_lightnings_sizes_that_do_not_make_up_the_run_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"do not make up the run's 4 process\(es\). Use 1 × 4 or 2 × 2 or 4 × 1"
     ):
-        configured(ModelParallelStrategy(3, 2), 4)
+        lengths(ModelParallelStrategy(3, 2), 4)
     with pytest.raises(ConfigurationError, match="data_parallel_size=0: write a number of ranks"):
         ModelParallelStrategy(0)
 

@@ -24,8 +24,8 @@ from trainwright.core.run import Run, Stage
 from trainwright.core.state import Group, StepResult
 from trainwright.core.task import TaskModule
 from trainwright.core.tree import Batch, iterate_tensors
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import parameters_of
-from trainwright.strategies.strategy import Strategy
 
 _PARAMETER, _GRADIENT, _BUFFER = "parameter/", "gradient/", "buffer/"
 
@@ -70,8 +70,8 @@ class StepTape(Callback):
         self._place = (0, 0)
 
     def setup(self, trainer: Any, task: TaskModule, stage: Stage) -> None:
-        self._strategy: Strategy = trainer.strategy
-        dp_size = self._strategy.data_ranks.size
+        self._engine: Engine = trainer.strategy
+        dp_size = self._engine.data_ranks.size
         if self.micro_batches % dp_size:
             raise ConfigurationError(
                 f"a step of {self.micro_batches} micro-batches cannot be divided over {dp_size} data-parallel ranks. "
@@ -91,7 +91,7 @@ class StepTape(Callback):
             config.paused = config.monitor is not None  # without validation there is no metric to monitor
         self._write(trainer, task)
         if trainer.is_global_zero:
-            (self.folder / "facts.json").write_text(json.dumps(asdict(_facts(trainer, self._strategy, task))))
+            (self.folder / "facts.json").write_text(json.dumps(asdict(_facts(trainer, self._engine, task))))
 
     # A step
 
@@ -105,12 +105,12 @@ class StepTape(Callback):
 
     def on_after_backward(self, trainer: Run, task: TaskModule) -> None:
         epoch, place = self._place
-        seed_everything(self._number(epoch, place + self._strategy.data_ranks.size))  # for the next one's transfer
+        seed_everything(self._number(epoch, place + self._engine.data_ranks.size))  # for the next one's transfer
 
     def on_before_optimizer_step(self, trainer: Run, task: TaskModule, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in parameters_of([optimizer])}
         names = {plain_name(name) for name, parameter in task.named_parameters() if id(parameter) in own}
-        found = self._strategy.state.full_gradients(keep=trainer.is_global_zero)
+        found = self._engine.state.full_gradients(keep=trainer.is_global_zero)
         for name, gradient in found.items():
             # An engine's own optimizer may hold other tensors than the task's.
             if trainer.is_global_zero and (name in names or not names):
@@ -119,7 +119,7 @@ class StepTape(Callback):
     def on_train_step_end(self, trainer: Run, task: TaskModule, result: StepResult) -> None:
         self._num_steps += 1
         record = self._record
-        everyone = self._strategy.processes.gather_object(
+        everyone = self._engine.processes.gather_object(
             (None if result.loss is None else float(result.loss), record.data)
         )
         losses = [loss for loss, _ in everyone if loss is not None]
@@ -129,7 +129,7 @@ class StepTape(Callback):
         self._write(trainer, task)
 
     def _seed(self, trainer: Run, idx: int) -> tuple[int, int]:
-        ranks = self._strategy.data_ranks
+        ranks = self._engine.data_ranks
         self._place = trainer.state.epoch, idx * ranks.size + ranks.rank
         seed_everything(self._number(*self._place))
         return self._place
@@ -141,7 +141,7 @@ class StepTape(Callback):
     def _write(self, trainer: Any, task: TaskModule) -> None:
         """Write the current step. Collective."""
         main = trainer.is_global_zero
-        parameters = self._strategy.state.full_parameters(keep=main)
+        parameters = self._engine.state.full_parameters(keep=main)
         self._record.strayed = self._compare_copies(trainer, parameters)
         if not main:
             return
@@ -153,10 +153,10 @@ class StepTape(Callback):
 
     def _compare_copies(self, trainer: Any, parameters: Mapping[str, torch.Tensor]) -> list[list[Any]]:
         """Return the ranks and names of parameters that differ from rank 0's, if every rank holds all of them."""
-        if trainer.world_size == 1 or not trainer.strategy.capabilities.whole_weights:
+        if trainer.world_size == 1 or not trainer.engine.capabilities.whole_weights:
             return []
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
-        everyone = self._strategy.processes.gather_object(mine)
+        everyone = self._engine.processes.gather_object(mine)
         return [
             [rank, name] for name in mine for rank, of_rank in enumerate(everyone) if of_rank.get(name) != mine[name]
         ]
@@ -210,12 +210,12 @@ def _digest(tree: object) -> str:
     return found.hexdigest()
 
 
-def _facts(trainer: Run, strategy: Strategy, task: TaskModule) -> Facts:
+def _facts(trainer: Run, engine: Engine, task: TaskModule) -> Facts:
     layers = [(name, m) for name, m in task.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
     return Facts(
         task=type(task).__name__,
         processes=trainer.world_size,
-        precision=strategy.precision.name,
+        precision=engine.precision.name,
         running_statistics=[f"{name}.{key}" for name, layer in layers for key, _ in layer.named_buffers()],
         optimizers=[type(optimizer).__name__ for optimizer in trainer.optimizers],
     )
