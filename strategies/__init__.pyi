@@ -12,6 +12,7 @@ from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
 from trainwright.strategies.capabilities import Capabilities as Capabilities
 from trainwright.strategies.data_parallel import DataParallel as DataParallel
+from trainwright.strategies.data_parallel import ParallelEngine as ParallelEngine
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStrategy

@@ -225,7 +225,7 @@ class Engine:
             training_call=self._training_call,
             eval_call=self._eval_call,
             inputs=self.precision,
-            clip=self.gradients.clip,
+            gradients=self.gradients,
             run=run,
             hooks=hooks,
             sink=sink,
@@ -296,19 +296,22 @@ class Engine:
         """
         if not self.capabilities.trials:
             raise ConfigurationError(f"a search {REFUSALS['trials'].format(strategy=type(self.strategy).__name__)}")
-        before = None if self.scaler is None else self.scaler.state_dict()
+        scaler = copy = self.scaler
+        if scaler is not None:
+            copy = self.gradients.make_scaler()
+            copy.load_state_dict(scaler.state_dict())
         if alone and self.processes.world_size > 1:
             with self._alone() as single:
-                if self.scaler is not None and before is not None:
-                    single.scaler = single.gradients.make_scaler()
-                    single.scaler.load_state_dict(before)
+                single.scaler = copy
                 yield single
                 single.step.discard_gradients()
             return
-        yield self
-        self.step.discard_gradients()
-        if self.scaler is not None and before is not None:
-            self.scaler.load_state_dict(before)
+        self.scaler = copy
+        try:
+            yield self
+            self.step.discard_gradients()
+        finally:
+            self.scaler = scaler
 
     @contextmanager
     def _alone(self) -> Iterator[Engine]:
@@ -360,14 +363,17 @@ class Engine:
             ConfigurationError: The engine cannot step it.
         """
 
-    def loop_state(self, models: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
+    def loop_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    ) -> FullState:
         """Return the state of a loop, for its checkpoints.
 
         Args:
             models: The model, or a module whose children are the models.
             optimizers: All optimizers of the loop.
+            names: The names of parameters of optimizers that belong to no model.
         """
-        return FullState(models, optimizers, self.device, is_main=self.is_main)
+        return FullState(models, optimizers, self.device, is_main=self.is_main, names=names)
 
     def no_sync(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves gradients of one prepared model on this rank. Not collective.

@@ -31,11 +31,19 @@ class FullState:
         optimizers: its optimizers.
         device: where pieces are exchanged, if there are any.
         is_main: whether this rank wants the values of what has to be put together.
+        names: The names of parameters of optimizers that are not the task's. Default: None.
     """
 
     def __init__(
-        self, task: nn.Module, optimizers: Sequence[Optimizer], device: torch.device, *, is_main: bool
+        self,
+        task: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        is_main: bool,
+        names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
+        self._names = dict(names or {})
         self._task = task
         self._optimizers = optimizers
         self._device = device
@@ -93,7 +101,7 @@ class FullState:
         load_named_optimizer_state(optimizer, state, self._parameter_names())
 
     def _parameter_names(self) -> dict[torch.Tensor, str]:
-        return {parameter: name for name, parameter in self._task.named_parameters()}
+        return self._names | {parameter: name for name, parameter in self._task.named_parameters()}
 
     # Single tensors, for callbacks and for whoever compares one strategy with another
 

@@ -59,6 +59,7 @@ class MadeUpLogger(Logger):
 '''
 STRATEGY = '''"""A made-up strategy."""
 
+from trainwright.strategies.engine import Engine
 from trainwright.strategies.single import SingleDeviceStrategy
 from trainwright.strategies.steps.step import AutomaticStep
 
@@ -68,11 +69,11 @@ class CountingStep(AutomaticStep):
 
     def forward_backward(self, group):
         """Count one."""
-        self.strategy.steps += 1
+        self.engine.steps += 1
         return super().forward_backward(group)
 
 
-class MadeUpStrategy(SingleDeviceStrategy):
+class CountingEngine(Engine):
     """Counts its steps."""
 
     steps = 0
@@ -80,8 +81,16 @@ class MadeUpStrategy(SingleDeviceStrategy):
     def make_step(self, parts):
         """Count them."""
         step = CountingStep(parts)
-        step.strategy = self
+        step.engine = self
         return step
+
+
+class MadeUpStrategy(SingleDeviceStrategy):
+    """Counts the steps of its engine."""
+
+    def engine(self, settings):
+        """Return it."""
+        return CountingEngine(self, settings)
 '''
 TASK = """
 import torch

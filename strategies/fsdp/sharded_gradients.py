@@ -57,10 +57,13 @@ class ShardedGradients(Gradients):
     def free(self, parameters: Iterable[torch.Tensor]) -> bool:
         wanted = list(parameters)
         ids = set(map(id, wanted))
-        found = [model for model in self.models if any(ids & owners for owners, _ in model.sums())]
-        for model in found:
-            model.forget_sums()
-        return free_gradients(wanted) or bool(found)
+        had_sums = False
+        for model in self.models:
+            own_sums = any(ids & owners for owners, _ in model.sums())
+            if own_sums or (model.holds_sums and not ids.isdisjoint(model.counted)):
+                model.forget_sums()
+            had_sums |= own_sums
+        return free_gradients(wanted) or had_sums
 
     def _sums(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         ids = set(map(id, parameters))

@@ -31,6 +31,7 @@ class ShardedState(FullState):
         model: the pieces.
         building: is told what a checkpoint that is loaded does not hold.
         writes_pieces: each rank writes its pieces of a checkpoint.
+        names: See `FullState`.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class ShardedState(FullState):
         model: ParallelModel,
         building: MetaBuilding,
         writes_pieces: bool,
+        names: Mapping[torch.Tensor, str] | None = None,
     ) -> None:
-        super().__init__(task, optimizers, device, is_main=is_main)
+        super().__init__(task, optimizers, device, is_main=is_main, names=names)
         self._model, self._building, self._writes_pieces = model, building, writes_pieces
 
     @property

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +65,6 @@ from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, par
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
 from trainwright.strategies.fsdp.state import ShardedState, step_one_by_one
-from trainwright.strategies.fsdp.step import ShardedStep
 from trainwright.strategies.removed_options import refuse_removed
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
@@ -270,7 +270,9 @@ class FSDPEngine(ParallelEngine):
         self.state = self._state_of(task, optimizers)
         return optimizers
 
-    def _state_of(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> ShardedState:
+    def _state_of(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str] | None = None
+    ) -> ShardedState:
         return ShardedState(
             module,
             optimizers,
@@ -279,6 +281,7 @@ class FSDPEngine(ParallelEngine):
             model=self.gradients.models[0],
             building=self._building,
             writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
+            names=names,
         )
 
     def _check_full(self, model: nn.Module) -> None:
@@ -343,7 +346,7 @@ class FSDPEngine(ParallelEngine):
     def make_step(self, parts: StepParts) -> Step:
         if not self.strategy.sync_each_batch:
             parts = replace(parts, synchronize=self.gradients.models[0].synchronize)
-        return ShardedStep(parts, self.gradients)
+        return super().make_step(parts)
 
     # User-written loops
 
@@ -387,8 +390,12 @@ class FSDPEngine(ParallelEngine):
         finally:
             prepared.synchronize(True)
 
-    def loop_state(self, models: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
-        return self._state_of(models, optimizers) if self.gradients.models else super().loop_state(models, optimizers)
+    def loop_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    ) -> FullState:
+        if not self.gradients.models:
+            return super().loop_state(models, optimizers, names)
+        return self._state_of(models, optimizers, names)
 
     # Evaluation, saves and the end
 

@@ -28,6 +28,7 @@ from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import ScaledOptimizer, bind_step, need_closure, outputs_of
 from trainwright.strategies.steps.gradients import (
     GradientClip,
+    Gradients,
     growth_without,
     loss_of,
     parameters_of,
@@ -37,9 +38,6 @@ from trainwright.strategies.steps.gradients import (
     zero_gradients,
 )
 from trainwright.strategies.steps.transfer import make_transfer
-
-Clip = Callable[[Sequence[torch.Tensor], GradientClip], torch.Tensor | None]
-"""`Strategy.clip_parameters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class StepParts:
         scaler: of the loss; None: it is not scaled.
         training_call, eval_call: the engine's way to run a step, `call(name, *args)`; None: the task's own method.
         inputs: the format of batches.
-        clip: clips the gradients of some parameters.
+        gradients: of the task.
         run: handed to listeners.
         hooks: who listens.
         sink: takes what the task logs; it is told the present micro-batch.
@@ -76,7 +74,7 @@ class StepParts:
     training_call: Callable[..., Any] | None
     eval_call: Callable[..., Any] | None
     inputs: Precision
-    clip: Clip
+    gradients: Gradients
     run: Run
     hooks: HookTable
     sink: MetricBuffer
@@ -114,6 +112,8 @@ class Step(ABC):
         self._last_idx = 0
         self._zeroed = True
         self._needs_closure = False
+        gradients = parts.gradients
+        self._complete = gradients.complete if overrides(gradients, "complete", Gradients) else None
 
     # Training
 
@@ -159,6 +159,8 @@ class Step(ABC):
         if skipped:
             total = self._leave_out(skipped, group, weights, total)
         sink.batch = None
+        if self._complete is not None and total is not None:
+            self._complete()
         if self.scaler is not None and total is not None:
             for optimizer in self.optimizers:
                 self.scaler.unscale_(optimizer)
@@ -220,6 +222,7 @@ class Step(ABC):
         self._zeroed = True
         if self._synchronize is not None:
             self._synchronize(True)
+        self.parts.gradients.free(parameters_of(self.optimizers))
 
     def drop_group(self) -> None:
         """Forget a group after `forward_backward`: no optimizer steps, and the loss scale stays as it is."""
@@ -334,7 +337,7 @@ class AutomaticStep(Step):
 
     def _clip(self, clip: GradientClip | None) -> torch.Tensor | None:
         if self._own_clip is None:
-            return None if clip is None else self.parts.clip(parameters_of(self.optimizers), clip)
+            return None if clip is None else self.parts.gradients.clip(parameters_of(self.optimizers), clip)
         for optimizer in self.optimizers:
             self._own_clip(optimizer, None if clip is None else clip.value, None if clip is None else clip.algorithm)
         return None
@@ -373,12 +376,13 @@ class ManualStep(Step):
 
     Args:
         parts: what it is made of.
-        average: averages over ranks what a backward has left in the gradients; None: there is nothing to average.
+        average: Averages the gradients over ranks after each backward. Default: None, which completes them if
+            `Gradients.complete` does anything.
     """
 
     def __init__(self, parts: StepParts, average: Callable[[], None] | None = None) -> None:
         super().__init__(parts)
-        self._average = average
+        self._average = self._complete if average is None else average
         self._holds_back = False
         self._handles = [optimizer.register_step_post_hook(self._note) for optimizer in parts.optimizers]
 

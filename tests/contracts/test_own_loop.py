@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.strategies import FSDPStrategy, Strategy, TensorParallelStrategy
@@ -52,13 +53,13 @@ class Net(nn.Module):
         return found
 
 
-def _data(num: int) -> TensorDataset:
+def data(num: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(num, 4, generator=generator)
     return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(num) % 3 + 1)
 
 
-def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
     weights = [p for name, p in net.named_parameters() if not name.endswith("bias")]
     return torch.optim.AdamW(
@@ -69,9 +70,9 @@ def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
 def _reference(num_ranks: int, *, counts: bool, clip: float | None, norm_type: float = 2.0) -> dict[str, Any]:
     """Train by hand on one device."""
     net = Net()
-    optimizer = _optimizer(net)
+    optimizer = make_optimizer(net)
     rows = _ROWS * num_ranks * _ACCUMULATE
-    inputs, targets, items = _data(rows * _STEPS).tensors
+    inputs, targets, items = data(rows * _STEPS).tensors
     found: dict[str, Any] = {"losses": [], "norms": []}
     for start in range(0, len(inputs), rows):
         x, y, n = (each[start : start + rows] for each in (inputs, targets, items))
@@ -93,9 +94,9 @@ def _loop(
     """Train with an Accelerator on this rank."""
     accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=_ACCUMULATE, seed=0)
     net = Net()
-    optimizer = _optimizer(net)
+    optimizer = make_optimizer(net)
     ranks = accelerator.engine.data_ranks.size
-    loader = DataLoader(_data(_ROWS * ranks * _ACCUMULATE * _STEPS), batch_size=_ROWS)
+    loader = DataLoader(data(_ROWS * ranks * _ACCUMULATE * _STEPS), batch_size=_ROWS)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     if order == "model first":
         model, prepared, batches, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
@@ -138,6 +139,7 @@ _STRATEGIES: dict[str, tuple[Callable[[], Strategy | str], int]] = {
     "hsdp": (lambda: FSDPStrategy(device_mesh=(2, 1)), 2),
     "fsdp recomputed": (lambda: FSDPStrategy(activation_checkpointing=True), 2),
     "tp": (lambda: TensorParallelStrategy(), 2),
+    "documented": (documented_strategy, 2),
     "fsdp x tp": (lambda: FSDPStrategy(tp=2), 4),
 }
 

@@ -13,7 +13,7 @@ from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.host.folders import held
 from trainwright.core.run import SaveRequest
 from trainwright.strategies.engine import Engine
-from trainwright.trainer.checkpoints.joint_saves import JointSaves
+from trainwright.strategies.sharded_saves import ShardedSaves
 from trainwright.trainer.configuration.arguments import TrainerArguments
 
 
@@ -42,7 +42,7 @@ class SaveQueue:
         self.actions: list[Callable[[], None]] = []
         self.requests: list[SaveRequest] = []
         self.writer = AsyncWriter() if arguments.async_save and not muted else None
-        self.joint = JointSaves(engine, self.writer)
+        self.joint = ShardedSaves(engine, self.writer)
         self.raises = arguments.on_save_error == "raise"
         self._muted = muted
         self.published: deque[tuple[Path, tuple[str, ...]]] = deque()

@@ -17,27 +17,33 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.accelerated_model import unwrapped
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.accelerator.accelerator_state import LoopObjects, load_loop, save_loop
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.item_counts import ItemCounts
+from trainwright.accelerator.loop_checkpoints import (
+    LoadHook,
+    LoopCheckpoints,
+    LoopObjects,
+    ProjectConfiguration,
+    SaveHook,
+)
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepare import PreparedObjects
 from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.accelerator.settings import (
     accumulation_of,
-    checked_folder,
     compare_precision,
+    project_of,
     read_launcher_variables,
     read_settings,
     refuse_attribute,
@@ -76,6 +82,8 @@ class Accelerator:
         cpu: use the CPU even if the machine has an accelerator.
         step_scheduler_with_optimizer: schedules advance with optimizer steps; False: with every call of their `step`.
         kwargs_handlers: a list with options of DDP, `DistributedDataParallelKwargs(…)`.
+        project_dir: Folder of the project. Default: None.
+        project_config: Where states are saved, and how many are kept. Default: None.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
 
@@ -103,6 +111,8 @@ class Accelerator:
         step_scheduler_with_optimizer: bool = True,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         strategy: str | Strategy = "auto",
         seed: int | None = None,
     ) -> None:
@@ -120,6 +130,8 @@ class Accelerator:
         self._precision = settings.precision
         self._syncs_each_batch = self._accumulates.sync_each_batch or self._selection.strategy.sync_each_batch
         self._others: list[Any] = []
+        self.project_configuration = project_of(project_dir, project_config)
+        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
         self._begin(seed, self._accumulates.num_steps or 1, warns=self.state.is_main_process)
         self._trigger = False
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
@@ -158,6 +170,21 @@ class Accelerator:
         return names.get(self._precision.autocast_dtype, "no")
 
     @property
+    def project_dir(self) -> str | None:
+        """The folder of the project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The folder of the trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named state."""
+        return self.project_configuration.iteration
+
+    @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step. It may be set between two passes over the data."""
         return self._accumulation.num_steps
@@ -191,7 +218,7 @@ class Accelerator:
                 "this Accelerator holds connections to other processes, which cannot be pickled. Pickle it before "
                 "prepare(), or pickle accelerator.unwrap_model(model) and state dicts."
             )
-        for name in ("engine", "_items", "_accumulation", "_scale", "_make_context"):
+        for name in ("engine", "_checkpoints", "_items", "_accumulation", "_scale", "_make_context"):
             del state[name]
         return {**state, "_prepared": (self._prepared.seed, self.gradient_accumulation_steps)}
 
@@ -200,6 +227,7 @@ class Accelerator:
         if "engine" not in state:
             self.engine = self._selection.engine()
             self.engine.start(self.state.topology)
+            self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
             seed, num_steps = state["_prepared"]
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
@@ -473,7 +501,7 @@ class Accelerator:
         Otherwise every process gets references.
         """
         own = self.unwrap_model(model, keep_torch_compile=False)
-        state, values = self.engine.loop_state(own, []), own.state_dict(keep_vars=True)
+        state, values = self.engine.loop_state(own, [], {}), own.state_dict(keep_vars=True)
         if not any(is_cut(value) for value in values.values()):
             return dict(own.state_dict())
         full = {id(value): state.full_tensor(value).detach() for value in values.values() if is_cut(value)}
@@ -503,15 +531,40 @@ class Accelerator:
                 raise ConfigurationError(f"{type(one).__name__} has no state_dict and load_state_dict. Define both.")
         self._others.extend(objects)
 
-    @known_arguments(partial(refuse_option, "save_state"))
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Write everything that was prepared as a checkpoint, which replaces an existing one. Collective; blocks.
-
-        It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
-        and registered objects: a loop that loads it continues bit for bit. Call it between two optimizer steps.
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call `hook(models, weights, output_dir)` on every rank before each `save_state`.
 
         Args:
-            output_dir: The folder; it has to be given.
+            hook: Gets the unwrapped models, the list of their state dicts, and a folder whose files become part of the
+                state. A state dict that it removes from the list is not saved.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return self._checkpoints.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call `hook(models, input_dir)` on every rank before each `load_state`.
+
+        Args:
+            hook: Gets the unwrapped models and the folder. A model that it removes from the list is not loaded.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
+        """
+        return self._checkpoints.add_load_hook(hook)
+
+    @known_arguments(partial(refuse_option, "save_state"))
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Write everything that was prepared as a checkpoint, which replaces an existing one. Collective.
+
+        It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
+        and registered objects: a loop that loads it continues bit for bit. Under a sharded strategy every rank writes
+        its shards. Call it between two optimizer steps. It blocks until the state is on the disk, unless
+        `ProjectConfiguration(async_save=True)`.
+
+        Args:
+            output_dir: The folder. Default: None, which needs automatic naming; see `ProjectConfiguration`.
             safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
 
         Returns:
@@ -519,10 +572,10 @@ class Accelerator:
 
         Raises:
             CheckpointError: `output_dir` exists and is not a checkpoint, or a value cannot be saved.
-            ConfigurationError: the folder is missing, an option is unknown, or the loop is within a group of
-                micro-batches.
+            ConfigurationError: The folder is missing or named twice, an option is unknown, or the loop is within a
+                group of micro-batches.
         """
-        output_dir = checked_folder("save_state", "output_dir", output_dir)
+        path = self._checkpoints.target(output_dir)
         self._accumulation.refuse_open_group()
         if not safe_serialization:
             warnings.warn(
@@ -531,8 +584,8 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        save_loop(Path(output_dir), self._objects(), self._prepared.loader_options.seed, self.state.joined())
-        return os.fspath(output_dir)
+        self._checkpoints.save(path, self._objects())
+        return os.fspath(path)
 
     @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
@@ -540,28 +593,35 @@ class Accelerator:
     ) -> None:
         """Restore what `save_state` wrote, after the same objects have been prepared. Every rank reads the folder.
 
-        The next pass over each loader continues at the saved position, also on another number of processes.
-        `skip_first_batches` may be used, but is not needed.
+        The strategy and the number of processes may be others than those of the save. The next pass over each loader
+        continues at the saved position; `skip_first_batches` may be used, but is not needed. A checkpoint of a Trainer
+        restores weights, optimizers and schedules.
 
         Args:
-            input_dir: The folder; it has to be given.
+            input_dir: The folder. Default: None, which is the newest valid one under automatic naming; see
+                `ProjectConfiguration`.
             load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
 
         Raises:
-            FileNotFoundError: `input_dir` does not exist.
-            CheckpointError: it is damaged, or belongs to another loop or to data in another order.
-            ConfigurationError: the folder is missing, or an option is unknown.
+            FileNotFoundError: `input_dir` does not exist, or there is no valid state.
+            CheckpointError: It is damaged, or belongs to another loop or to data in another order.
+            ConfigurationError: The folder is missing, or an option is unknown.
         """
         if load_kwargs:
             refuse_option("load_state", "load_kwargs")
-        input_dir = checked_folder("load_state", "input_dir", input_dir)
-        load_loop(Path(input_dir), self._objects(), self._prepared.loader_options.seed, self.state.joined())
+        self._checkpoints.load(self._checkpoints.source(input_dir), self._objects())
 
     def _objects(self) -> LoopObjects:
         models = [self.unwrap_model(model, keep_torch_compile=False) for model in self._prepared.models]
         kept = self._prepared
         return LoopObjects(
-            models, kept.optimizers, kept.schedulers, kept.dataloaders, self._scale, self._others, self.device
+            models,
+            kept.optimizers,
+            kept.schedulers,
+            kept.dataloaders,
+            self._scale,
+            self._others,
+            kept.loader_options.seed,
         )
 
     def free_memory(self, *objects: object) -> list[Any]:
@@ -569,6 +629,7 @@ class Accelerator:
 
         The loop must drop its own references too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
+        self._checkpoints.close()
         for loader in self._prepared.dataloaders:
             loader.prepared.close()
         self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
@@ -578,7 +639,8 @@ class Accelerator:
         return found
 
     def end_training(self) -> None:
-        """Leave the process group at the end of a script, without waiting for other processes."""
+        """Wait for the last save and leave the process group, without waiting for other processes."""
+        self._checkpoints.close()
         self.state.destroy_process_group()
 
     def clear(self, *objects: object) -> list[Any]:

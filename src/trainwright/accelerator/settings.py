@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
+from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision
@@ -30,8 +31,6 @@ ELSEWHERE = {
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
     "rng_types": "seed=: the order of the data depends on it alone",
     "log_with": "your tracker's own interface, on accelerator.is_main_process",
-    "project_dir": "a folder of your own",
-    "project_config": "a folder of your own",
     "dynamo_backend": "torch.compile(model) before prepare()",
     "dynamo_plugin": "torch.compile(model) before prepare()",
 }
@@ -39,8 +38,6 @@ METHODS = {
     "init_trackers": "your tracker's own interface, on is_main_process",
     "log": "your tracker's own interface, on is_main_process",
     "get_tracker": "your tracker's own interface, on is_main_process",
-    "register_save_state_pre_hook": "register_for_checkpointing(object), or code before save_state",
-    "register_load_state_pre_hook": "code before load_state",
     "trigger_sync_in_backward": "accumulate(), or no_sync() for the other passes",
     "save": "save_model, or torch.save on is_main_process",
     "gradient_state": "sync_gradients, gradient_accumulation_steps",
@@ -106,19 +103,24 @@ def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
     return plugin
 
 
-def checked_folder(method: str, name: str, folder: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """Return the folder that a method was given.
+def project_of(
+    project_dir: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Return the configuration of the project, from the two arguments that name its folder.
 
     Raises:
-        ConfigurationError: There is none.
+        ConfigurationError: They name different folders.
     """
-    if folder is None:
+    if configuration is None:
+        return ProjectConfiguration(project_dir=None if project_dir is None else os.fspath(project_dir))
+    if project_dir is not None and configuration.project_dir not in (None, os.fspath(project_dir)):
         raise ConfigurationError(
-            f"{method}() needs a folder: there is no automatic naming of checkpoints. Pass {name}='…', for example "
-            "f'checkpoint_{step}'."
+            f"project_dir={os.fspath(project_dir)!r} and ProjectConfiguration(project_dir="
+            f"{configuration.project_dir!r}) name two folders. Pass one of them."
         )
-    found: str | os.PathLike[str] = folder
-    return found
+    if configuration.project_dir is None:
+        configuration.set_directories(project_dir)
+    return configuration
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:

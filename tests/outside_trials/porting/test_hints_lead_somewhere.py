@@ -33,7 +33,7 @@ def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(
     assert argument in text
     assert "Did you mean" not in text  # a name that resembles it would lead elsewhere
     assert f"Trainer(strategy={strategy!r})" in text
-    assert type(Trainer(strategy=strategy, accelerator="cpu").strategy) is named
+    assert type(Trainer(strategy=strategy, accelerator="cpu").strategy.strategy) is named
     assert not PartialState._shared_state  # nothing was joined
 
 

@@ -152,8 +152,8 @@ def test_a_misspelt_attribute_names_the_nearest() -> None:
 
 def test_an_error_inside_a_property_keeps_its_own_words() -> None:
     trainer = quiet_trainer()
-    del trainer.run.strategy
-    with pytest.raises(AttributeError, match="'strategy'"):
+    del trainer.run.engine
+    with pytest.raises(AttributeError, match="'engine'"):
         _ = trainer.global_rank
 
 

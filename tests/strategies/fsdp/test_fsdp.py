@@ -243,9 +243,9 @@ def _fit_again_after_a_failure() -> str:
 
 
 @pytest.mark.distributed
-def test_a_task_whose_stage_failed_says_that_its_weights_are_pieces() -> None:
+def test_a_task_whose_stage_failed_says_that_it_holds_shards() -> None:
     (text,) = run_distributed(_fit_again_after_a_failure, 1, init=False)
-    assert "pieces of what a run had that failed" in text
+    assert "still holds shards of a run that failed" in text
 
 
 # Steps that do not end

@@ -19,6 +19,7 @@ import datetime
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
@@ -295,6 +296,7 @@ class Snapshot:
             write it together (see `plan_share`).
         overlaps: before writing: the optimizers' tensors change in nothing but `torch.optim.Optimizer.step`, so that
             `AsyncWriter` may copy them until the next one begins.
+        extra: before writing: a folder on the same disk whose files become part of the checkpoint.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -308,3 +310,4 @@ class Snapshot:
     missing: tuple[str, ...] = ()
     in_pieces: bool = False
     overlaps: bool = False
+    extra: Path | None = None

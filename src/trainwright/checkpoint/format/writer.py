@@ -61,6 +61,7 @@ class Contents:
     Attributes:
         parts: part → its files by paths relative to the checkpoint folder.
         step, epoch, kind, world_size, metrics, format_version: for the manifest.
+        extra: see `Snapshot`.
     """
 
     parts: dict[str, list[PlannedFile]]
@@ -70,6 +71,7 @@ class Contents:
     world_size: int
     metrics: dict[str, float]
     format_version: int = PLAIN_VERSION
+    extra: Path | None = None
 
     @property
     def files(self) -> list[PlannedFile]:
@@ -142,6 +144,7 @@ def _contents(snapshot: Snapshot, parts: dict[str, list[PlannedFile]]) -> Conten
         kind=snapshot.kind,
         world_size=snapshot.world_size,
         metrics=plain_metrics(snapshot.metrics),
+        extra=snapshot.extra,
     )
 
 
@@ -257,6 +260,8 @@ class Draft:
             CheckpointError: the draft is `fresh`, and another checkpoint has taken its place.
         """
         folders = self._folders(contents)
+        if contents.extra is not None:
+            folders += self._take_in(contents.extra)
         sync_new_folders()
         for sub in folders:
             sync_folder(sub)
@@ -283,6 +288,21 @@ class Draft:
         sync_folder(self.folder)
         _publish(self.folder, self.path, fresh=self.fresh)
         self._published = True
+
+    def _take_in(self, extra: Path) -> list[Path]:
+        """Move the entries of a folder into the draft; returns the folders among them."""
+        found = []
+        for folder, _, files in os.walk(extra):
+            found.append(self.folder / Path(folder).relative_to(extra))
+            for name in files:
+                with (Path(folder) / name).open("rb") as file:
+                    os.fsync(file.fileno())
+        for entry in list(extra.iterdir()):
+            if entry.name == MANIFEST or (self.folder / entry.name).exists():
+                raise CheckpointError(f"a save hook wrote {entry.name!r}, which a checkpoint holds itself.")
+            os.replace(entry, self.folder / entry.name)
+        extra.rmdir()
+        return found
 
     def _folders(self, contents: Contents) -> list[Path]:
         return [self.folder / _FOLDERS[name] for name in contents.parts if name in _FOLDERS]

@@ -153,7 +153,7 @@ class StepTape(Callback):
 
     def _compare_copies(self, trainer: Any, parameters: Mapping[str, torch.Tensor]) -> list[list[Any]]:
         """Return the ranks and names of parameters that differ from rank 0's, if every rank holds all of them."""
-        if trainer.world_size == 1 or not trainer.engine.capabilities.whole_weights:
+        if trainer.world_size == 1 or not trainer.strategy.capabilities.whole_weights:
             return []
         mine = {name: _digest(tensor) for name, tensor in parameters.items()}
         everyone = self._engine.processes.gather_object(mine)

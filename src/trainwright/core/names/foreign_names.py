@@ -137,7 +137,6 @@ _ACCELERATE = {
     "InitProcessGroupKwargs": "call PartialState(timeout=…, backend=…) before Accelerator().",
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
-    **_each("ProjectConfiguration", "pass the folders to save_state and to your loggers."),
     **_each("TorchDynamoPlugin DynamoBackend", "call torch.compile on the model before prepare()."),
     **_each("AcceleratorState GradientState", "its values are attributes of Accelerator, and of PartialState."),
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),

@@ -33,7 +33,7 @@ class SaveTarget:
     fresh: bool = False
 
 
-class JointSaves:
+class ShardedSaves:
     """Saves of which every rank writes its own pieces, and the main one what is whole.
 
     Before a save goes on, all ranks agree that it can: then each writes by itself, and the main rank alone waits for

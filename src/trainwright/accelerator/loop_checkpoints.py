@@ -1,0 +1,445 @@
+"""Checkpoints of user-written training loops, in the layout of the Trainer's and readable by it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from trainwright.accelerator.accelerated_loader import AcceleratedLoader
+from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.scheduler import AcceleratedScheduler
+from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, write_checkpoint
+from trainwright.checkpoint.disk.durable import hidden, make_folder
+from trainwright.checkpoint.format.staging import remove_folder
+from trainwright.checkpoint.run_folder import RunFolder
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.rng import rng_state, set_rng_state
+from trainwright.core.state import TrainState
+from trainwright.strategies.engine import Engine
+from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
+from trainwright.strategies.state import FullState
+
+_ENTRY = "loop"  # of the trainer part
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(slots=True)
+class ProjectConfiguration:
+    """Where an `Accelerator` saves its states, and how many it keeps; Accelerate's name.
+
+    Args:
+        project_dir: Folder of the project. Default: None.
+        logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
+        automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
+            `load_state()` reads the newest valid one. Default: False.
+        total_limit: Number of automatically named states that are kept; older ones are deleted once a new one is on the
+            disk. Default: None, which keeps all.
+        iteration: Number of the next automatically named state. Default: 0.
+        save_on_each_node: Only False: one folder holds the state of all nodes. Default: False.
+        async_save: `save_state` returns once the tensors are copied to host memory, and a thread writes them. The next
+            save, `load_state` and the end of the script wait for it. Default: False.
+
+    Raises:
+        ConfigurationError: A value is not one of these.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(f"total_limit={self.total_limit!r}: write a whole number of at least 1, or None.")
+        if self.save_on_each_node:
+            raise ConfigurationError(
+                "save_on_each_node=True is not supported: all nodes write into one folder, on a file system that they "
+                "share. Leave it out."
+            )
+        if self.automatic_checkpoint_naming and self.project_dir is None:
+            raise ConfigurationError("automatic_checkpoint_naming=True needs project_dir=, the folder of the project.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder of the project, and that of the trackers if it is not set."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+
+SaveHook = Callable[[list[nn.Module], list[Any], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopObjects:
+    """The objects of a loop that have a state.
+
+    Attributes:
+        models: the user's own, unwrapped.
+        optimizers, schedulers, loaders: as they were prepared.
+        scale: of the loss in fp16.
+        others: the user's objects with `state_dict` and `load_state_dict`, the same on every rank.
+        seed: of the order of the data.
+    """
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[AcceleratedOptimizer]
+    schedulers: Sequence[AcceleratedScheduler]
+    loaders: Sequence[AcceleratedLoader]
+    scale: LossScale | None
+    others: Sequence[Any]
+    seed: int
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of objects of each kind."""
+        kinds = ("models", "optimizers", "schedulers", "loaders", "others")
+        return {kind: len(getattr(self, kind)) for kind in kinds}
+
+    def prefix(self, index: int) -> str:
+        """Return what precedes the names of a model's weights in a checkpoint; empty if it is the only model."""
+        return "" if len(self.models) == 1 else f"model_{index}."
+
+    def state(self, engine: Engine) -> FullState:
+        """Return the state of all models and optimizers."""
+        if len(self.models) == 1:
+            module = self.models[0]
+        else:
+            module = nn.Module()
+            for index, model in enumerate(self.models):
+                module.add_module(f"model_{index}", model)
+        own = {id(parameter) for parameter in module.parameters()}
+        others = {  # of no model: a temperature, for example
+            parameter: f"optimizer_{number}.group_{i}.parameter_{j}"
+            for number, optimizer in enumerate(self.optimizers)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, parameter in enumerate(group["params"])
+            if id(parameter) not in own
+        }
+        return engine.loop_state(module, [one.optimizer for one in self.optimizers], others)
+
+
+class LoopCheckpoints:
+    """Saves and restores the state of a loop.
+
+    Args:
+        engine: Started.
+        configuration: Names of the states, and their number.
+    """
+
+    def __init__(self, engine: Engine, configuration: ProjectConfiguration) -> None:
+        self._engine, self.configuration = engine, configuration
+        self._writer = AsyncWriter() if configuration.async_save else None
+        self._sharded = ShardedSaves(engine, self._writer)
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call a function before each save."""
+        handle = RemovableHandle(self.save_hooks)
+        self.save_hooks[handle.id] = hook
+        return handle
+
+    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call a function before each load."""
+        handle = RemovableHandle(self.load_hooks)
+        self.load_hooks[handle.id] = hook
+        return handle
+
+    # Names
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.configuration.project_dir or ".") / "checkpoints"
+
+    def target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        """Return the folder of the next save. Not collective.
+
+        Raises:
+            ConfigurationError: There is none, or two, or the next automatic name is taken.
+        """
+        project = self.configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ConfigurationError(
+                    "save_state() needs a folder. Pass output_dir='…', or "
+                    "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
+                )
+            return Path(output_dir)
+        if output_dir is not None:
+            raise ConfigurationError(
+                f"save_state(output_dir={os.fspath(output_dir)!r}) and automatic_checkpoint_naming=True both name the "
+                "folder. Leave one out."
+            )
+        return self._folder / f"checkpoint_{project.iteration}"
+
+    def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        """Return the folder to load from: the newest valid state if none is given. Collective then.
+
+        Raises:
+            ConfigurationError: There is no folder, and no automatic naming.
+            FileNotFoundError: There is no valid state.
+        """
+        if input_dir is not None:
+            return Path(input_dir)
+        if not self.configuration.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "load_state() needs a folder. Pass input_dir='…', or "
+                "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
+            )
+
+        def look() -> str | None:
+            self.wait()
+            found = RunFolder(self._folder).newest()
+            return None if found is None else found.path.name
+
+        name = self._engine.processes.on_main_rank(look, f"look into {self._folder}")
+        if name is None:
+            raise FileNotFoundError(f"there is no valid state in {self._folder}.")
+        return self._folder / name
+
+    def _published(self, path: Path) -> None:
+        """Delete the oldest automatically named states beyond the limit; on the main rank, once one is on the disk."""
+        limit = self.configuration.total_limit
+        if not self.configuration.automatic_checkpoint_naming or limit is None:
+            return
+        numbers = {int(found[1]): one for one in path.parent.iterdir() if (found := _NAME.fullmatch(one.name))}
+        for number in sorted(numbers)[:-limit]:
+            remove_folder(numbers[number])
+
+    # Saving
+
+    def save(self, path: Path, objects: LoopObjects) -> None:
+        """Write the state of a loop as a checkpoint, which replaces an existing one. Collective.
+
+        Blocks on the disk, or until the tensors are copied (`async_save`).
+
+        Raises:
+            CheckpointError: `path` exists and is not a checkpoint, a value cannot be saved, or an earlier save failed;
+                on every rank.
+            ConfigurationError: The loop is within a group of micro-batches, or an automatic name is taken.
+        """
+        engine, processes, project = self._engine, self._engine.processes, self.configuration
+        if project.automatic_checkpoint_naming and processes.on_main_rank(path.exists, f"look for {path}"):
+            raise ConfigurationError(
+                f"{path} exists already. Call load_state() to continue from the newest state, or pass "
+                "ProjectConfiguration(iteration=…), the number of the next one."
+            )
+        own = {"rng": rng_state(engine.device), "loaders": [loader.state_dict() for loader in objects.loaders]}
+        of_ranks = processes.gather_object(own)
+        engine.begin_save()
+        state = objects.state(engine)
+        weights, optimizers = state.model_state(), state.optimizer_states()
+        extra = self._call_save_hooks(path, objects, weights)
+        in_shards = state.saves_pieces
+        if in_shards:
+            weights, optimizers = state.in_pieces((weights, optimizers))
+        steps = [optimizer.num_steps for optimizer in objects.optimizers]
+        snapshot = Snapshot(
+            state=TrainState(step=max(steps, default=0)).to_dict(),
+            model=weights,
+            optimizers=optimizers,
+            trainer=self._entries(objects, of_ranks, steps),
+            rng=[of_rank["rng"] for of_rank in of_ranks],
+            world_size=processes.world_size,
+            in_pieces=in_shards,
+            extra=extra,
+        )
+        try:
+            if in_shards:
+                self._sharded.save(snapshot, [SaveTarget(path, {}, self._published)], before=self.wait)
+            else:
+                processes.on_main_rank(partial(self._write, path, snapshot), f"write {path}")
+        except BaseException:
+            if extra is not None and extra.is_dir():
+                remove_folder(extra)
+            raise
+        if project.automatic_checkpoint_naming:
+            project.iteration += 1
+
+    def _write(self, path: Path, snapshot: Snapshot) -> None:
+        if self._writer is None:
+            self._published(write_checkpoint(path, snapshot))
+        else:
+            self._writer.submit(path, snapshot, then=self._published)
+
+    def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
+        """Return the trainer part: the loop's own entry, and those that a Trainer reads."""
+        schedules = [scheduler.state_dict() for scheduler in objects.schedulers]
+        scale = None if objects.scale is None else objects.scale.state_dict()
+        return {
+            "callbacks": {},
+            "schedulers": schedules,
+            "strategy": self._engine.state_dict() | ({} if scale is None else {"scaler": scale}),
+            "data": {},  # a Trainer begins an epoch
+            "loggers": [],
+            "datamodule": {},
+            "seed": objects.seed,
+            "run_id": secrets.token_hex(8),
+            "precision": self._engine.precision.name,
+            _ENTRY: {
+                "counts": objects.counts,
+                "others": [other.state_dict() for other in objects.others],
+                "loaders": [of_rank["loaders"] for of_rank in of_ranks],
+                "steps": steps,
+                "seed": objects.seed,
+            },
+        }
+
+    def _call_save_hooks(self, path: Path, objects: LoopObjects, weights: dict[str, Any]) -> Path | None:
+        """Call the save hooks; returns the folder with the files that they have written.
+
+        What a hook removes from its list of state dicts is not saved.
+        """
+        if not self.save_hooks:
+            return None
+        processes = self._engine.processes
+
+        def make() -> Path:
+            folder = hidden(path, "tmp")
+            make_folder(folder, sync=False)
+            return folder
+
+        folder: Path = processes.on_main_rank(make, f"make a folder beside {path}")
+        prefixes = [objects.prefix(index) for index in range(len(objects.models))]
+        dicts = [
+            {name.removeprefix(prefix): v for name, v in weights.items() if name.startswith(prefix)}
+            for prefix in prefixes
+        ]
+        left, models = list(dicts), list(objects.models)
+        for hook in list(self.save_hooks.values()):
+            hook(models, left, str(folder))
+        processes.barrier()  # every rank has written its files
+        for prefix, own in zip(prefixes, dicts, strict=True):
+            if not any(one is own for one in left):
+                for name in [name for name in weights if name.startswith(prefix)]:
+                    del weights[name]
+        return folder
+
+    def wait(self) -> None:
+        """Wait until what was saved is on the disk.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        if self._writer is not None:
+            self._writer.wait()
+
+    def close(self) -> None:
+        """Wait as `wait` does, and free the host memory of saves."""
+        if self._writer is not None:
+            self._writer.close()
+
+    # Loading
+
+    def load(self, path: Path, objects: LoopObjects) -> None:
+        """Restore the state of a loop, also from a checkpoint of a Trainer. Every rank reads the same folder.
+
+        Raises:
+            FileNotFoundError: `path` does not exist.
+            CheckpointError: It is damaged, or belongs to another loop; nothing has been changed.
+        """
+        processes = self._engine.processes
+        if self._writer is not None:
+            processes.on_main_rank(self.wait, f"write the last state before {path} is read")
+        if (path / "random_states_0.pkl").is_file():
+            raise CheckpointError(
+                f"{path} is a folder of Accelerate's save_state, which load_state does not read. Load its weights with "
+                "load_checkpoint_in_model(model, path); the optimizer and the position in the data start from scratch."
+            )
+        snapshot = read_checkpoint(path, copy_model=False, allow_missing=["model"])
+        entry = snapshot.trainer.get(_ENTRY)
+        self._check(path, snapshot, objects)
+        self._load_weights(path, snapshot, objects)
+        state = objects.state(self._engine)
+        for optimizer, saved in zip(objects.optimizers, snapshot.optimizers, strict=True):
+            state.load_optimizer_state(optimizer.optimizer, saved)
+            optimizer.num_steps = int(snapshot.state.get("step", 0))
+        for scheduler, saved in zip(objects.schedulers, snapshot.trainer.get("schedulers", []), strict=True):
+            scheduler.load_state_dict(saved)
+        scale = snapshot.trainer.get("strategy", {}).get("scaler")
+        if objects.scale is not None and scale is not None:
+            objects.scale.load_state_dict(scale)
+        if snapshot.world_size == processes.world_size and snapshot.rng:
+            set_rng_state(snapshot.rng[processes.rank], self._engine.device)
+        found = _NAME.fullmatch(path.name)
+        if found is not None and self.configuration.automatic_checkpoint_naming:
+            self.configuration.iteration = int(found[1]) + 1
+        if entry is None:
+            warnings.warn(
+                f"{path} is a checkpoint of a Trainer: weights, optimizers, schedules and generators are restored, and "
+                "loaders begin an epoch.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+            return
+        for other, saved in zip(objects.others, entry["others"], strict=True):
+            other.load_state_dict(saved)
+        for optimizer, steps in zip(objects.optimizers, entry["steps"], strict=True):
+            optimizer.num_steps = steps
+        same_ranks = len(entry["loaders"]) == processes.world_size
+        for loader, saved in zip(objects.loaders, entry["loaders"][processes.rank if same_ranks else 0], strict=True):
+            loader.load_state_dict(saved)
+
+    def _load_weights(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
+        """Call the load hooks, and load the weights of the models that they have left."""
+        left = list(objects.models)
+        for hook in list(self.load_hooks.values()):
+            hook(left, str(path))
+        saved = {} if snapshot.model is None else snapshot.model
+        with torch.no_grad() if self.load_hooks else nullcontext():
+            for index, model in enumerate(objects.models):
+                if any(model is one for one in left):
+                    prefix = objects.prefix(index)
+                    weights = {name.removeprefix(prefix): v for name, v in saved.items() if name.startswith(prefix)}
+                    self._engine.loop_state(model, [], {}).load_model_state(weights)
+        self._engine.weights_changed()
+
+    def _check(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
+        """Check that a checkpoint fits, before anything is changed."""
+        entry, world_size = snapshot.trainer.get(_ENTRY), self._engine.processes.world_size
+        if entry is None:
+            counts = {
+                "models": 1,
+                "optimizers": len(snapshot.optimizers),
+                "schedulers": len(snapshot.trainer.get("schedulers", [])),
+            }
+        else:
+            counts = entry["counts"]
+        for kind, count in counts.items():
+            if objects.counts[kind] != count:
+                raise CheckpointError(
+                    f"{path} holds the state of {count} {kind}, but {objects.counts[kind]} are prepared or registered. "
+                    "Prepare and register the same as when it was saved, in the same order."
+                )
+        if entry is None:
+            return
+        if objects.loaders and entry["seed"] != objects.seed:
+            raise CheckpointError(
+                f"{path} was written with seed={entry['seed']}, and the data of this loop has the order of "
+                f"seed={objects.seed}. Pass Accelerator(seed={entry['seed']})."
+            )
+        wrote = len(entry["loaders"])
+        if wrote != world_size and any(state["loader"] is not None for state in entry["loaders"][0]):
+            raise ConfigurationError(
+                f"{path} was written by {wrote} processes, each with the state of its own loader, which cannot be "
+                f"divided among {world_size}. Start as many, or use map-style data, whose position is counted in "
+                "samples."
+            )

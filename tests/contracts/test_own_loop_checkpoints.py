@@ -1,0 +1,259 @@
+"""Checkpoints of user-written loops: continued exactly, under every other strategy, and by the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.helpers.distributed import run_distributed
+from tests.helpers.runs import quiet_trainer
+from trainwright import TaskModule
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
+from trainwright.checkpoint import read_checkpoint
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.strategies import FSDPStrategy, Strategy, TensorParallelStrategy
+
+_GLOBAL_BATCH, _STEPS = 4, 6
+_Make = Callable[[], "Strategy | str"]
+_STRATEGIES: dict[str, tuple[_Make, int]] = {
+    "single": (lambda: "single", 1),
+    "ddp": (lambda: "ddp", 2),
+    "fsdp": (lambda: "fsdp", 2),
+    "fsdp full": (lambda: FSDPStrategy(state_dict_type="full"), 2),
+    "tp": (lambda: TensorParallelStrategy(), 2),
+    "fsdp x tp": (lambda: FSDPStrategy(tp=2), 4),
+}
+
+
+def _train(
+    name: str, *, save: str | None = None, load: str | None = None, steps: int = _STEPS, async_save: bool = False
+) -> dict[str, Any]:
+    """Train a loop; save after its last step."""
+    configuration = ProjectConfiguration(async_save=async_save)
+    accelerator = Accelerator(strategy=_STRATEGIES[name][0](), seed=0, project_config=configuration)
+    net, ranks = Net(), accelerator.engine.data_ranks.size
+    optimizer = make_optimizer(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    loader = DataLoader(data(_GLOBAL_BATCH * _STEPS), batch_size=_GLOBAL_BATCH // ranks, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    if load is not None:
+        accelerator.load_state(load)
+    losses = []
+    for x, y, _ in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if len(losses) == steps:
+            if save is not None:
+                accelerator.save_state(save)
+            break
+    weights = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return {"losses": losses, "weights": weights, "rate": scheduler.get_last_lr()[0]}
+
+
+def _run(name: str, **options: Any) -> dict[str, Any]:
+    found: dict[str, Any] = run_distributed(_run_here, _STRATEGIES[name][1], name, options, init=False, timeout=240)[0]
+    return found
+
+
+def _run_here(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    return _train(name, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """Return the state that a strategy's loop saved after half of its steps, and that loop's result."""
+    known: dict[str, tuple[Path, dict[str, Any]]] = {}
+
+    def get(name: str) -> tuple[Path, dict[str, Any]]:
+        if name not in known:
+            path = tmp_path_factory.mktemp("states") / "half"
+            known[name] = path, _run(name, save=str(path), steps=_STEPS // 2)
+        return known[name]
+
+    return get
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(name, name) for name in _STRATEGIES]
+    + [("single", "fsdp"), ("fsdp", "single"), ("fsdp", "ddp"), ("ddp", "tp"), ("tp", "fsdp"), ("fsdp", "fsdp x tp")],
+)
+def test_a_saved_loop_continues_under_any_strategy(writer: str, reader: str, saved: Any) -> None:
+    path, first = saved(writer)
+    rest = _run(reader, load=str(path), steps=_STEPS - _STEPS // 2)
+    whole = _run("single")
+    torch.testing.assert_close(first["losses"] + rest["losses"], whole["losses"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rest["weights"], whole["weights"], rtol=1e-5, atol=1e-6)
+    assert rest["rate"] == whole["rate"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single", "fsdp"])
+def test_an_asynchronous_save_is_the_same(name: str, saved: Any, tmp_path: Path) -> None:
+    _run(name, save=str(tmp_path / "later"), steps=_STEPS // 2, async_save=True)
+    rest = _run(name, load=str(tmp_path / "later"), steps=_STEPS - _STEPS // 2)
+    again = _run(name, load=str(saved(name)[0]), steps=_STEPS - _STEPS // 2)
+    torch.testing.assert_close(rest, again, rtol=0, atol=0)
+
+
+class _Task(TaskModule):
+    """The same training in a Trainer; its weights have the names of the net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net = Net()
+        self.embed, self.blocks, self.head = net.embed, net.blocks, net.head
+
+    forward = Net.forward
+
+    def shard_units(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+
+
+def _fit(strategy: str, path: str | None, save: str | None, epochs: int) -> dict[str, Any]:
+    task = _Task()
+    trainer = quiet_trainer(max_epochs=epochs, strategy=strategy, devices="auto")
+    batch_size = _GLOBAL_BATCH // (1 if strategy == "single" else 2)
+    trainer.fit(task, DataLoader(data(_GLOBAL_BATCH * _STEPS), batch_size=batch_size), ckpt_path=path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return {"step": trainer.global_step, "weights": {k: v.clone() for k, v in task.state_dict().items()}}
+
+
+def _moments(path: Path) -> Any:
+    return read_checkpoint(path).optimizers[0]["state"]["embed.weight"]["step"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*random number generators start anew")
+@pytest.mark.parametrize(("writer", "reader"), [("single", "single"), ("fsdp", "single"), ("single", "fsdp")])
+def test_a_trainer_continues_a_loop(writer: str, reader: str, saved: Any, tmp_path: Path) -> None:
+    path, _ = saved(writer)
+    count = 1 if reader == "single" else 2
+    save = tmp_path / "after"
+    found = run_distributed(_fit, count, reader, str(path), str(save), 1, init=False, timeout=240)[0]
+    assert found["step"] == _STEPS // 2 + _STEPS  # an epoch from its beginning
+    assert float(_moments(save)) == found["step"]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "reader"), [("single", "fsdp"), ("fsdp", "ddp")])
+def test_a_loop_continues_a_trainer(writer: str, reader: str, tmp_path: Path) -> None:
+    count = 1 if writer == "single" else 2
+    path = tmp_path / "fitted"
+    fitted = run_distributed(_fit, count, writer, None, str(path), 1, init=False, timeout=240)[0]
+    found = run_distributed(_continue, 2, reader, str(path), init=False, timeout=240)[0]
+    torch.testing.assert_close(found["weights"], fitted["weights"], rtol=0, atol=0)
+    assert found["rate"] == pytest.approx(0.05 * 0.7**3)
+    assert "checkpoint of a Trainer" in found["warning"]
+
+
+def _continue(name: str, path: str) -> dict[str, Any]:
+    accelerator = Accelerator(strategy=_STRATEGIES[name][0](), seed=0)
+    net = Net()
+    optimizer = make_optimizer(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+    with pytest.warns(TrainwrightWarning) as caught:
+        accelerator.load_state(path)
+    weights = {k: v.clone() for k, v in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return {"weights": weights, "rate": scheduler.get_last_lr()[0], "warning": str(caught[0].message)}
+
+
+# Names, limits and hooks
+
+
+def _loop(tmp_path: Path, **project: Any) -> tuple[Accelerator, nn.Module]:
+    configuration = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **project)
+    accelerator = Accelerator(cpu=True, project_config=configuration)
+    net = nn.Linear(2, 1)
+    accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    return accelerator, net
+
+
+def test_states_are_numbered_and_the_oldest_are_deleted(tmp_path: Path) -> None:
+    accelerator, net = _loop(tmp_path, total_limit=2)
+    for value in range(4):
+        nn.init.constant_(net.bias, float(value))
+        assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{value}")
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    later, net = _loop(tmp_path)
+    later.project_configuration.iteration = 2
+    with pytest.raises(ConfigurationError, match="checkpoint_2 exists already"):
+        later.save_state()
+    later.load_state()
+    assert (net.bias.item(), later.save_iteration) == (3.0, 4)
+    later.save_state()
+
+
+def test_a_folder_is_named_once(tmp_path: Path) -> None:
+    accelerator, _ = _loop(tmp_path)
+    with pytest.raises(ConfigurationError, match="both name the folder"):
+        accelerator.save_state(tmp_path / "own")
+    with pytest.raises(FileNotFoundError, match="no valid state"):
+        accelerator.load_state()
+    with pytest.raises(ConfigurationError, match="needs a folder"):
+        Accelerator(cpu=True).save_state()
+    with pytest.raises(ConfigurationError, match="name two folders"):
+        Accelerator(cpu=True, project_dir="a", project_config=ProjectConfiguration(project_dir="b"))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_hooks_write_and_read_models_by_themselves(tmp_path: Path, async_save: bool) -> None:
+    accelerator, net = _loop(tmp_path, async_save=async_save)
+
+    def save(models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        (Path(output_dir) / "own").mkdir()
+        torch.save(models[0].state_dict(), Path(output_dir) / "own" / "net.pt")
+        weights.pop()
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(input_dir) / "own" / "net.pt"))
+
+    handle = accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    nn.init.constant_(net.bias, 5.0)
+    path = Path(accelerator.save_state())
+    nn.init.zeros_(net.bias)
+    accelerator.load_state()
+    assert net.bias.item() == 5.0
+    assert read_checkpoint(path).model == {}
+    handle.remove()
+    accelerator.save_state()
+    accelerator.end_training()
+    assert not (path.parent / "checkpoint_1" / "own").exists()
+
+
+def test_a_failed_hook_leaves_nothing(tmp_path: Path) -> None:
+    accelerator, _ = _loop(tmp_path)
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: (Path(folder) / "manifest.json").touch())
+    with pytest.raises(CheckpointError, match=r"'manifest\.json'"):
+        accelerator.save_state()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
