@@ -50,7 +50,7 @@ from trainwright.accelerator.settings import (
     refuse_option,
     refuse_unknown,
 )
-from trainwright.bigmodels.saving import save_model
+from trainwright.bigmodels.saving import save_model, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
 from trainwright.core.names.known_arguments import known_arguments
@@ -461,8 +461,9 @@ class Accelerator:
             input_data: tensors (with rows) in lists, tuples, dicts; or other objects, in a list.
             use_gather_object: gather picklable objects: the concatenated lists of all ranks. Default: False.
         """
-        place = self._accumulation.place
-        padding = place is not None and place.weight == 0
+        place, ranks = self._accumulation.place, self.engine.data_ranks
+        # Of the ranks that see the same data, one is counted.
+        padding = self.state.process_index not in ranks.members or (place is not None and place.weight == 0)
         if place is not None and place.num_rows is not None:
             input_data = self._accumulation.loader.trim_rows(input_data)
         if use_gather_object or next(iterate_tensors(input_data), None) is None:
@@ -514,11 +515,17 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights on the main process, offloaded and quantized ones included; see `save_model`."""
-        if self.state.is_main_process:
-            save_model(
-                self.unwrap_model(model, keep_torch_compile=False), save_directory, max_shard_size, safe_serialization
-            )
+        """Write a model's weights on the main process, offloaded and quantized ones included; see `save_model`.
+
+        Collective if the model is sharded: tensors are gathered one at a time; see `save_sharded_model`.
+        """
+        own = self.unwrap_model(model, keep_torch_compile=False)
+        values = own.state_dict(keep_vars=True)
+        if any(is_cut(value) for value in values.values()):
+            gather, processes = self.engine.loop_state(own, [], {}).full_tensor, self.engine.processes
+            save_sharded_model(values, gather, processes, save_directory, max_shard_size, safe_serialization)
+        elif self.state.is_main_process:
+            save_model(own, save_directory, max_shard_size, safe_serialization)
 
     def register_for_checkpointing(self, *objects: object) -> None:
         """Add objects to `save_state` and `load_state`. Their state must be the same on every rank.

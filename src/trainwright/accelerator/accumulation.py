@@ -202,7 +202,7 @@ class Accumulation:
 
     def discard_open_groups(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Free the gradients of parameters between two passes: the next group is a new one."""
-        if self._open and not self._passes:
+        if not self._passes:
             self._free_gradients(parameters())
             self._open.clear()
 

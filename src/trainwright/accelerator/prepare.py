@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
+from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
 
@@ -136,12 +138,11 @@ class PreparedObjects:
                 found[i] = self._once(own, self.models, partial(self._around, own, model.engine))
             else:
                 new.append((i, own, placed and not self._check_placement(own, placed, evaluation_mode)))
-        engines = iter(
-            self._engine.prepare_models(
-                [model for _, model, placed in new if placed and not evaluation_mode],
-                [optimizer.optimizer for optimizer in self.optimizers],
-            )
-        )
+        trained = [model for _, model, placed in new if placed and not evaluation_mode]
+        if trained and self._state.num_processes > 1:
+            self._compare(trained)
+        optimizers = [optimizer.optimizer for optimizer in self.optimizers]
+        engines = iter(self._engine.prepare_models(trained, optimizers))
         for i, model, placed in new:
             if placed and not evaluation_mode:
                 engine = next(engines)
@@ -149,6 +150,29 @@ class PreparedObjects:
                 engine = model.to(self._state.device) if placed else model
             found[i] = self._once(model, self.models, partial(self._around, model, engine))
         return found
+
+    def _compare(self, models: Sequence[nn.Module]) -> None:
+        """Check that all ranks prepare the same models. Collective.
+
+        Raises:
+            ConfigurationError: They do not; on every rank.
+        """
+        processes = self._state.joined()
+        described = [
+            [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
+            for model in models
+        ]
+        if same_on_all_ranks(processes, ("prepare", described)):
+            return
+        of_ranks = processes.gather_object(described)
+        rank = next(rank for rank, other in enumerate(of_ranks) if other != of_ranks[0])
+        entries = [[entry for model in of_ranks[each] for entry in model] for each in (0, rank)]
+        pairs = itertools.zip_longest(*entries)
+        here, there = next((pair for pair in pairs if pair[0] != pair[1]), (None, None))
+        raise ConfigurationError(
+            f"ranks prepare different models: parameter {_text(here)} on rank 0, and {_text(there)} on rank {rank}. "
+            "Create the same models on every rank, and pass them to prepare() in the same order."
+        )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
         """Return whether `dispatch_model` has placed the model.
@@ -228,6 +252,14 @@ class PreparedObjects:
             value = value.loader
         raw = prepared_from(value)
         return value if raw is None or self._known.get(id(raw)) is value else raw
+
+
+def _text(entry: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+    """Describe a parameter: its name, shape, dtype and whether it is trained."""
+    if entry is None:
+        return "nothing"
+    name, shape, dtype, trained = entry
+    return f"{name!r} ({'×'.join(map(str, shape))}, {dtype}{'' if trained else ', frozen'})"
 
 
 def prepared_from(value: object) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.host.byte_sizes import convert_file_size_to_int
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.tree import is_cut
+from trainwright.processes.process_group import Processes
 
 PathLike = str | os.PathLike[str]
 
@@ -77,6 +80,67 @@ def save_model(
         safe=safe_serialization,
         tied=found.tied,
     )
+
+
+def save_sharded_model(
+    values: Mapping[str, torch.Tensor],
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    processes: Processes,
+    save_directory: PathLike,
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Write the weights of a model that is sharded over processes as `save_model` does. Collective; blocks.
+
+    The main process writes; tensors are gathered one at a time while it does, so that it holds one full tensor at most.
+
+    Args:
+        values: The model's state dict, the same names on every rank; sharded or not.
+        gather: Returns one of them in full on the main process's host; collective if it is sharded.
+        processes: All that hold shards.
+        save_directory, max_shard_size, safe_serialization: See `save_model`.
+
+    Raises:
+        ConfigurationError: `max_shard_size` is not a size.
+        CheckpointError: The main process cannot write the files; on every rank.
+    """
+    max_shard_bytes = _to_bytes(max_shard_size)
+    if processes.rank:
+        problem: str | None = None
+        while (request := processes.broadcast_object(None))[0] is not None:
+            gather(values[request[0]])
+        problem = request[1]
+        if problem is not None:
+            raise CheckpointError(f"rank 0 could not write {save_directory}: {problem}")
+        return
+
+    def read(name: str) -> Iterator[torch.Tensor]:
+        processes.broadcast_object((name, None))
+        yield gather(values[name]).contiguous().view(-1)
+
+    first: dict[int, str] = {}
+    weights: dict[str, Weight] = {}
+    tied: dict[str, str] = {}
+    for name, value in values.items():
+        known = first.setdefault(id(value), name)
+        if known != name:
+            tied[name] = known
+        elif is_cut(value):
+            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            weights[name] = Weight(like, partial(read, name))
+        else:
+            weights[name] = Weight.of(value.detach())
+    failure = "it was interrupted"
+    try:
+        replace_weights(
+            Path(save_directory), weights, max_shard_bytes=max_shard_bytes, safe=safe_serialization, tied=tied
+        )
+        failure = ""
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        processes.broadcast_object((None, failure or None))
 
 
 def save_quantized_model(model: nn.Module, save_directory: PathLike) -> Path:
