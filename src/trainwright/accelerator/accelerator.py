@@ -132,7 +132,7 @@ class Accelerator:
         if self._precision.autocast_dtype is not None:
             self._make_context = partial(torch.autocast, self.device.type, dtype=self._precision.autocast_dtype)
         self._accumulation = Accumulation(
-            num_steps, self._accumulates.short_group, warns=warns, free_gradients=self.engine.gradients.free
+            num_steps, self._accumulates.short_group, warns=warns, gradients=self.engine.gradients
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
@@ -472,6 +472,7 @@ class Accelerator:
         Collective if the model is sharded: the main process gets copies on the host, the others an empty dict.
         Otherwise every process gets references.
         """
+        self.engine.begin_save()
         own = self.unwrap_model(model, keep_torch_compile=False)
         state, values = self.engine.loop_state(own, []), own.state_dict(keep_vars=True)
         if not any(is_cut(value) for value in values.values()):
@@ -524,6 +525,7 @@ class Accelerator:
         """
         output_dir = checked_folder("save_state", "output_dir", output_dir)
         self._accumulation.refuse_open_group()
+        self.engine.begin_save()
         if not safe_serialization:
             warnings.warn(
                 "save_state(safe_serialization=False): weights are written as safetensors all the same, never pickled; "
