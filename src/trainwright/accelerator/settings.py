@@ -41,10 +41,8 @@ METHODS = {
     "get_tracker": "your tracker's own interface, on is_main_process",
     "register_save_state_pre_hook": "register_for_checkpointing(object), or code before save_state",
     "register_load_state_pre_hook": "code before load_state",
-    "trigger_sync_in_backward": "accumulate(), or no_sync() for the other passes",
     "save": "save_model, or torch.save on is_main_process",
     "gradient_state": "sync_gradients, gradient_accumulation_steps",
-    "join_uneven_inputs": "prepare() on the loader: ranks that run out of data are padded",
     "profile": "torch.profiler",
 }
 
