@@ -381,6 +381,18 @@ class Engine:
         """
         return nullcontext()
 
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss. Collective where gradients are averaged.
+
+        Args:
+            kwargs: arguments of `torch.Tensor.backward`.
+        """
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def autocast(self, dtype: torch.dtype) -> torch.autocast:
+        """Return a new context of mixed precision."""
+        return torch.autocast(self.device.type, dtype=dtype)
+
     def sync_next_backward(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Return a context whose backward averages gradients, although its forward ran within `no_sync`. Not
         collective.

@@ -191,7 +191,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
     """Multiply the gradients that there are, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+            parameter.grad.mul_(factor.to(parameter.grad.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def zero_gradients(optimizer: Optimizer) -> None:

@@ -137,7 +137,7 @@ class Accelerator:
         # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
         self._make_context: Callable[[], Any] | None = None
         if self._precision.autocast_dtype is not None:
-            self._make_context = partial(torch.autocast, self.device.type, dtype=self._precision.autocast_dtype)
+            self._make_context = partial(self.engine.autocast, self._precision.autocast_dtype)
         self._accumulation = Accumulation(
             num_steps, self._accumulates.short_group, warns=warns, gradients=self.engine.gradients
         )
@@ -365,7 +365,7 @@ class Accelerator:
             loss = self._accumulation.divide(loss)
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.engine.backward(loss, **kwargs)
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
 
