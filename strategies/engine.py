@@ -77,7 +77,7 @@ class Engine:
         precision: the number formats.
         processes: this process and the others, and their communication on the host.
         data_ranks: the ranks that see different data.
-        mesh: the `DeviceMesh` of a strategy whose ranks have named axes; None otherwise.
+        mesh: the `DeviceMesh` of a strategy whose ranks have named axes; None: all replicate the model.
         gradients: clips, scales and frees the gradients of its models.
         optimizers: the optimizers in the task's order.
         scaler: of the loss, with 16-bit mixed precision, once there are optimizers; None otherwise.
@@ -389,10 +389,6 @@ class Engine:
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
 
-    def autocast(self, dtype: torch.dtype) -> torch.autocast:
-        """Return a new context of mixed precision."""
-        return torch.autocast(self.device.type, dtype=dtype)
-
     def sync_next_backward(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
         """Return a context whose backward averages gradients, although its forward ran within `no_sync`. Not
         collective.
@@ -413,13 +409,6 @@ class Engine:
             prepared: what `prepare_models` returned, or torch's `Joinable` objects.
         """
         return None
-
-    def rank_along(self, axis: str) -> int:
-        """Return this process's rank along an axis: `"dp_replicate"`, `"dp_shard"`, `"tp"`, `"cp"` or `"pp"`.
-
-        Along an axis that the engine does not have it is 0.
-        """
-        return self.data_ranks.rank if axis == "dp_replicate" else 0
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return a function that copies a batch to the device without waiting; None if batches stay on the host."""

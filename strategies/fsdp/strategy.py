@@ -393,10 +393,6 @@ class FSDPEngine(ParallelEngine):
             prepared.synchronize(True)
         yield
 
-    def rank_along(self, axis: str) -> int:
-        mesh = self.mesh
-        return mesh.get_local_rank(axis) if mesh is not None and axis in (mesh.mesh_dim_names or ()) else 0
-
     def loop_state(self, models: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
         return self._state_of(models, optimizers) if self.gradients.models else super().loop_state(models, optimizers)
 

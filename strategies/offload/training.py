@@ -53,7 +53,7 @@ class OffloadStrategy(Strategy):
         ConfigurationError: a place that there is not.
     """
 
-    capabilities = Capabilities(manual_optimization=False, state_rests=False)
+    capabilities = Capabilities(manual_optimization=False, state_rests=False, caches_casts=False)
 
     def __init__(
         self,
@@ -118,12 +118,9 @@ class OffloadEngine(Engine):
         """Build the model on the host, and have its units visit the device."""
         optimizers = super().prepare(task, make_optimizers, plan)
         if self.precision.autocast_dtype is not None:
-            self._context = self.autocast(self.precision.autocast_dtype)
+            # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
+            self._context = torch.autocast(self.device.type, dtype=self.precision.autocast_dtype, cache_enabled=False)
         return optimizers
-
-    def autocast(self, dtype: torch.dtype) -> torch.autocast:
-        # Without a cache, which would keep a narrow copy of every weight on the device until the step is over.
-        return torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
 
     def _place(self, task: TaskModule) -> None:
         self.weight_stream = self._offload(task)

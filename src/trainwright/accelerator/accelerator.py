@@ -137,7 +137,12 @@ class Accelerator:
         # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
         self._make_context: Callable[[], Any] | None = None
         if self._precision.autocast_dtype is not None:
-            self._make_context = partial(self.engine.autocast, self._precision.autocast_dtype)
+            self._make_context = partial(
+                torch.autocast,
+                self.device.type,
+                dtype=self._precision.autocast_dtype,
+                cache_enabled=self.engine.capabilities.caches_casts,
+            )
         self._accumulation = Accumulation(
             num_steps, self._accumulates.short_group, warns=warns, gradients=self.engine.gradients
         )
@@ -188,30 +193,37 @@ class Accelerator:
         """True if the strategy has a `DeviceMesh`."""
         return self.engine.mesh is not None
 
+    def _rank_along(self, axis: str) -> int:
+        mesh = self.engine.mesh
+        if mesh is None:
+            return self.engine.data_ranks.rank if axis == "dp_replicate" else 0
+        found: int = mesh.get_local_rank(axis) if axis in mesh.mesh_dim_names else 0
+        return found
+
     @property
     def data_parallel_rank(self) -> int:
         """Rank of this process among the replicas of the model, each of which may be sharded or split."""
-        return self.engine.rank_along("dp_replicate")
+        return self._rank_along("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
         """Rank of this process among the shards of its replica; 0 if it is not sharded."""
-        return self.engine.rank_along("dp_shard")
+        return self._rank_along("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
         """Rank of this process among those that split layers; 0 if none are split."""
-        return self.engine.rank_along("tp")
+        return self._rank_along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
         """0: sequences are not split."""
-        return self.engine.rank_along("cp")
+        return 0
 
     @property
     def pipeline_parallel_rank(self) -> int:
         """0: there are no pipeline stages."""
-        return self.engine.rank_along("pp")
+        return 0
 
     @property
     def should_save_model(self) -> bool:
