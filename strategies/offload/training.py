@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -18,7 +20,9 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.homes import PLACES, Home
+from trainwright.strategies.offload.portions import can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.step import OffloadStep
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
@@ -110,7 +114,7 @@ class OffloadEngine(Engine):
         super().__init__(strategy, settings)
         self.weight_stream: WeightStream | None = None  # of the task
         self._streams: WeakSet[WeightStream] = WeakSet()  # of the models of a loop
-        self._hooks: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # on the optimizers of a loop
+        self._own_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of the optimizers of a loop
 
     # Model and optimizers
 
@@ -191,11 +195,29 @@ class OffloadEngine(Engine):
             raise
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        """Move the optimizer's state to the disk after each step, if `optimizer_state="disk"`."""
-        home = self._state_home
-        if home is not None and optimizer not in self._hooks:
+        """Let the optimizer step unit by unit if its state is on the disk: one unit's state is in memory at a time."""
+        home, own = self._state_home, optimizer.step
+        if home is None or optimizer in self._own_steps:
+            return
+        home.take_state(optimizer)
+
+        @functools.wraps(own)
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None and can_be_split(optimizer):
+                units = [unit for stream in self._streams for unit in stream.in_order_of_gradients()]
+                return step_in_portions(
+                    optimizer,
+                    portions_of(optimizer, units),
+                    before=lambda portion, following: read_ahead(following),
+                    after=lambda portion: home.take_state(optimizer, portion.parameters),
+                    step=own,
+                )
+            found = own() if closure is None else own(closure)
             home.take_state(optimizer)
-            self._hooks[optimizer] = optimizer.register_step_post_hook(lambda one, *_: home.take_state(one))
+            return found
+
+        self._own_steps[optimizer] = vars(optimizer).get("step")
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap, too
 
     def weights_changed(self) -> None:
         """Take note that copies on the device may be out of date."""
@@ -218,9 +240,11 @@ class OffloadEngine(Engine):
                 stream.close()
         self.weight_stream = None
         self._streams.clear()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        for optimizer, own in self._own_steps.items():
+            del optimizer.step
+            if own is not None:  # a schedule had wrapped it
+                optimizer.step = own  # type: ignore[method-assign]
+        self._own_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
             for (owner, leaf), buffer in list(_buffers(task)):
