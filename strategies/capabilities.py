@@ -23,6 +23,7 @@ class Capabilities:
             tensor that is made in that mode, such as a gathered weight, cannot be trained on.
         trials: steps can be tried out and taken back.
         owns_optimizer_step: clipping and zeroing happen inside the engine.
+        caches_casts: in mixed precision, the narrow copies of weights may be kept until a forward is over.
         state_rests: between the steps of `torch.optim.Optimizer`s nothing changes or moves their state, so that a save
             may copy it while the next step computes.
     """
@@ -37,6 +38,7 @@ class Capabilities:
     inference_mode: bool = True
     trials: bool = True
     owns_optimizer_step: bool = False
+    caches_casts: bool = True
     state_rests: bool = True
 
 

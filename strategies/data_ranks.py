@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -13,6 +13,8 @@ from torch import nn
 
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.processes.process_group import Processes
+
+_CHUNK_BYTES = 25 * 2**20  # of tensors that are averaged in one exchange, as in DistributedDataParallel's buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,18 @@ class DataRanks:
         copies = self.processes.world_size // self.size  # of each data-parallel rank's value
         return value if copies == 1 else value / copies
 
+    @torch.no_grad()
+    def average(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace tensors by their mean over all ranks, in place. Collective."""
+        for chunk in _chunks(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+            dist.all_reduce(flat)
+            flat /= self.processes.world_size
+            offset = 0
+            for tensor in chunk:
+                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
+                offset += tensor.numel()
+
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
         """Return every data-parallel rank's tensor (all of one shape) along a new first dimension. Collective.
 
@@ -92,6 +106,20 @@ class DataRanks:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return torch.stack(found)
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Divide tensors into lists of one dtype and of a bounded size, in their order."""
+    chunk: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if chunk and (tensor.dtype is not chunk[0].dtype or size + tensor.nbytes > _CHUNK_BYTES):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(tensor)
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
 
 
 @contextmanager

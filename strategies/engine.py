@@ -77,6 +77,7 @@ class Engine:
         precision: the number formats.
         processes: this process and the others, and their communication on the host.
         data_ranks: the ranks that see different data.
+        mesh: the `DeviceMesh` of a strategy whose ranks have named axes; None: all replicate the model.
         gradients: clips, scales and frees the gradients of its models.
         optimizers: the optimizers in the task's order.
         scaler: of the loss, with 16-bit mixed precision, once there are optimizers; None otherwise.
@@ -94,6 +95,7 @@ class Engine:
         self.device = torch.device("cpu")
         self.processes = Processes()
         self.data_ranks = DataRanks.of(self.processes)
+        self.mesh: Any = None
         self.gradients = Gradients(self.device)
         self.optimizers: list[Optimizer] = []
         self.scaler: torch.amp.GradScaler | None = None
@@ -384,6 +386,35 @@ class Engine:
             prepared: one of what `prepare_models` returned.
         """
         return nullcontext()
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss. Collective where gradients are averaged.
+
+        Args:
+            kwargs: arguments of `torch.Tensor.backward`.
+        """
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def sync_next_backward(self, prepared: Callable[..., Any]) -> AbstractContextManager[Any]:
+        """Return a context whose backward averages gradients, although its forward ran within `no_sync`. Not
+        collective.
+
+        Args:
+            prepared: one of what `prepare_models` returned.
+
+        Raises:
+            ConfigurationError: The engine determines in the forward what it averages.
+        """
+        return nullcontext()
+
+    def join(self, prepared: Sequence[object]) -> AbstractContextManager[Any] | None:
+        """Return a context in which ranks may run different numbers of steps; None if the engine has none. Collective
+        at its end.
+
+        Args:
+            prepared: what `prepare_models` returned, or torch's `Joinable` objects.
+        """
+        return None
 
     def batch_mover(self) -> Callable[[Any], Any] | None:
         """Return a function that copies a batch to the device without waiting; None if batches stay on the host."""

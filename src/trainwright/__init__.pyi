@@ -16,6 +16,7 @@ from trainwright.accelerator.accelerated_model import AcceleratedModel as Accele
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
 from trainwright.accelerator.loop_checkpoints import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook

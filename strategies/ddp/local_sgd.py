@@ -6,14 +6,16 @@ import datetime
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import Topology
 from trainwright.core.state import Group
 from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
@@ -22,16 +24,15 @@ from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.ddp.replicas import (
     any_trained,
+    average_replicas,
     broadcast_from_main,
     check_can_be_alone,
     frozen_parameters,
 )
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.steps.gradients import GradientClip, without_loss
+from trainwright.strategies.steps.gradients import GradientClip, parameters_of, weights_of_one_rank, without_loss
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
-
-_CHUNK_BYTES = 25 * 2**20  # of weights that are averaged in one exchange, as in DistributedDataParallel's buckets
 
 
 class LocalSGDStrategy(DataParallel):
@@ -41,7 +42,9 @@ class LocalSGDStrategy(DataParallel):
     Parameters are averaged, too, before an evaluation, a checkpoint and the end of a stage, so that what is evaluated,
     saved and left in the task is what training goes on from. A checkpoint moreover averages the optimizers' states, or
     a resume, which gives all ranks the same ones, would go on differently from the run that wrote it. Buffers are
-    rank 0's whenever there is an average. (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
+    rank 0's whenever there is an average. In a user-written loop the steps of each optimizer are counted, from its
+    preparation on, and `Accelerator.save_state` and `get_state_dict` average as a checkpoint does. (Zhang et al.,
+    Parallel SGD: When does averaging help?, 2016.)
 
     Args:
         local_sgd_steps: optimizer steps from one average to the next, ≥ 1; counted from the start of the run.
@@ -87,20 +90,43 @@ class LocalSGDEngine(ParallelEngine):
         super().__init__(strategy, settings)
         self._apart = self._states_apart = False
         self._frozen: list[nn.Parameter] = []
+        # Both in the order of preparation, which is the same on every rank.
+        self._models: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of the optimizers of a loop
+        self._hooks: list[Any] = []
 
-    def prepare(
-        self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan
-    ) -> list[torch.optim.Optimizer]:
+    def start(self, topology: Topology) -> None:
+        super().start(topology)
+        self.gradients.averaged = False
+
+    def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
         optimizers = super().prepare(task, make_optimizers, plan)
-        broadcast_from_main(task)
-        self._frozen = frozen_parameters(task)  # since the beginning: those that are frozen later have come apart
+        self._equalize(task)
         return optimizers
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> NoReturn:
-        raise ConfigurationError(
-            "LocalSGDStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
-            "strategy='single' or 'ddp', or write the step as a TaskModule for Trainer(strategy=…)."
-        )
+    def _equalize(self, model: nn.Module) -> None:
+        broadcast_from_main(model)
+        self._models[model] = None
+        self._frozen += frozen_parameters(model)  # since the beginning: those that are frozen later have come apart
+
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+        """Copy rank 0's weights and buffers to all ranks. Collective."""
+        found = super().prepare_models(models, optimizers)
+        for model in models:
+            self._equalize(model)
+        return found
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        """Count the steps of an optimizer. The parameters that it holds are averaged after every `local_sgd_steps`."""
+        if optimizer not in self._num_steps:
+            self._num_steps[optimizer] = 0
+            self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
+
+    def _count_step_of(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._note_step()
+        self._num_steps[optimizer] += 1
+        if self._num_steps[optimizer] % self.strategy.local_sgd_steps == 0:
+            self._average(parameters_of([optimizer]))
 
     def make_step(self, parts: StepParts) -> Step:
         # Gradients are the mean over what this rank consumed.
@@ -109,10 +135,13 @@ class LocalSGDEngine(ParallelEngine):
             return LocalStep(parts, self.data_ranks.size, self._count_step, self._come_apart)
         return LocalManualStep(parts, self._count_step, self._come_apart)
 
-    def _count_step(self) -> None:
+    def _note_step(self) -> None:
         self._come_apart()
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
+
+    def _count_step(self) -> None:
+        self._note_step()
         # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
             self._average_parameters()
@@ -128,24 +157,18 @@ class LocalSGDEngine(ParallelEngine):
 
     # Averages
 
-    @torch.no_grad()
     def _average_parameters(self) -> None:
-        """Give every rank the mean of all ranks' parameters, and rank 0's buffers. Collective."""
-        alike = {id(parameter) for parameter in self._frozen}
-        self._average(parameter.detach() for parameter in self.task.parameters() if id(parameter) not in alike)
-        for buffer in self.task.buffers():
-            dist.broadcast(buffer, src=0)
+        """Replace all parameters by their mean over ranks, and buffers by those of rank 0. Collective."""
+        self._average(parameter for model in list(self._models) for parameter in model.parameters())
         self._apart = False
 
-    def _average(self, tensors: Iterable[torch.Tensor]) -> None:
-        for chunk in _chunks(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-            dist.all_reduce(flat)
-            flat /= self.data_ranks.size
-            offset = 0
-            for tensor in chunk:
-                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-                offset += tensor.numel()
+    def _average(self, parameters: Iterable[nn.Parameter]) -> None:
+        alike = {id(parameter) for parameter in self._frozen}
+        average_replicas(
+            self.data_ranks,
+            (parameter for parameter in parameters if id(parameter) not in alike),
+            (buffer for model in list(self._models) for buffer in model.buffers()),
+        )
 
     def begin_evaluation(self) -> None:
         if self._apart:
@@ -157,18 +180,24 @@ class LocalSGDEngine(ParallelEngine):
         if not self._states_apart:
             return
         states = {}
-        for i, optimizer in enumerate(self.optimizers):
+        for i, optimizer in enumerate(self.optimizers or list(self._num_steps)):
             for j, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == parameter.shape:
                         states[i, j, key] = value
         # A parameter that only some ranks have used so far has no state on the others.
         everywhere = set.intersection(*(set(keys) for keys in self.processes.gather_object([*states])))
-        self._average(states[key] for key in sorted(everywhere))
+        self.data_ranks.average(states[key] for key in sorted(everywhere))
         self._states_apart = False
 
     def unshard(self) -> None:
         self.begin_save()  # also one that is written after the stage, when the others may be gone
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        super().close()
 
 
 class LocalStep(AutomaticStep):
@@ -187,8 +216,7 @@ class LocalStep(AutomaticStep):
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
-            real = [weight > 0 for weight in group.weights]
-            group.weights = [is_real / max(sum(real), 1) for is_real in real]
+            group.weights = weights_of_one_rank(group.weights)
         return super().forward_backward(group)
 
     def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
@@ -228,17 +256,3 @@ class LocalManualStep(ManualStep):
     def discard_gradients(self) -> None:
         super().discard_gradients()
         self._left()
-
-
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut tensors into runs of one dtype and of a bounded size, in their order."""
-    chunk: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if chunk and (tensor.dtype is not chunk[0].dtype or size + tensor.nbytes > _CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.nbytes
-    if chunk:
-        yield chunk

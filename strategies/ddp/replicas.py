@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TaskError
 from trainwright.core.task import TaskModule
+from trainwright.strategies.data_ranks import DataRanks
 
 
 def check_can_be_alone(task: nn.Module) -> None:
@@ -30,7 +33,15 @@ def broadcast_from_main(module: nn.Module) -> None:
         dist.broadcast(tensor.detach(), src=0)
 
 
-def frozen_parameters(task: TaskModule) -> list[nn.Parameter]:
+@torch.no_grad()
+def average_replicas(ranks: DataRanks, parameters: Iterable[nn.Parameter], buffers: Iterable[torch.Tensor]) -> None:
+    """Replace parameters by their mean over ranks, and buffers by those of rank 0, in place. Collective."""
+    ranks.average(parameter.detach() for parameter in parameters)
+    for buffer in buffers:
+        dist.broadcast(buffer, src=0)
+
+
+def frozen_parameters(task: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that are not trained now."""
     return [parameter for parameter in task.parameters() if not parameter.requires_grad]
 

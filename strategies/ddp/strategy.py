@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -207,6 +208,28 @@ class DDPEngine(ParallelEngine):
             self._unrecorded.discard(prepared)
             return nullcontext()
         return prepared.no_sync()
+
+    @contextmanager
+    def sync_next_backward(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        if not isinstance(prepared, DistributedDataParallel):
+            yield
+            return
+        if self.ddp_options["find_unused_parameters"]:
+            raise ConfigurationError(
+                "trigger_sync_in_backward() does not work with find_unused_parameters=True, which searches for unused "
+                "parameters in a forward outside of no_sync(). Run the forward of the last backward outside of "
+                "no_sync(), or leave find_unused_parameters out."
+            )
+        before, prepared.require_backward_grad_sync = prepared.require_backward_grad_sync, True
+        prepared.reducer.prepare_for_backward([])  # as in a forward that synchronizes
+        try:
+            yield
+        finally:
+            prepared.require_backward_grad_sync = before
+
+    def join(self, prepared: Sequence[object]) -> AbstractContextManager[Any] | None:
+        joined = [one for one in prepared if isinstance(one, Joinable)]
+        return Join(joined) if joined and self.processes.world_size > 1 else None
 
     @property
     def _reorders_buckets(self) -> bool:

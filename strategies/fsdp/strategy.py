@@ -241,11 +241,11 @@ class FSDPEngine(ParallelEngine):
 
     strategy: FSDPStrategy
     gradients: ShardedGradients
+    mesh: DeviceMesh | None
 
     def __init__(self, strategy: FSDPStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
         self._building = MetaBuilding(everywhere=strategy.meta_init, others=strategy.cpu_ram_efficient_loading)
-        self._mesh: DeviceMesh | None = None
         self.gradients = ShardedGradients(self.device)
         self._replaced: Any = WeakIdKeyDictionary()  # a parameter of a loop's model → the sharded one
 
@@ -253,7 +253,7 @@ class FSDPEngine(ParallelEngine):
         super().start(topology)
         self.gradients = ShardedGradients(self.device)
         lengths = self.strategy.mesh_lengths(self.settings)
-        self._mesh = mesh = make_mesh(self.settings.device_type, *lengths)
+        self.mesh = mesh = make_mesh(self.settings.device_type, *lengths)
         if lengths[-1] > 1:
             group = data_group(mesh) if self.processes.world_size > lengths[-1] else None
             self.data_ranks = DataRanks.of(self.processes, per_batch=lengths[-1], group=group)
@@ -304,7 +304,7 @@ class FSDPEngine(ParallelEngine):
     def _parallelize(self, model: nn.Module, root: nn.Module, building: MetaBuilding) -> ParallelModel:
         """Shard a model. Collective."""
         check_can_be_cut(model)
-        assert self._mesh is not None  # made in `start`
+        assert self.mesh is not None  # made in `start`
         given = self.strategy
         units = find_units(model, given.auto_wrap_policy, given.min_num_params)
         warn_of_large_rest(model, units, given.mesh_lengths(self.settings)[1])
@@ -312,7 +312,7 @@ class FSDPEngine(ParallelEngine):
             model,
             root,
             units,
-            self._mesh,
+            self.mesh,
             plan=given.tensor_parallel_plan,
             recomputed=Recomputed(given.activation_checkpointing, given.activation_checkpointing_save),
             compile_options=self.settings.compile_options,
@@ -390,6 +390,12 @@ class FSDPEngine(ParallelEngine):
         finally:
             prepared.synchronize(True)
 
+    @contextmanager
+    def sync_next_backward(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        if isinstance(prepared, ParallelModel):
+            prepared.synchronize(True)
+        yield
+
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
@@ -423,7 +429,7 @@ class FSDPEngine(ParallelEngine):
 
     def close(self) -> None:
         self._take_apart()
-        mesh, self._mesh = self._mesh, None
+        mesh, self.mesh = self.mesh, None
         self.gradients.models.clear()
         if mesh is not None:
             self.data_ranks = replace(self.data_ranks, group=None)

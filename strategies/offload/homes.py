@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.host.byte_sizes import format_bytes
@@ -72,6 +74,20 @@ class Home:
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of another one's shape, dtype and memory format, without values."""
         return _laid_out(self.empty(tensor.numel(), tensor.dtype), tensor)
+
+    def take_state(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Move state here that an optimizer has created elsewhere. Scalars stay where they are.
+
+        Args:
+            optimizer: its state tensors are replaced.
+            parameters: whose state. Default: None, which is all.
+        """
+        for parameter in list(optimizer.state) if parameters is None else parameters:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_at_home"):
+                    at_home = self.like(value)
+                    at_home._trainwright_at_home = True  # type: ignore[attr-defined]  # a mark of our own
+                    optimizer.state[parameter][name] = at_home
 
 
 def place_in(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

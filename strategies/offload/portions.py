@@ -63,6 +63,7 @@ def step_in_portions(
     *,
     before: Callable[[Portion, Iterator[torch.Tensor]], Any],
     after: Callable[[Portion], Any],
+    step: Callable[[], Any] | None = None,
 ) -> None:
     """Step one portion after the other: an optimizer skips what has no gradient.
 
@@ -73,7 +74,9 @@ def step_in_portions(
         portions: all that have gradients.
         before: called before each portion's turn, with what the step of the next one will read.
         after: called after each portion's step.
+        step: called for each portion. Default: None, which is `optimizer.step`.
     """
+    step = optimizer.step if step is None else step
     gradients = {parameter: parameter.grad for portion in portions for parameter in portion.parameters}
     for parameter in gradients:
         parameter.grad = None
@@ -82,7 +85,7 @@ def step_in_portions(
             before(portion, _touched(optimizer, following.parameters, gradients))
             for parameter in portion.parameters:
                 parameter.grad = gradients[parameter]
-            optimizer.step()
+            step()
             after(portion)
             for parameter in portion.parameters:
                 parameter.grad = None

@@ -170,15 +170,8 @@ class OffloadStep(AutomaticStep):
         step_in_portions(optimizer, portions, before=before, after=after)
 
     def _send_home(self, optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
-        """Move state that an optimizer has made in memory to the disk, if that is its home."""
-        if self._state_home is None:
-            return
-        for parameter in list(optimizer.state) if parameters is None else parameters:
-            for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and not hasattr(value, "_trainwright_at_home"):
-                    at_home = self._state_home.like(value)
-                    at_home._trainwright_at_home = True  # type: ignore[attr-defined]
-                    optimizer.state[parameter][name] = at_home
+        if self._state_home is not None:
+            self._state_home.take_state(optimizer, parameters)
 
     # Whoever looks at gradients between two steps
 

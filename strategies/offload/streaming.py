@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.tree import iterate_tensors
 from trainwright.strategies.offload.copy_stream import CopyStream, Fetched
 from trainwright.strategies.offload.homes import Home, flat_numel, place_in
 from trainwright.strategies.offload.prefetch import Prefetcher
@@ -63,6 +64,7 @@ class Unit:
         self._gradients_out = gradients_out
         self.parameters = list(parameters)
         self.is_here = self.in_backward = False
+        self.stays_in_backward = False  # also when all of its gradients are there: other parts may still need it
         self.fresh = False  # the copy on the device has the present values
         self.arrived = 0
         self._gradients_event: Any = None  # when the gradients that were queued last are at home
@@ -264,7 +266,7 @@ class Unit:
         return mine
 
     def _go_when_done(self) -> None:
-        if self.in_backward and self._expected <= 0 and self.inputs_to_come <= 0:
+        if not self.stays_in_backward and self.in_backward and self._expected <= 0 and self.inputs_to_come <= 0:
             self.go()
 
     def close(self) -> None:
@@ -364,6 +366,45 @@ class WeightStream:
         """After a step of the optimizer, or after weights were loaded: copies on the device are out of date."""
         for unit in self.all_units:
             unit.weights_changed()
+
+    # User-written loops
+
+    def follow(self, model: nn.Module) -> None:
+        """Call `begin` and `end` in the forwards and backwards of the model that has all parts, by hooks."""
+        self.root.stays_in_backward = True
+        self._handles += [
+            model.register_forward_pre_hook(self._before_model, prepend=True),
+            model.register_forward_hook(self._after_model, always_call=True),
+        ]
+
+    def _before_model(self, module: nn.Module, args: Any) -> None:
+        if self.root.in_backward:
+            if torch._C._current_graph_task_id() != -1:  # a forward within the backward, as in `_before`
+                return
+            self.end()  # of a backward that failed
+        self.weights_changed()  # maybe, since the last forward
+        self.begin()
+
+    def _after_model(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.root.in_backward:
+            return
+        tensors = iterate_tensors(output) if torch.is_grad_enabled() else ()
+        outputs: list[Any] = [tensor for tensor in tensors if tensor.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(self._begin_model_backward)
+        self.root.go()
+        if not outputs:
+            self.end_and_wait()
+
+    def _begin_model_backward(self, gradient: torch.Tensor) -> None:
+        if not self.root.in_backward:
+            self.root.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_and_wait)  # after the last gradient
+
+    def end_and_wait(self) -> None:
+        """Call `end` and `wait`: what follows may read gradients and write weights."""
+        self.end()
+        self.wait()
 
     # Between two steps
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from types import MethodType
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -17,7 +20,9 @@ from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.homes import PLACES, Home
+from trainwright.strategies.offload.portions import can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.step import OffloadStep
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
@@ -52,7 +57,7 @@ class OffloadStrategy(Strategy):
         ConfigurationError: a place that there is not.
     """
 
-    capabilities = Capabilities(manual_optimization=False, state_rests=False)
+    capabilities = Capabilities(manual_optimization=False, state_rests=False, caches_casts=False)
 
     def __init__(
         self,
@@ -107,13 +112,9 @@ class OffloadEngine(Engine):
 
     def __init__(self, strategy: OffloadStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
-        self.weight_stream: WeightStream | None = None
-
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> NoReturn:
-        raise ConfigurationError(
-            "OffloadStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
-            "strategy='single', 'ddp' or 'fsdp', or write the step as a TaskModule for Trainer(strategy=…)."
-        )
+        self.weight_stream: WeightStream | None = None  # of the task
+        self._streams: WeakSet[WeightStream] = WeakSet()  # of the models of a loop
+        self._own_steps: WeakKeyDictionary[Optimizer, Any] = WeakKeyDictionary()  # of the optimizers of a loop
 
     # Model and optimizers
 
@@ -126,35 +127,38 @@ class OffloadEngine(Engine):
         return optimizers
 
     def _place(self, task: TaskModule) -> None:
+        self.weight_stream = self._offload(task)
+
+    def _offload(self, model: nn.Module) -> WeightStream | None:
+        """Move buffers to the device and parameters to the host or the disk; returns what streams them, if it does."""
         pinned = self.device.type != "cpu"
         weights = Home(
             "cpu" if self.strategy.parameters == "device" else self.strategy.parameters,
             self.strategy.offload_folder,
             pinned=pinned,
         )
-        self._state_home = Home(self.strategy.optimizer_state, self.strategy.offload_folder)
-        for (owner, leaf), buffer in list(_buffers(task)):
+        for (owner, leaf), buffer in list(_buffers(model)):
             owner._buffers[leaf] = buffer.to(self.device)
         if not (self.device.type != "cpu" if self.strategy.stream is None else self.strategy.stream):
             if weights.place == "disk":
-                for parameter in task.parameters():
+                for parameter in model.parameters():
                     parameter.data = weights.like(parameter.data)
-            return
+            return None
         gradients = Home(self.strategy.optimizer_state, self.strategy.offload_folder, pinned=pinned)
-        self.weight_stream = WeightStream(
-            self._units(task), task.parameters(), self.device, weights, gradients,
+        return WeightStream(
+            self._units(model), model.parameters(), self.device, weights, gradients,
             stays=self.strategy.parameters == "device", ahead=self.strategy.prefetch,
         )  # fmt: skip
 
-    def _units(self, task: TaskModule) -> list[nn.Module]:
-        units = find_units(task, self.strategy.auto_wrap_policy, self.strategy.min_num_params)
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        units = find_units(model, self.strategy.auto_wrap_policy, self.strategy.min_num_params)
         if not units and self.strategy.auto_wrap_policy is None and self.strategy.min_num_params is None:
-            total = sum(parameter.numel() for parameter in task.parameters())
-            units = find_units(task, None, max(1, total // _PARTS))
+            total = sum(parameter.numel() for parameter in model.parameters())
+            units = find_units(model, None, max(1, total // _PARTS))
         if not units:
             warnings.warn(
-                f"no part of {type(task).__name__} comes and goes by itself: all of it is on the device during a step. "
-                f"Name units with auto_wrap_policy or {type(task).__name__}.shard_units.",
+                f"no part of {type(model).__name__} comes and goes by itself: all of it is on the device during a "
+                f"step. Name units with auto_wrap_policy or {type(model).__name__}.shard_units.",
                 TrainwrightWarning,
                 stacklevel=2,
             )
@@ -163,9 +167,57 @@ class OffloadEngine(Engine):
     # The step
 
     def make_step(self, parts: StepParts) -> Step:
-        return OffloadStep(
-            parts, self.weight_stream, self._state_home if self.strategy.optimizer_state == "disk" else None
-        )
+        return OffloadStep(parts, self.weight_stream, self._state_home)
+
+    @property
+    def _state_home(self) -> Home | None:
+        """Where the state of optimizers is moved to; None: it stays in memory."""
+        place, folder = self.strategy.optimizer_state, self.strategy.offload_folder
+        return Home(place, folder) if place == "disk" else None
+
+    # User-written loops
+
+    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+        """Move models to the host or the disk, and have their units visit the device."""
+        for model in models:
+            stream = self._offload(model)
+            if stream is not None:
+                stream.follow(model)
+                self._streams.add(stream)
+        return list(models)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        try:
+            super().backward(loss, **kwargs)
+        except BaseException:
+            for stream in self._streams:  # otherwise they end by themselves
+                stream.end_and_wait()
+            raise
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step unit by unit if its state is on the disk: one unit's state is in memory at a time."""
+        home, own = self._state_home, optimizer.step
+        if home is None or optimizer in self._own_steps:
+            return
+        home.take_state(optimizer)
+
+        @functools.wraps(own)
+        def step(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if closure is None and can_be_split(optimizer):
+                units = [unit for stream in self._streams for unit in stream.in_order_of_gradients()]
+                return step_in_portions(
+                    optimizer,
+                    portions_of(optimizer, units),
+                    before=lambda portion, following: read_ahead(following),
+                    after=lambda portion: home.take_state(optimizer, portion.parameters),
+                    step=own,
+                )
+            found = own() if closure is None else own(closure)
+            home.take_state(optimizer)
+            return found
+
+        self._own_steps[optimizer] = vars(optimizer).get("step")
+        optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap, too
 
     def weights_changed(self) -> None:
         """Take note that copies on the device may be out of date."""
@@ -183,9 +235,16 @@ class OffloadEngine(Engine):
 
     def close(self) -> None:
         """Leave the task whole on the host."""
-        if self.weight_stream is not None:
-            self.weight_stream.close()
-            self.weight_stream = None
+        for stream in (self.weight_stream, *self._streams):
+            if stream is not None:
+                stream.close()
+        self.weight_stream = None
+        self._streams.clear()
+        for optimizer, own in self._own_steps.items():
+            del optimizer.step
+            if own is not None:  # a schedule had wrapped it
+                optimizer.step = own  # type: ignore[method-assign]  # as it was
+        self._own_steps.clear()
         task = getattr(self, "task", None)
         if task is not None:
             for (owner, leaf), buffer in list(_buffers(task)):

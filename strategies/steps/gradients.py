@@ -71,10 +71,14 @@ class Gradients:
 
     Args:
         device: Where they are.
+
+    Attributes:
+        averaged: The ranks average them in the last backward of an optimizer step. Default: True.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.averaged = True
 
     def make_scaler(self) -> torch.amp.GradScaler:
         """Return a loss scaler for float16."""
@@ -165,6 +169,16 @@ def growth_without(skipped: Sequence[int], size: int, weights: Sequence[Any] | N
     return 1 / torch.as_tensor(used).clamp(min=1e-12)  # without any item the gradient is zero, whatever the factor
 
 
+def weights_of_one_rank(weights: Sequence[Any]) -> list[float]:
+    """Return weights whose sum is the mean over the real micro-batches of this rank.
+
+    Args:
+        weights: of the mean over those of all ranks; 0 for padding.
+    """
+    real = [weight > 0 for weight in weights]
+    return [is_real / max(sum(real), 1) for is_real in real]
+
+
 def without_loss(origin: str, rank: int) -> TaskError:
     """Return the error for a step without loss where other processes wait for its gradient."""
     return TaskError(
@@ -177,7 +191,7 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: Any) -> None:
     """Multiply the gradients that there are, in place."""
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+            parameter.grad.mul_(factor.to(parameter.grad.device) if isinstance(factor, torch.Tensor) else factor)
 
 
 def zero_gradients(optimizer: Optimizer) -> None:

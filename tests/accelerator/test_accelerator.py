@@ -354,11 +354,6 @@ def test_arguments_that_say_nothing_are_accepted() -> None:
     Accelerator(cpu=True, log_with=None, project_dir=None, deepspeed_plugin=None)
 
 
-def test_a_strategy_with_steps_of_its_own_refuses_models() -> None:
-    with pytest.raises(ConfigurationError, match="OffloadStrategy runs the steps of a Trainer"):
-        Accelerator(cpu=True, strategy="offload").prepare(_net())
-
-
 def test_methods_that_are_not_there_name_what_serves() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: your tracker's"):

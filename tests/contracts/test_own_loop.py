@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.strategies import FSDPStrategy, Strategy, TensorParallelStrategy
+from trainwright.strategies import FSDPStrategy, OffloadStrategy, Strategy, TensorParallelStrategy
 
 _STEPS, _ACCUMULATE, _ROWS = 3, 2, 2
 
@@ -140,6 +140,9 @@ _STRATEGIES: dict[str, tuple[Callable[[], Strategy | str], int]] = {
     "fsdp recomputed": (lambda: FSDPStrategy(activation_checkpointing=True), 2),
     "tp": (lambda: TensorParallelStrategy(), 2),
     "documented": (documented_strategy, 2),
+    "offload": (lambda: OffloadStrategy(stream=True), 1),
+    "offload to disk": (lambda: OffloadStrategy("disk", "disk", stream=True), 1),
+    "offload gradients": (lambda: OffloadStrategy("device", stream=True, prefetch=2), 1),
     "fsdp x tp": (lambda: FSDPStrategy(tp=2), 4),
 }
 
@@ -158,7 +161,7 @@ def _all(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", _STRATEGIES)
 def test_a_loop_of_ones_own_trains_as_on_one_device(name: str) -> None:
     processes = _STRATEGIES[name][1]
-    ranks = 1 if name == "tp" else 2
+    ranks = 1 if name.startswith(("tp", "offload")) else 2
     expected = {
         "plain": _reference(ranks, counts=False, clip=None),
         "clipped": _reference(ranks, counts=True, clip=0.2),

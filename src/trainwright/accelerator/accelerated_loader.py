@@ -15,6 +15,7 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
+from trainwright.strategies.steps.gradients import weights_of_one_rank
 
 
 class AcceleratedLoader(DataLoader[Any]):
@@ -124,6 +125,8 @@ class AcceleratedLoader(DataLoader[Any]):
         try:
             for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first, carried=carried):
                 batches, weights = group.batches, group.weights
+                if weights is not None and not accumulation.gradients.averaged:
+                    weights = weights_of_one_rank(weights)
                 size = len(batches)
                 accumulation.num_groups += 1
                 place.group, place.carried = accumulation.num_groups, carried

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -99,6 +99,13 @@ class Accelerator:
         ConfigurationError: an argument that is unknown or not supported; the message names what is.
     """
 
+    # How loaders are prepared, under Accelerate's names.
+    even_batches: ClassVar[bool] = True  # a rank without data repeats its last batch with weight 0
+    dispatch_batches: ClassVar[bool] = False  # each process reads its own share
+    use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
+    use_stateful_dataloader: ClassVar[bool] = True  # a prepared loader has state_dict and load_state_dict
+    non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
+
     @known_arguments(refuse_unknown)
     def __init__(
         self,
@@ -125,7 +132,7 @@ class Accelerator:
         self._selection = settings.selection
         self.engine = self._selection.engine()
         self.engine.start(self.state.topology)
-        self.device_placement = device_placement
+        self.device_placement, self.split_batches = device_placement, split_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._precision = settings.precision
         self._syncs_each_batch = self._accumulates.sync_each_batch or self._selection.strategy.sync_each_batch
@@ -142,9 +149,14 @@ class Accelerator:
         # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
         self._make_context: Callable[[], Any] | None = None
         if self._precision.autocast_dtype is not None:
-            self._make_context = partial(torch.autocast, self.device.type, dtype=self._precision.autocast_dtype)
+            self._make_context = partial(
+                torch.autocast,
+                self.device.type,
+                dtype=self._precision.autocast_dtype,
+                cache_enabled=self.engine.capabilities.caches_casts,
+            )
         self._accumulation = Accumulation(
-            num_steps, self._accumulates.short_group, warns=warns, free_gradients=self.engine.gradients.free
+            num_steps, self._accumulates.short_group, warns=warns, gradients=self.engine.gradients
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
@@ -192,6 +204,58 @@ class Accelerator:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, value: int) -> None:
         self._accumulation.num_steps = value
+
+    @property
+    def multi_device(self) -> bool:
+        """True if there are several processes."""
+        return self.state.num_processes > 1
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The `DeviceMesh` of a strategy that shards or splits models (FSDP, tensor parallelism); None otherwise."""
+        return self.engine.mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """True if the strategy has a `DeviceMesh`."""
+        return self.engine.mesh is not None
+
+    def _rank_along(self, axis: str) -> int:
+        mesh = self.engine.mesh
+        if mesh is None:
+            return self.engine.data_ranks.rank if axis == "dp_replicate" else 0
+        found: int = mesh.get_local_rank(axis) if axis in mesh.mesh_dim_names else 0
+        return found
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Rank of this process among the replicas of the model, each of which may be sharded or split."""
+        return self._rank_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Rank of this process among the shards of its replica; 0 if it is not sharded."""
+        return self._rank_along("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Rank of this process among those that split layers; 0 if none are split."""
+        return self._rank_along("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: sequences are not split."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: there are no pipeline stages."""
+        return 0
+
+    @property
+    def should_save_model(self) -> bool:
+        """True if this process holds the first replica of the model or a part of it."""
+        return self.data_parallel_rank == 0
 
     @property
     def sync_gradients(self) -> bool:
@@ -341,7 +405,7 @@ class Accelerator:
             loss = self._accumulation.divide(loss)
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
-        loss.backward(**kwargs)  # type: ignore[no-untyped-call]  # torch has no types here
+        self.engine.backward(loss, **kwargs)
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
 
@@ -384,6 +448,53 @@ class Accelerator:
             model: what was prepared, or what it was prepared from.
         """
         return self.engine.no_sync(self._prepared.engine_of(model))
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> Any:
+        """Return a context whose backward averages gradients, although its forward ran within `no_sync`.
+
+        The gradients that earlier backwards have accumulated are averaged with them. Collective in that backward.
+
+        Args:
+            model: what was prepared, or what it was prepared from.
+
+        Raises:
+            ConfigurationError: DistributedDataParallel has `find_unused_parameters=True`.
+        """
+        return self.engine.sync_next_backward(self._prepared.engine_of(model))
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Run a loop whose processes have different numbers of batches, without one waiting for others forever.
+
+        A process that leaves the loop early takes part in the others' averages with gradients of 0, as torch's `Join`
+        does, and receives the weights of the last one at the end of the block. It takes part in nothing else: call
+        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block:
+        they return the same number of micro-batches on every process. Collective at the end of the block.
+
+        It has no effect, with a warning, on one process and under strategies other than DDP.
+
+        Args:
+            joinables: prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
+            even_batches: makes no difference: the batches that even out prepared loaders have weight 0. False with a
+                prepared loader raises a warning. Default: None.
+        """
+        if even_batches is False and self._prepared.dataloaders:
+            warnings.warn(
+                "join_uneven_inputs(even_batches=False): prepared loaders return the same number of micro-batches on "
+                "every process all the same. Those that repeat data have weight 0, and gather_for_metrics drops them.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+        block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
+        if block is None:
+            warnings.warn(
+                "join_uneven_inputs() has no effect: it joins models that several processes train with strategy='ddp'.",
+                TrainwrightWarning,
+                stacklevel=3,
+            )
+            block = nullcontext()
+        with block:
+            yield
 
     def autocast(self) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model."""
@@ -501,6 +612,7 @@ class Accelerator:
         Collective if the model is sharded: the main process gets copies on the host, the others an empty dict.
         Otherwise every process gets references.
         """
+        self.engine.begin_save()
         own = self.unwrap_model(model, keep_torch_compile=False)
         state, values = self.engine.loop_state(own, [], {}), own.state_dict(keep_vars=True)
         if not any(is_cut(value) for value in values.values()):

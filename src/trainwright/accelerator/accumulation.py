@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.strategies.steps.gradients import free_gradients
+from trainwright.strategies.steps.gradients import Gradients
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Accumulation:
         num_steps: micro-batches of one optimizer step.
         short_group: see `GradientAccumulationPlugin`.
         warns: warn of the first short group if `short_group` is None.
-        free_gradients: Frees the gradients of some parameters; returns whether there were any.
+        gradients: Of the engine. Default: None, which is those of one process.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Accumulation:
         short_group: Literal["steps", "mean"] | None = "steps",
         *,
         warns: bool = False,
-        free_gradients: Callable[[Iterable[torch.Tensor]], bool] = free_gradients,
+        gradients: Gradients | None = None,
     ) -> None:
         self.num_steps = num_steps
         self.short_group = short_group
@@ -130,7 +130,7 @@ class Accumulation:
         self._open: dict[tuple[int, ...], tuple[int, int, int]] = {}  # models → group, position, divisor: no step yet
         self._num_counted = 0
         self.warns = warns and short_group is None
-        self._free_gradients = free_gradients
+        self.gradients = Gradients(torch.device("cpu")) if gradients is None else gradients
 
     @property
     def place(self) -> Place | None:
@@ -203,7 +203,7 @@ class Accumulation:
     def discard_open_groups(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Free the gradients of parameters between two passes: the next group is a new one."""
         if not self._passes:
-            self._free_gradients(parameters())
+            self.gradients.free(parameters())
             self._open.clear()
 
     def refuse_open_group(self) -> None:
@@ -257,7 +257,7 @@ class Accumulation:
             self._open.pop(tuple(map(id, models)), None)
 
     def _free(self, parameters: Iterable[torch.Tensor], num_micro_batches: int) -> None:
-        if self._free_gradients(parameters):
+        if self.gradients.free(parameters):
             warnings.warn(
                 f"a loop was left after {num_micro_batches} micro-batch(es) of a group, without an optimizer step, and "
                 "their gradients were freed: this micro-batch belongs to another group. Leave a loop where "

@@ -111,7 +111,7 @@ class ItemCounts:
     def _shares(self, count: float | torch.Tensor, total: float | torch.Tensor, loss: torch.Tensor) -> tuple[Any, Any]:
         """Return the weight of the last micro-batch, and the factor for the sums of the earlier ones."""
         engine, unit = self._engine, self._unit or 1.0
-        alone = engine.data_ranks.size == 1
+        alone = engine.data_ranks.size == 1 or not engine.gradients.averaged
         if alone and not isinstance(total, torch.Tensor):
             if total == 0 and self._warns:
                 self._warns = False
@@ -125,7 +125,7 @@ class ItemCounts:
         own, of_group = stack_counts([count, total], engine.device).unbind()
         everyone = (of_group if alone else engine.data_ranks.sum(of_group.clone())).clamp(min=1)
         dtype = torch.float64 if loss.dtype is torch.float64 else torch.float32
-        world = engine.data_ranks.size  # ranks average their gradients
+        world = 1 if alone else engine.data_ranks.size  # ranks average their gradients
         return (own * world / everyone).to(dtype), (world * unit / everyone).to(dtype)
 
     def _as_factor(self, count: float | torch.Tensor, unit: float, loss: torch.Tensor) -> Any:

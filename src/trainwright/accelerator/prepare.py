@@ -193,9 +193,14 @@ class PreparedObjects:
         plain = engine is model and self._make_context is None
         return model if plain else AcceleratedModel(model, engine, self._make_context, self._engine.explain_error)
 
-    def engine_of(self, model: nn.Module) -> Callable[..., Any]:
-        """Return what the engine made of a model, which may be the one that was prepared or what it became."""
+    def engine_of(self, model: Any) -> Any:
+        """Return what the engine made of a model, which may be the one that was prepared or what it became.
+
+        Of a prepared optimizer it is the user's.
+        """
         prepared = self._known.get(id(model), model)
+        if isinstance(prepared, AcceleratedOptimizer):
+            return prepared.optimizer
         return prepared.engine if isinstance(prepared, AcceleratedModel) else model
 
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:

@@ -38,10 +38,8 @@ METHODS = {
     "init_trackers": "your tracker's own interface, on is_main_process",
     "log": "your tracker's own interface, on is_main_process",
     "get_tracker": "your tracker's own interface, on is_main_process",
-    "trigger_sync_in_backward": "accumulate(), or no_sync() for the other passes",
     "save": "save_model, or torch.save on is_main_process",
     "gradient_state": "sync_gradients, gradient_accumulation_steps",
-    "join_uneven_inputs": "prepare() on the loader: ranks that run out of data are padded",
     "profile": "torch.profiler",
 }
 

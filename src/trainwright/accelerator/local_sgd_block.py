@@ -1,0 +1,118 @@
+"""Local SGD in user-written loops: ranks train their own replicas, which are averaged every so many optimizer steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, nullcontext
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.ddp.replicas import average_replicas
+
+
+class LocalSGD:
+    """Context manager that averages a model's parameters over processes instead of the gradients of every step.
+
+    Parameters are averaged after every `local_sgd_steps` optimizer steps and at the end of the block. Buffers are then
+    those of rank 0. Within the block, gradients, their norms and the mean over `num_items` are of one rank. On one
+    process it has no effect.
+
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8) as local_sgd:
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
+
+    Collective on entering, on leaving without an error, and in the steps that average.
+
+    Args:
+        accelerator: that has prepared the model.
+        model: what `prepare` returned.
+        local_sgd_steps: optimizer steps between two averages, ≥ 1. Default: 8.
+        enabled: False: the block trains as without it. Default: True.
+
+    Raises:
+        ConfigurationError: `local_sgd_steps` is not a whole number of at least 1, the strategy does not keep a full
+            replica on every rank, or the mixed precision is fp16.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int = 8, enabled: bool = True
+    ) -> None:
+        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
+        if enabled:
+            _check(accelerator)
+        self.enabled = enabled and accelerator.engine.data_ranks.size > 1
+        self.num_steps = 0
+        self._accelerator, self._model, self._local_sgd_steps = accelerator, model, local_sgd_steps
+        self._block = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Stop averaging gradients."""
+        if self.enabled:
+            context = self._accelerator.no_sync(self._model)
+            if isinstance(context, nullcontext):
+                raise ConfigurationError(
+                    f"LocalSGD: the gradients of {type(self._model).__name__} are averaged in its next backward, or "
+                    "never. Pass a model that prepare() returned and that has parameters to train, without "
+                    "DistributedDataParallelKwargs(static_graph=True)."
+                )
+            self._block.enter_context(context)
+            gradients = self._accelerator.engine.gradients
+            self._block.callback(setattr, gradients, "averaged", gradients.averaged)
+            gradients.averaged = False
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Average the parameters, unless an error ends the block, and average gradients again."""
+        self._block.close()
+        if self.enabled and kind is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count an optimizer step, and average the parameters after every `local_sgd_steps`.
+
+        A call for a micro-batch that no optimizer step follows (`sync_gradients` is False) is not counted.
+        """
+        if not self._accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self._local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        model = self._model
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        average_replicas(self._accelerator.engine.data_ranks, trained, model.buffers())
+
+
+def _check(accelerator: Accelerator) -> None:
+    """Check that replicas can be trained apart and averaged.
+
+    Raises:
+        ConfigurationError: They cannot.
+    """
+    name, engine = type(accelerator.strategy).__name__, accelerator.engine
+    if not engine.capabilities.lone_steps:
+        raise ConfigurationError(
+            f"LocalSGD averages full replicas, one on each process, which {name} does not keep. Use strategy='ddp', "
+            "or LocalSGD(enabled=False)."
+        )
+    if not engine.gradients.averaged:
+        raise ConfigurationError(
+            f"LocalSGD within a loop whose replicas are averaged already, by {name} or an outer LocalSGD block. Leave "
+            "one of them out."
+        )
+    if accelerator.mixed_precision == "fp16" and engine.data_ranks.size > 1:
+        raise ConfigurationError(
+            "LocalSGD with mixed_precision='fp16': each process would skip other steps and have another loss scale. "
+            "Use mixed_precision='bf16'."
+        )

@@ -1,0 +1,154 @@
+"""Local SGD in user-written loops, on two processes: equal to averaging parameters by hand, to the last bit."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from trainwright import LocalSGD
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies import FSDPStrategy, LocalSGDStrategy, Strategy
+from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+
+_NUM_STEPS, _PERIOD = 5, 2
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _data(num: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(num, 4, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(num) % 3 + 1)
+
+
+def _loss(net: nn.Module, x: torch.Tensor, y: torch.Tensor, n: torch.Tensor, *, counts: bool) -> torch.Tensor:
+    squares = (net(x) - y).square().squeeze(1)
+    return (squares * n).sum() / n.sum() if counts else squares.mean()
+
+
+def _weights(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def _by_hand(accumulate: int, num: int, *, counts: bool) -> dict[str, torch.Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def average() -> None:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= world
+        for buffer in net.buffers():
+            dist.broadcast(buffer, src=0)
+
+    data = _data(num)
+    batches = [data[start : start + 2] for start in range(0, num, 2)][rank::world]
+    for step in range(len(batches) // accumulate):
+        group = batches[step * accumulate : (step + 1) * accumulate]
+        total = sum(int(n.sum()) for *_, n in group)
+        for x, y, n in group:
+            share = float(n.sum()) / total if counts else 1 / accumulate
+            (_loss(net, x, y, n, counts=counts) * share).backward()  # type: ignore[no-untyped-call]  # torch
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % _PERIOD == 0:
+            average()
+    average()
+    return _weights(net)
+
+
+def _loop(
+    strategy: Strategy | str, accumulate: int, num: int, *, counts: bool, block: bool
+) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    """Return the weights at the end, and whether all ranks had the same ones after each step."""
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=accumulate, seed=0)
+    net = _net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model, prepared, loader = accelerator.prepare(net, optimizer, DataLoader(_data(num), batch_size=2))
+    equal = []
+    with ExitStack() as stack:
+        local = stack.enter_context(LocalSGD(accelerator, model, _PERIOD)) if block else None
+        for x, y, n in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(_loss(model, x, y, n, counts=counts), num_items=n.sum() if counts else None)
+                prepared.step()
+                prepared.zero_grad()
+                if local is not None:
+                    local.step()
+            if accelerator.sync_gradients:
+                first, second = accelerator.gather(net[0].weight.detach().flatten()[None])
+                equal.append(torch.equal(first, second))
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}, equal
+
+
+def _cases() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    num = 4 * _NUM_STEPS
+    Accelerator()  # joins the processes
+    found["by hand"] = _by_hand(1, num, counts=False), _by_hand(2, 2 * num, counts=True)
+    found["block"] = (
+        _loop("ddp", 1, num, counts=False, block=True),
+        _loop("ddp", 2, 2 * num, counts=True, block=True),
+    )
+    strategy = LocalSGDStrategy(_PERIOD)
+    found["strategy"] = (
+        _loop(strategy, 1, num, counts=False, block=False),
+        _loop(strategy, 2, 2 * num, counts=True, block=False),
+    )
+    # The second rank has one micro-batch less.
+    found["uneven"] = [_loop(one, 1, num - 2, counts=False, block=one == "ddp")[0] for one in ("ddp", strategy)]
+    found["refusals"] = _refusals(strategy)
+    return found
+
+
+def _refusals(strategy: Strategy) -> list[str]:
+    found = []
+    static = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+    for accelerator in (Accelerator(strategy=strategy), Accelerator(strategy="fsdp"), static, Accelerator()):
+        model = accelerator.prepare(_net()) if accelerator is static else _net()
+        with pytest.raises(ConfigurationError) as caught, LocalSGD(accelerator, model):
+            pass
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_parameters_are_averaged_as_by_hand_to_the_last_bit() -> None:
+    first, second = run_distributed(_cases, 2, init=False, timeout=240)
+    for case in (0, 1):
+        for way in ("block", "strategy"):
+            weights, equal = first[way][case]
+            tolerance = 1e-6 * case  # items are counted in another order than by hand
+            torch.testing.assert_close(weights, first["by hand"][case], rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(weights, second[way][case][0], rtol=0, atol=0)
+            assert equal == [False, True, False, True, False]
+    torch.testing.assert_close(*first["uneven"], rtol=0, atol=0)
+    for text, words in zip(
+        first["refusals"], ("averaged already", "FSDPStrategy", "static_graph", "prepare"), strict=True
+    ):
+        assert words in text
+
+
+def test_on_one_process_it_has_no_effect() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(_net())
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=8, enabled=True) as local:
+        local.step()
+    assert local.num_steps == 1
+    with pytest.raises(ConfigurationError, match="local_sgd_steps=0"):
+        LocalSGD(accelerator, model, 0)
+    with pytest.raises(ConfigurationError, match="full replicas"):
+        LocalSGD(Accelerator(cpu=True, strategy=FSDPStrategy()), model)

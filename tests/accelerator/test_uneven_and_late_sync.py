@@ -1,0 +1,149 @@
+"""Loops on two processes with different numbers of batches, and backwards that synchronize late."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.strategies import FSDPStrategy
+from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def _batches(num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return [torch.randn(3, 4, generator=generator) for _ in range(num)]
+
+
+def _weights(net: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def _uneven() -> dict[str, Any]:
+    accelerator = Accelerator()
+    net = _net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    with accelerator.join_uneven_inputs([model]):
+        for batch in _batches(2 + 3 * dist.get_rank()):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    hand = _net()
+    replica = DistributedDataParallel(hand, gradient_as_bucket_view=True)
+    by_hand = torch.optim.SGD(hand.parameters(), lr=0.1)
+    with Join([replica]):
+        for batch in _batches(2 + 3 * dist.get_rank()):
+            replica(batch).square().mean().backward()
+            by_hand.step()
+            by_hand.zero_grad()
+    return {"ours": _weights(net), "by hand": _weights(hand)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_process_without_batches_takes_part_in_the_averages_of_the_others() -> None:
+    for found in run_distributed(_uneven, 2, init=False, timeout=240):
+        torch.testing.assert_close(found["ours"], found["by hand"], rtol=0, atol=0)
+
+
+def test_joining_on_one_process_warns_and_does_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(_net())
+    with (
+        pytest.warns(TrainwrightWarning, match="join_uneven_inputs.. has no effect"),
+        accelerator.join_uneven_inputs([model], even_batches=True),
+    ):
+        model(torch.ones(1, 4))
+    accelerator.prepare(DataLoader(TensorDataset(torch.ones(2, 1))))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with accelerator.join_uneven_inputs([model], even_batches=False):
+            pass
+    assert "even_batches=False" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+def _late(kind: str) -> dict[str, Any]:
+    accelerator = Accelerator(strategy=FSDPStrategy(auto_wrap_policy={nn.Linear}) if kind == "fsdp" else kind)
+    net = _net()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for first, second in zip(_batches(4)[::2], _batches(4)[1::2], strict=True):
+        with accelerator.no_sync(model):
+            losses = [model(first).square().mean(), model(second).square().mean()]
+        accelerator.backward(losses[0])
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[1])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    hand = _net()
+    by_hand = torch.optim.SGD(hand.parameters(), lr=0.1)
+    for first, second in zip(_batches(4)[::2], _batches(4)[1::2], strict=True):
+        for batch in (first, second):
+            hand(batch).square().mean().backward()
+        for parameter in hand.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2  # type: ignore[operator]
+        by_hand.step()
+        by_hand.zero_grad()
+    ours = accelerator.get_state_dict(model)
+    return {"ours": [value.clone() for value in ours.values()], "by hand": _weights(hand)}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_backward_averages_although_its_forward_did_not_synchronize(kind: str) -> None:
+    found = run_distributed(_late, 2, kind, init=False, timeout=240)
+    for each in found if kind == "ddp" else found[:1]:
+        torch.testing.assert_close(each["ours"], each["by hand"], rtol=1e-6, atol=1e-7)
+
+
+def _searching() -> str:
+    accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+    model = accelerator.prepare(_net())
+    with pytest.raises(ConfigurationError) as caught, accelerator.trigger_sync_in_backward(model):
+        pass
+    return str(caught.value)
+
+
+def _places() -> list[Any]:
+    found = []
+    for strategy in ("ddp", FSDPStrategy(), FSDPStrategy(device_mesh=(2, 1)), FSDPStrategy(tp=2)):
+        one = Accelerator(strategy=strategy)
+        ranks = (one.data_parallel_rank, one.data_parallel_shard_rank, one.tensor_parallel_rank)
+        found.append((ranks, one.should_save_model, one.is_composable_parallelism_enabled, one.multi_device))
+        assert (one.torch_device_mesh is not None) is one.is_composable_parallelism_enabled
+        assert (one.context_parallel_rank, one.pipeline_parallel_rank) == (0, 0)
+    return [*found, _searching()]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_along_the_axes_of_a_strategy() -> None:
+    for rank, found in enumerate(run_distributed(_places, 2, init=False, timeout=240)):
+        assert found[0] == ((rank, 0, 0), rank == 0, False, True)
+        assert found[1] == ((0, rank, 0), True, True, True)
+        assert found[2] == ((rank, 0, 0), rank == 0, True, True)
+        assert found[3] == ((0, 0, rank), True, True, True)
+        assert "find_unused_parameters=True" in found[4]
+    one = Accelerator(cpu=True)
+    assert not one.multi_device
+    assert one.should_save_model
+    assert (one.split_batches, one.even_batches, one.dispatch_batches) == (False, True, False)
