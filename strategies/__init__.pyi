@@ -18,11 +18,14 @@ from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStr
 from trainwright.strategies.ddp.strategy import DDPStrategy as DDPStrategy
 from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
+from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
 from trainwright.strategies.engine import Engine as Engine
 from trainwright.strategies.engine_settings import EngineSettings as EngineSettings
 from trainwright.strategies.fsdp.layers.plan import need_divisible as need_divisible
 from trainwright.strategies.fsdp.layers.ready import ready_plan as ready_plan
+from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import ModelParallelStrategy as ModelParallelStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy

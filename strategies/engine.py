@@ -36,6 +36,7 @@ from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.units import is_compiled, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -351,6 +352,24 @@ class Engine:
             ConfigurationError: The engine cannot train these models with these optimizers.
         """
         return [model.to(self.device) for model in models]
+
+    def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a loop calls in place of a model: compiled if the settings say so. Not collective.
+
+        Args:
+            model: the user's; a compiled module stays as it is.
+            prepared: what `prepare_models` returned for it, or the model itself.
+        """
+        options = self.settings.compile_options
+        if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
+            return prepared
+        blocks = repeated_blocks(model) if self.settings.compile_blocks else []
+        for block in blocks:
+            block.compile(**options)  # in place: names of parameters stay
+        if blocks:
+            return prepared
+        compiled: Callable[..., Any] = torch.compile(prepared, **options)
+        return compiled
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer of a loop: if `prepare_models` has replaced its parameters, it holds the new ones. Not
