@@ -154,6 +154,9 @@ class EnginePlugin(Protocol):
     def overridden(self, origin: str) -> Iterator[str]:
         """Yield a text for each variable that says something else."""
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by their names."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoopChoice:
@@ -172,8 +175,7 @@ class LoopChoice:
     @property
     def accumulate(self) -> int | None:
         """Micro-batches of one optimizer step according to the plugin; None: it says nothing."""
-        found = [getattr(plugin, "gradient_accumulation_steps", None) for plugin in self.plugins.values()]
-        return found[0] if found else None
+        return next((p.to_dict().get("gradient_accumulation_steps") for p in self.plugins.values()), None)
 
 
 def choose_for_loop(

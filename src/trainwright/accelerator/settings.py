@@ -142,10 +142,11 @@ def read_settings(
             "split_batches=True is not served: a loader's batch size is that of one process. Divide it by "
             f"{topology.world_size}, the number of processes."
         )
+    casts = handlers.autocast is None or handlers.autocast.enabled
     selection = select_for_loop(
         choice.strategy,
         cpu=cpu,
-        precision=precision,
+        precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
         compile=dynamo.compile_options(),
         compile_blocks=bool(dynamo.use_regional_compilation),
         accumulate=accumulation.num_steps or 1,

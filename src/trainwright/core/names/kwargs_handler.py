@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError
@@ -85,4 +86,4 @@ def read_variable(name: str, read: Callable[[str], Any]) -> Any:
 
 
 def _text(value: object) -> str:
-    return str(getattr(value, "name", value)).lower()
+    return str(value.name if isinstance(value, Enum) else value).lower()
