@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
-from trainwright.core.process import Topology, detect, variable
+from trainwright.core.process import Topology, detect
 from trainwright.core.registry import Registry
 from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.engine import Engine
@@ -186,32 +186,28 @@ def choose_for_loop(
     Args:
         strategy: `"auto"` says nothing.
         plugins: the value of each argument of `PLUGINS`; None says nothing.
-        ddp: options of replicas; None says nothing.
+        ddp: options of replicas, which a variable overrides; None says nothing.
 
     Raises:
         ConfigurationError: a plugin is not of its class, or two arguments select an engine.
     """
     num_processes = detect().world_size
     given = {name: _checked_plugin(name, value) for name, value in plugins.items() if value is not None}
-    origins = [*given, *(["kwargs_handlers=[DistributedDataParallelKwargs(…)]"] if ddp is not None else [])]
-    if strategy != "auto":
-        origins.append(f"strategy={strategy!r}")
-    if len(origins) > 1:
-        raise ConfigurationError(f"{' and '.join(origins)} both select the engine. Pass one of them.")
+    origins = [*given, *([f"strategy={strategy!r}"] if strategy != "auto" else [])]
+    options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
+    if len(origins + options) > 1:
+        raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
     said = {argument: name for name, argument in ENGINE_VARIABLES.items() if read_variable(name, as_flag)}
-    overridden = [
-        f"{name}={variable(name)} is overridden by {origins[0]}."
-        for argument, name in said.items()
-        if origins and argument not in given
-    ]
-    if not origins:
+    overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
+    if not origins and said:
         if len(said) > 1:
             raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
         given = {argument: PLUGINS.get(argument)() for argument in said}
+        overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
     for argument, plugin in given.items():
         strategy = plugin.strategy(num_processes)
         overridden += plugin.overridden(argument)
-    if ddp is not None and num_processes > 1:
+    if ddp is not None and not given and num_processes > 1:
         strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
     return LoopChoice(strategy, given, overridden)
 

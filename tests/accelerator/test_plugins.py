@@ -213,6 +213,12 @@ def test_an_argument_that_overrides_a_variable_is_warned_of(monkeypatch: pytest.
     PartialState._reset_state()
     _, texts = _with_warnings(lambda: Accelerator(cpu=True, strategy="single"))
     assert texts == ["ACCELERATE_USE_FSDP=true is overridden by strategy='single'."]
+    PartialState._reset_state()
+    handlers = [DistributedDataParallelKwargs()]
+    found, texts = _with_warnings(lambda: Accelerator(cpu=True, kwargs_handlers=handlers))
+    assert found == FSDPStrategy(sharding_strategy="FULL_SHARD")
+    assert texts == ["kwargs_handlers=[DistributedDataParallelKwargs(…)] is not used: ACCELERATE_USE_FSDP=true."]
+    PartialState._reset_state()
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     _, texts = _with_warnings(lambda: Accelerator(cpu=True, dynamo_backend="eager"))
