@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,11 +31,13 @@ from trainwright.processes.process_group import AbsentOthers, Processes
 from trainwright.strategies.capabilities import REFUSALS, Capabilities
 from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.lightning_members import LightningMembers
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
+from trainwright.strategies.units import is_compiled, repeated_blocks
 
 MakeOptimizers = Callable[[], list[Optimizer]]
 
@@ -61,7 +63,7 @@ class TrainingPlan(Protocol):
         """Optimizer steps of the training; infinite when nothing bounds them."""
 
 
-class Engine:
+class Engine(LightningMembers):
     """Trains models on some hardware.
 
     Life in a Trainer: constructed → `start` (device, processes) → `prepare` (model, optimizers) → `attach` → steps →
@@ -112,34 +114,6 @@ class Engine:
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.processes.rank == 0
-
-    @property
-    def root_device(self) -> torch.device:
-        """Lightning's name of `device`."""
-        return self.device
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Lightning's name of `is_main`."""
-        return self.is_main
-
-    @property
-    def model(self) -> TaskModule | None:
-        """The task, once it is prepared; no engine wraps it."""
-        return vars(self).get("task")
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank. Collective; the name is for readers only."""
-        self.processes.barrier()
-
-    def broadcast(self, obj: object, src: int = 0) -> Any:
-        """Return `obj` of rank `src` on every rank. Collective; small picklable objects, on the host."""
-        return self.processes.broadcast_object(obj, src)
-
-    def reduce(self, tensor: torch.Tensor, *, reduce_op: Literal["mean", "sum"] = "mean") -> torch.Tensor:
-        """Return the mean or the sum of all data ranks' tensors, of one shape, on every rank. Collective."""
-        gathered = self.data_ranks.all_gather(tensor)
-        return gathered.sum(0) if reduce_op == "sum" else gathered.mean(0)
 
     def start(self, topology: Topology) -> None:
         """Choose the device and join the other processes. Collective; blocks until all have joined."""
@@ -356,6 +330,24 @@ class Engine:
             ConfigurationError: The engine cannot train these models with these optimizers.
         """
         return [model.to(self.device) for model in models]
+
+    def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a loop calls in place of a model: compiled if the settings say so. Not collective.
+
+        Args:
+            model: the user's; a compiled module stays as it is.
+            prepared: what `prepare_models` returned for it, or the model itself.
+        """
+        options = self.settings.compile_options
+        if options is None or is_compiled(model) or not isinstance(prepared, nn.Module):
+            return prepared
+        blocks = repeated_blocks(model) if self.settings.compile_blocks else []
+        for block in blocks:
+            block.compile(**options)  # in place: names of parameters stay
+        if blocks:
+            return prepared
+        compiled: Callable[..., Any] = torch.compile(prepared, **options)
+        return compiled
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         """Take an optimizer of a loop: if `prepare_models` has replaced its parameters, it holds the new ones. Not

@@ -21,6 +21,7 @@ class EngineSettings:
         compile_options: arguments of `torch.compile`; None: nothing is compiled.
         accumulate_grad_batches: micro-batches of one optimizer step.
         clip: how gradients are clipped; None: they are not.
+        compile_blocks: in user-written loops, compile repeated blocks of models, not whole models.
     """
 
     device_type: str
@@ -30,6 +31,7 @@ class EngineSettings:
     compile_options: dict[str, Any] | None = None
     accumulate_grad_batches: int = 1
     clip: GradientClip | None = None
+    compile_blocks: bool = False
 
     @property
     def num_processes(self) -> int:

@@ -10,7 +10,7 @@ from trainwright.core.registry import Registry
 STRATEGIES: Registry[Any] = Registry(
     "strategy",
     {
-        "single": "trainwright.strategies.single:SingleDeviceStrategy",
+        "single": "trainwright.strategies.strategy:SingleDeviceStrategy",
         "ddp": "trainwright.strategies.ddp.strategy:DDPStrategy",
         "local_sgd": "trainwright.strategies.ddp.local_sgd:LocalSGDStrategy",
         "fsdp": "trainwright.strategies.fsdp.strategy:FSDPStrategy",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import Topology, detect
+from trainwright.core.registry import Registry
 from trainwright.processes.devices import device_indices, device_type
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
@@ -17,15 +19,27 @@ from trainwright.strategies.registry import STRATEGIES
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
 
+if TYPE_CHECKING:
+    from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
+
 ENGINE_ARGUMENTS = {
-    "deepspeed_plugin": "Trainer(strategy='deepspeed')",
-    "deepspeed_plugins": "Trainer(strategy='deepspeed')",
-    "fsdp_plugin": "Trainer(strategy='fsdp')",
     "megatron_lm_plugin": "Trainer(strategy='tp')",
     "parallelism_config": "Trainer(strategy='tp')",
-    "torch_tp_plugin": "Trainer(strategy='tp')",
 }
 """Arguments of Hugging Face's Accelerator for engines that run steps of their own, and what serves in their place."""
+
+PLUGINS: Registry[Any] = Registry(
+    "plugin",
+    {
+        "fsdp_plugin": "trainwright.strategies.fsdp.plugin:FullyShardedDataParallelPlugin",
+        "deepspeed_plugin": "trainwright.strategies.deepspeed.plugin:DeepSpeedPlugin",
+        "torch_tp_plugin": "trainwright.strategies.fsdp.plugin:TorchTensorParallelPlugin",
+    },
+)
+"""Arguments of an Accelerator that describe an engine → their classes."""
+
+ENGINE_VARIABLES = {"ACCELERATE_USE_FSDP": "fsdp_plugin", "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin"}
+"""Variables that select an engine whose options are variables too → the argument that they replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,42 +145,122 @@ def _chosen(strategy: str | Strategy, world: int, *, sync_batchnorm: bool) -> St
     return chosen
 
 
-def select_for_loop(strategy: str | Strategy, handlers: Sequence[Any], *, cpu: bool, precision: Precision) -> Selection:
-    """Choose and check the strategy of a loop that the user owns: the launcher alone starts processes.
+class EnginePlugin(Protocol):
+    """A description of an engine with the names of Hugging Face Accelerate."""
+
+    def strategy(self, num_processes: int) -> Strategy:
+        """Return the strategy with the same options."""
+
+    def overridden(self, origin: str) -> Iterator[str]:
+        """Yield a text for each variable that says something else."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopChoice:
+    """The strategy of a user-written loop, before it is checked against the hardware.
+
+    Attributes:
+        strategy: a name or a description.
+        plugins: the plugin that it was made from, by its argument; empty if there is none.
+        overridden: a text for each environment variable that says something else.
+    """
+
+    strategy: str | Strategy
+    plugins: dict[str, EnginePlugin]
+    overridden: list[str]
+
+    @property
+    def accumulate(self) -> int | None:
+        """Micro-batches of one optimizer step according to the plugin; None: it says nothing."""
+        return next((p.to_dict().get("gradient_accumulation_steps") for p in self.plugins.values()), None)
+
+
+def choose_for_loop(
+    strategy: str | Strategy, plugins: Mapping[str, object], ddp: DistributedDataParallelKwargs | None
+) -> LoopChoice:
+    """Choose the strategy of a user-written loop from the arguments that may select it, or else from variables.
+
+    Args:
+        strategy: `"auto"` says nothing.
+        plugins: the value of each argument of `PLUGINS`; None says nothing.
+        ddp: options of replicas, which a variable overrides; None says nothing.
+
+    Raises:
+        ConfigurationError: a plugin is not of its class, or two arguments select an engine.
+    """
+    num_processes = detect().world_size
+    given = {name: _checked_plugin(name, value) for name, value in plugins.items() if value is not None}
+    origins = [*given, *([f"strategy={strategy!r}"] if strategy != "auto" else [])]
+    options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
+    if len(origins + options) > 1:
+        raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
+    said = {argument: name for name, argument in ENGINE_VARIABLES.items() if read_variable(name, as_flag)}
+    overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
+    if not origins and said:
+        if len(said) > 1:
+            raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
+        given = {argument: PLUGINS.get(argument)() for argument in said}
+        overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
+    for argument, plugin in given.items():
+        strategy = plugin.strategy(num_processes)
+        overridden += plugin.overridden(argument)
+    if ddp is not None and not given and num_processes > 1:
+        strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
+    return LoopChoice(strategy, given, overridden)
+
+
+def _checked_plugin(name: str, value: object) -> EnginePlugin:
+    kind = PLUGINS.get(name)
+    if isinstance(value, dict) and len(value) == 1:
+        value = next(iter(value.values()))
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{name} is a {type(value).__module__}.{type(value).__name__}. Pass one trainwright.{kind.__name__}, which "
+            "takes the same arguments."
+        )
+    found: EnginePlugin = value
+    return found
+
+
+def select_for_loop(
+    strategy: str | Strategy,
+    *,
+    cpu: bool,
+    precision: Precision,
+    compile: dict[str, Any] | None,
+    compile_blocks: bool,
+    accumulate: int,
+) -> Selection:
+    """Check the strategy of a user-written loop: the launcher alone starts processes.
 
     Args:
         strategy: `"auto"` is one process without a launcher.
-        handlers: Hugging Face Accelerate's; `DistributedDataParallelKwargs` is served.
         cpu: use the CPU although there is an accelerator.
         precision: of models' forwards.
+        compile: arguments of `torch.compile`; None: nothing is compiled.
+        compile_blocks: compile repeated blocks of models, not whole models.
+        accumulate: micro-batches of one optimizer step.
 
     Raises:
-        ConfigurationError: see `select`; or handlers that are not served, or that contradict `strategy`.
+        ConfigurationError: see `select`.
     """
     topology = detect()
-    for handler in handlers:
-        from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
-
-        if not isinstance(handler, DistributedDataParallelKwargs):
-            check_owner(handler)
-            raise ConfigurationError(
-                f"kwargs_handlers holds a {type(handler).__name__}. Served: DistributedDataParallelKwargs."
-            )
-    if handlers and (strategy != "auto" or len(handlers) > 1):
-        raise ConfigurationError("kwargs_handlers says what strategy= says too, or says it twice. Give one of them.")
-    if handlers and topology.world_size > 1:
-        strategy = STRATEGIES.get("ddp").from_kwargs(handlers[0])
     launched = topology.launcher != "none"
-    return select(
+    found = select(
         strategy=strategy,
         accelerator="cpu" if cpu else "auto",
         devices="auto" if launched else 1,
         num_nodes=topology.num_nodes if launched else 1,
         precision=precision,
-        compile=False,
+        compile=False if compile is None else compile,
         launcher="auto",
         sync_batchnorm=False,
+        accumulate_grad_batches=accumulate,
     )
+    return replace(found, settings=replace(found.settings, compile_blocks=compile_blocks))
 
 
 def _indices(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.task import TaskModule
+from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
@@ -22,11 +23,13 @@ class Strategy:
     Attributes:
         capabilities: what the engine can do; see `Capabilities`.
         is_distributed: the engine can join several processes.
+        distributed_type: what `Accelerator.distributed_type` is; None: the kind of the process group.
         sync_each_batch: gradients are averaged over ranks after every micro-batch of a step.
     """
 
     capabilities: Capabilities = Capabilities()
     is_distributed: ClassVar[bool] = False
+    distributed_type: ClassVar[DistributedType | None] = None
     sync_each_batch: bool = False
 
     def check(self, settings: EngineSettings) -> None:
@@ -76,3 +79,7 @@ class Strategy:
         defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
         shown = [f"{k}={v!r}" for k, v in vars(self).items() if k in defaults and v != defaults[k]]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class SingleDeviceStrategy(Strategy):
+    """Trains in this process, on one device: the plain form of the contract."""

@@ -207,6 +207,19 @@ def check_compilable(units: list[nn.Module]) -> None:
         )
 
 
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the elements of each outermost ModuleList that holds several modules of one class."""
+    children = list(model.children())
+    if isinstance(model, nn.ModuleList) and len(children) > 1 and len(set(map(type, children))) == 1:
+        return children
+    return [block for child in children for block in repeated_blocks(child)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is the result of `torch.compile`."""
+    return "_orig_mod" in module._modules and hasattr(module, "dynamo_ctx")
+
+
 def warn_of_large_rest(task: nn.Module, units: list[nn.Module], num_pieces: int) -> None:
     """Warn when most of a large model lies in no unit, so that every rank gathers it whole. Not collective.
 

@@ -60,7 +60,7 @@ class MadeUpLogger(Logger):
 STRATEGY = '''"""A made-up strategy."""
 
 from trainwright.strategies.engine import Engine
-from trainwright.strategies.single import SingleDeviceStrategy
+from trainwright.strategies.strategy import SingleDeviceStrategy
 from trainwright.strategies.steps.step import AutomaticStep
 
 

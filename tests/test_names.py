@@ -11,6 +11,7 @@ SOURCES = package_sources()
 LIKE_FILES = {
     "registry": "the short names of a kind of plug-in, over core's Registry",
     "strategy": "the Strategy contract, and an engine's own in its folder",
+    "plugin": "an engine's options by Accelerate's names, in its folder",
     "settings": "what the arguments of a Trainer, of an Accelerator, say",
     "options": "what a user may set of the folder's thing",
     "step": "a step, and an engine's own in its folder",

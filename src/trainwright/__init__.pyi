@@ -16,6 +16,11 @@ from trainwright.accelerator.accelerated_model import AcceleratedModel as Accele
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
+from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
+from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
+from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
+from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
+from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
 from trainwright.accelerator.loop_checkpoints import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
@@ -94,6 +99,7 @@ from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert
 from trainwright.core.host.memory import clear_device_cache as clear_device_cache
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory
+from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
 from trainwright.core.names.version import __version__ as __version__
 from trainwright.core.rng import seed_everything as seed_everything
 from trainwright.core.state import StepResult as StepResult
@@ -126,11 +132,14 @@ from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStr
 from trainwright.strategies.ddp.strategy import DDPStrategy as DDPStrategy
 from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
+from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy as TensorParallelStrategy
 from trainwright.strategies.offload.training import OffloadStrategy as OffloadStrategy
-from trainwright.strategies.single import SingleDeviceStrategy as SingleDeviceStrategy
+from trainwright.strategies.strategy import SingleDeviceStrategy as SingleDeviceStrategy
 from trainwright.strategies.strategy import Strategy as Strategy
 from trainwright.trainer.search.tuner import Tuner as Tuner
 from trainwright.trainer.trainer import Trainer as Trainer

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.names.kwargs_handler import KwargsHandler
 
 Hook = Callable[[Any, Any], Any]
 """`(state, torch.distributed.GradBucket)` → a future of the bucket's flat gradients, averaged over ranks."""
@@ -100,7 +101,7 @@ _POWER_SGD_OPTIONS = tuple(name for name in inspect.signature(PowerSGDState).par
 
 
 @dataclass(frozen=True)
-class DistributedDataParallelKwargs:
+class DistributedDataParallelKwargs(KwargsHandler):
     """Options of DistributedDataParallel in Hugging Face Accelerate's words; see `DDPStrategy.from_kwargs`.
 
     Attributes:

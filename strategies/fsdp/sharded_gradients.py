@@ -33,8 +33,8 @@ class ShardedGradients(Gradients):
         super().__init__(device)
         self.models: list[ParallelModel] = []
 
-    def make_scaler(self) -> torch.amp.GradScaler:
-        return ShardScaler(self.device.type)
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardScaler(self.device.type, **options)
 
     def complete(self) -> None:
         for model in self.models:

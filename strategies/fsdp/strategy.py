@@ -12,7 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from trainwright.core.run import Run
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
+from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.data_ranks import DataRanks
@@ -120,6 +121,7 @@ class FSDPStrategy(DataParallel):
         ConfigurationError: a value or an argument that is unknown, or two that exclude each other.
     """
 
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
     capabilities = Capabilities(
         gradients="sharded",
         manual_optimization=False,
@@ -369,6 +371,11 @@ class FSDPEngine(ParallelEngine):
         for optimizer in optimizers:
             self.adopt_optimizer(optimizer)
         return found
+
+    def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(prepared, ParallelModel):
+            return prepared  # its units are compiled
+        return super().compile_model(model, prepared)
 
     def adopt_optimizer(self, optimizer: Optimizer) -> None:
         check_optimizers([optimizer], self.precision)

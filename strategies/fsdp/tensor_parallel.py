@@ -32,6 +32,8 @@ class TensorParallelStrategy(FSDPStrategy):
         ConfigurationError: a value that means nothing.
     """
 
+    distributed_type = None
+
     def __init__(
         self,
         *,

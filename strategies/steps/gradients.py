@@ -80,9 +80,13 @@ class Gradients:
         self.device = device
         self.averaged = True
 
-    def make_scaler(self) -> torch.amp.GradScaler:
-        """Return a loss scaler for float16."""
-        return torch.amp.GradScaler(self.device.type)
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """Return a loss scaler for float16.
+
+        Args:
+            options: those of `torch.amp.GradScaler`.
+        """
+        return torch.amp.GradScaler(self.device.type, **options)
 
     def complete(self) -> None:
         """Complete the gradients of an optimizer step after its last backward. Collective where ranks hold shards."""

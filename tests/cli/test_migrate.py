@@ -139,9 +139,9 @@ def test_what_is_not_an_import_of_these_libraries_is_left_alone(text: str) -> No
         ("import lightning as L\ndef f(x: 'L.LightningModule'): ...\n", 2, "the annotation in quotes names lightning"),
         ("from accelerate.utils import is_bf16_available\n", 1, "call torch.cuda.is_bf16_supported()"),
         (
-            "from accelerate import InitProcessGroupKwargs\n",
+            "from accelerate import ProfileKwargs\n",
             1,
-            "PartialState(timeout=…, backend=…) before Accelerator()",
+            "enter torch.profiler.profile around your loop",
         ),
         ("from accelerate.utils import MegatronLMPlugin\n", 1, "MegatronLMPlugin of Accelerate is not here: "),
     ],

@@ -89,10 +89,16 @@ def _reference(num_ranks: int, *, counts: bool, clip: float | None, norm_type: f
 
 
 def _loop(
-    strategy: Strategy | str, order: str = "model first", *, counts: bool, clip: float | None, norm_type: float = 2.0
+    strategy: Strategy | str,
+    order: str = "model first",
+    *,
+    counts: bool,
+    clip: float | None,
+    norm_type: float = 2.0,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Train with an Accelerator on this rank."""
-    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=_ACCUMULATE, seed=0)
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=_ACCUMULATE, seed=0, **arguments)
     net = Net()
     optimizer = make_optimizer(net)
     ranks = accelerator.engine.data_ranks.size

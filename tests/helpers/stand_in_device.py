@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainwright.core.task import TaskModule
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.single import SingleDeviceStrategy
+from trainwright.strategies.strategy import SingleDeviceStrategy
 
 STAND_IN = torch.device("lazy")
 

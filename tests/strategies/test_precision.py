@@ -11,7 +11,7 @@ import torch
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.single import SingleDeviceStrategy
+from trainwright.strategies.strategy import SingleDeviceStrategy
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
+from trainwright.strategies.units import is_compiled
 
 _NARROW = (torch.float16, torch.bfloat16)
 
@@ -24,7 +25,8 @@ class AcceleratedModel(nn.Module):
 
     Args:
         module: the user's model.
-        engine: Called instead of the model: the model itself, a wrapper that holds it, or a function.
+        engine: Trains the model: the model itself, a wrapper that holds it, or a function.
+        call: Called instead of the model: `engine`, or `torch.compile` of it.
         make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
         explain: See `Engine.explain_error`.
     """
@@ -33,6 +35,7 @@ class AcceleratedModel(nn.Module):
         self,
         module: nn.Module,
         engine: Callable[..., Any],
+        call: Callable[..., Any],
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         explain: Callable[[BaseException, nn.Module], Exception | None],
     ) -> None:
@@ -40,7 +43,8 @@ class AcceleratedModel(nn.Module):
         self.module = module
         self.make_context = make_context
         self._explain = explain
-        object.__setattr__(self, "engine", engine)  # not a child: its parameters are the module's
+        for name, value in (("engine", engine), ("call", call)):  # not children: their parameters are the module's
+            object.__setattr__(self, name, value)
         self._num_forwards = 0  # that run now
         self._guard: Any = None
         if isinstance(engine, nn.Module) and engine is not module:
@@ -51,9 +55,9 @@ class AcceleratedModel(nn.Module):
         self._num_forwards += 1
         try:
             if self.make_context is None:
-                return self.engine(*args, **kwargs)
+                return self.call(*args, **kwargs)
             with self.make_context():
-                output = self.engine(*args, **kwargs)
+                output = self.call(*args, **kwargs)
         except RuntimeError as error:
             explained = self._explain(error, self.module)
             if explained is None:
@@ -126,9 +130,12 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
     inner: Any = model
     compiled: Any = None
     while True:
-        if isinstance(inner, (AcceleratedModel, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(inner, AcceleratedModel):
+            compiled = inner.call if compiled is None and inner.call is not inner.engine else compiled
             inner = inner.module
-        elif "_orig_mod" in inner._modules and hasattr(inner, "dynamo_ctx"):  # torch.compile's OptimizedModule
+        elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            inner = inner.module
+        elif is_compiled(inner):
             compiled, inner = inner if compiled is None else compiled, inner._orig_mod
         else:
             break
@@ -143,6 +150,8 @@ def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:
 
 def _refuse_past(prepared: weakref.ref[AcceleratedModel], module: nn.Module, args: object) -> None:
     """Raise if a model that several processes train is called without the wrapper that joins them."""
+    if torch.compiler.is_compiling():
+        return
     owner = prepared()
     if owner is None or owner.is_in_forward or not (torch.is_grad_enabled() and module.training):
         return

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from trainwright.accelerator.accelerated_model import unwrapped
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
 from trainwright.accelerator.gathering import gather_objects, gather_real
+from trainwright.accelerator.handlers import AutocastKwargs, DynamoBackend, TorchDynamoPlugin
 from trainwright.accelerator.item_counts import ItemCounts
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
@@ -41,10 +42,8 @@ from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepare import PreparedObjects
 from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.accelerator.settings import (
-    accumulation_of,
     compare_precision,
     project_of,
-    read_launcher_variables,
     read_settings,
     refuse_attribute,
     refuse_option,
@@ -54,12 +53,17 @@ from trainwright.bigmodels.saving import save_model, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
 from trainwright.core.names.known_arguments import known_arguments
-from trainwright.core.process import detect
 from trainwright.core.tree import is_cut, iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
+from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
+from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
+    from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 
 T = TypeVar("T")
 
@@ -81,7 +85,13 @@ class Accelerator:
         gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
         cpu: use the CPU even if the machine has an accelerator.
         step_scheduler_with_optimizer: schedules advance with optimizer steps; False: with every call of their `step`.
-        kwargs_handlers: a list with options of DDP, `DistributedDataParallelKwargs(…)`.
+        kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `AutocastKwargs` and `InitProcessGroupKwargs`.
+        fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
+        deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`.
+        torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
+        dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
+        dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
         project_dir: Folder of the project. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
@@ -90,8 +100,10 @@ class Accelerator:
     Arguments of Accelerate that have an equivalent elsewhere are accepted as None.
 
     The variables of `accelerate launch` (`ACCELERATE_MIXED_PRECISION`, `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`,
-    `ACCELERATE_USE_CPU`) are the defaults of arguments that are not given. Its other variables that request something
-    raise a warning.
+    `ACCELERATE_USE_CPU`, `ACCELERATE_DYNAMO_BACKEND`) are the defaults of arguments that are not given.
+    `ACCELERATE_USE_FSDP` selects FSDP with the options of the variables `FSDP_…`, and `ACCELERATE_USE_DEEPSPEED`
+    selects DeepSpeed with those of `ACCELERATE_DEEPSPEED_…`. Variables that an argument overrides, and others that
+    request something, raise a warning.
 
     The first construction joins the other processes (collective).
 
@@ -118,45 +130,52 @@ class Accelerator:
         step_scheduler_with_optimizer: bool = True,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         strategy: str | Strategy = "auto",
         seed: int | None = None,
     ) -> None:
-        mixed_precision, gradient_accumulation_steps, cpu = read_launcher_variables(
-            mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, cpu, warns=detect().rank == 0
+        self._settings = settings = read_settings(
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            steps=gradient_accumulation_steps,
+            accumulation=gradient_accumulation_plugin,
+            cpu=cpu,
+            kwargs_handlers=kwargs_handlers,
+            strategy=strategy,
+            plugins={
+                "fsdp_plugin": fsdp_plugin,
+                "deepspeed_plugin": deepspeed_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+            },
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
         )
-        self._accumulates = accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin)
-        settings = read_settings(split_batches, mixed_precision, cpu, kwargs_handlers, strategy)
-        self.state = PartialState(cpu=cpu)
-        self._selection = settings.selection
-        self.engine = self._selection.engine()
+        self.state = PartialState(cpu=settings.cpu, **settings.group_options)
+        self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         self.device_placement, self.split_batches = device_placement, split_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self._precision = settings.precision
-        self._syncs_each_batch = self._accumulates.sync_each_batch or self._selection.strategy.sync_each_batch
+        self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
         self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
-        self._begin(seed, self._accumulates.num_steps or 1, warns=self.state.is_main_process)
+        self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
         self._trigger = False
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
-        self._scale = LossScale(self.engine.gradients.make_scaler()) if self._precision.scaled else None
-        # A new one for each use: torch's autocast stores what it restores, and must not be nested in itself.
-        self._make_context: Callable[[], Any] | None = None
-        if self._precision.autocast_dtype is not None:
-            self._make_context = partial(
-                torch.autocast,
-                self.device.type,
-                dtype=self._precision.autocast_dtype,
-                cache_enabled=self.engine.capabilities.caches_casts,
-            )
+        scaler = self._settings.make_scaler(self.engine.gradients)
+        self._scale = None if scaler is None else LossScale(scaler)
+        self._make_context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
         self._accumulation = Accumulation(
-            num_steps, self._accumulates.short_group, warns=warns, gradients=self.engine.gradients
+            num_steps, self._settings.accumulation.short_group, warns=warns, gradients=self.engine.gradients
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
@@ -168,7 +187,17 @@ class Accelerator:
     @property
     def strategy(self) -> Strategy:
         """The description of the engine."""
-        return self._selection.strategy
+        return self._settings.selection.strategy
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine's kind, or else the kind of the process group."""
+        return self.strategy.distributed_type or self.state.distributed_type
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if the engine shards models by FSDP, which is always version 2."""
+        return self.distributed_type == DistributedType.FSDP
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +208,7 @@ class Accelerator:
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"` or `"bf16"`."""
         names: dict[torch.dtype | None, str] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-        return names.get(self._precision.autocast_dtype, "no")
+        return names.get(self._settings.precision.autocast_dtype, "no")
 
     @property
     def project_dir(self) -> str | None:
@@ -289,16 +318,20 @@ class Accelerator:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if "engine" not in state:
-            self.engine = self._selection.engine()
+            self.engine = self._settings.selection.engine()
             self.engine.start(self.state.topology)
             self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
             seed, num_steps = state["_prepared"]
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of `PartialState`: `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …"""
+        """Return the plugin of an engine by the name of its argument, or else an attribute of `PartialState`:
+        `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
+        """
         if name.startswith("_") or "state" not in vars(self):
             raise AttributeError(name)
+        if name in PLUGINS:
+            return self._settings.plugins.get(name)
         try:
             return getattr(self.state, name)
         except AttributeError:
@@ -496,9 +529,15 @@ class Accelerator:
         with block:
             yield
 
-    def autocast(self) -> Any:
-        """Return a context that computes in the mixed precision, for code outside of a prepared model."""
-        return nullcontext() if self._make_context is None else self._make_context()
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
+        """Return a context that computes in the mixed precision, for code outside of a prepared model.
+
+        Args:
+            autocast_handler: Options of this context. Default: those in `kwargs_handlers`.
+        """
+        if self._make_context is None:
+            return nullcontext()
+        return self._make_context(**({} if autocast_handler is None else autocast_handler.to_dict()))
 
     def unscale_gradients(self, optimizer: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Divide the gradients of optimizers by the loss scale, once per step. Default: of all optimizers."""

@@ -190,8 +190,10 @@ class PreparedObjects:
         return dispatched
 
     def _around(self, model: nn.Module, engine: Callable[..., Any]) -> nn.Module:
-        plain = engine is model and self._make_context is None
-        return model if plain else AcceleratedModel(model, engine, self._make_context, self._engine.explain_error)
+        call = self._engine.compile_model(model, engine)
+        if call is model and self._make_context is None:
+            return model
+        return AcceleratedModel(model, engine, call, self._make_context, self._engine.explain_error)
 
     def engine_of(self, model: Any) -> Any:
         """Return what the engine made of a model, which may be the one that was prepared or what it became.

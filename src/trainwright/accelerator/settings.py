@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
+from trainwright.accelerator.handlers import (
+    DynamoBackend,
+    Handlers,
+    TorchDynamoPlugin,
+    read_dynamo,
+    sort_handlers,
+)
 from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.select import ENGINE_ARGUMENTS, Selection, select_for_loop
+from trainwright.strategies.select import (
+    ENGINE_ARGUMENTS,
+    ENGINE_VARIABLES,
+    EnginePlugin,
+    Selection,
+    choose_for_loop,
+    select_for_loop,
+)
+from trainwright.strategies.steps.gradients import Gradients
 from trainwright.strategies.strategy import Strategy
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
+    "deepspeed_plugins": "deepspeed_plugin=",
     "dataloader_config": "the DataLoader's own arguments: what is prepared keeps its workers, collation and pinning",
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
@@ -31,8 +51,6 @@ ELSEWHERE = {
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
     "rng_types": "seed=: the order of the data depends on it alone",
     "log_with": "your tracker's own interface, on accelerator.is_main_process",
-    "dynamo_backend": "torch.compile(model) before prepare()",
-    "dynamo_plugin": "torch.compile(model) before prepare()",
 }
 METHODS = {
     "init_trackers": "your tracker's own interface, on is_main_process",
@@ -46,37 +64,117 @@ METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """Strategy and precision that an Accelerator's arguments select.
+    """Everything that an Accelerator's arguments, or else the launcher's variables, select.
 
     Attributes:
         selection: the strategy and its settings.
         precision: of models' forwards.
+        accumulation: how gradients are accumulated.
+        cpu: use the CPU although there is an accelerator.
+        handlers: what `kwargs_handlers` holds.
+        plugins: the engine plugin, by its argument; empty if there is none.
     """
 
     selection: Selection
     precision: Precision
+    accumulation: GradientAccumulationPlugin
+    cpu: bool
+    handlers: Handlers
+    plugins: Mapping[str, EnginePlugin]
+
+    @property
+    def group_options(self) -> dict[str, Any]:
+        """Arguments of `PartialState` for the process group."""
+        return {} if self.handlers.processes is None else self.handlers.processes.to_kwargs()
+
+    def make_scaler(self, gradients: Gradients) -> torch.amp.GradScaler | None:
+        """Return the scaler of the loss; None: the loss is not scaled."""
+        options = {} if self.handlers.scaler is None else self.handlers.scaler.to_kwargs()
+        return gradients.make_scaler(**options) if self.precision.scaled and options.get("enabled", True) else None
+
+    def context_maker(self, device_type: str, *, cache: bool) -> Callable[..., AbstractContextManager[Any]] | None:
+        """Return a function that makes the context of a forward; None: it has none.
+
+        Args:
+            device_type: torch's.
+            cache: Keep narrow copies of weights until a forward is over, unless the handlers determine it.
+
+        It makes another one for each use: torch's autocast stores what it restores, and must not be nested in itself.
+        """
+        if self.precision.autocast_dtype is None:
+            return None
+        options = {} if self.handlers.autocast is None else self.handlers.autocast.to_dict()
+        options = options if cache else options | {"cache_enabled": False}
+        return partial(torch.autocast, device_type, dtype=self.precision.autocast_dtype, **options)
 
 
 def read_settings(
+    *,
     split_batches: bool,
     mixed_precision: str | None,
+    steps: int,
+    accumulation: GradientAccumulationPlugin | None,
     cpu: bool,
     kwargs_handlers: Sequence[Any] | None,
     strategy: str | Strategy,
+    plugins: Mapping[str, object],
+    dynamo_backend: DynamoBackend | str | None,
+    dynamo_plugin: TorchDynamoPlugin | None,
 ) -> LoopSettings:
-    """Read and check the arguments of an Accelerator; see there.
+    """Read and check the arguments of an Accelerator; see there. Rank 0 warns of variables that they override.
 
     Raises:
         ConfigurationError: the first thing that is wrong.
     """
-    precision = _precision(mixed_precision)
     topology = detect()
+    handlers = sort_handlers(kwargs_handlers or ())
+    choice = choose_for_loop(strategy, plugins, handlers.ddp)
+    if accumulation is None and steps == 1:
+        steps = choice.accumulate or steps
+    mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
+    accumulation = accumulation_of(steps, accumulation)
+    dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
+    origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
+    texts += [*choice.overridden, *dynamo.overridden(origin)]
+    precision = _precision(mixed_precision)
     if split_batches and topology.world_size > 1:
         raise ConfigurationError(
             "split_batches=True is not served: a loader's batch size is that of one process. Divide it by "
             f"{topology.world_size}, the number of processes."
         )
-    return LoopSettings(select_for_loop(strategy, kwargs_handlers or (), cpu=cpu, precision=precision), precision)
+    casts = handlers.autocast is None or handlers.autocast.enabled
+    selection = select_for_loop(
+        choice.strategy,
+        cpu=cpu,
+        precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
+        compile=dynamo.compile_options(),
+        compile_blocks=bool(dynamo.use_regional_compilation),
+        accumulate=accumulation.num_steps or 1,
+    )
+    selection = replace(selection, strategy=_with_group_options(selection.strategy, handlers))
+    for text in texts if topology.rank == 0 else ():
+        warnings.warn(text, TrainwrightWarning, stacklevel=4)
+    return LoopSettings(selection, precision, accumulation, cpu, handlers, choice.plugins)
+
+
+def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
+    """Return the strategy with the options of the process group.
+
+    Raises:
+        ConfigurationError: It has others.
+    """
+    given = {} if handlers.processes is None else handlers.processes.to_kwargs()
+    for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
+        if name not in given or not hasattr(strategy, attribute):
+            continue
+        own, value = getattr(strategy, attribute), given[name]
+        if own not in (None, value):
+            raise ConfigurationError(
+                f"InitProcessGroupKwargs({name}={value!r}) and {type(strategy).__name__}({attribute}={own!r}) differ. "
+                "Pass one of them."
+            )
+        strategy = strategy.with_options(**{attribute: value})
+    return strategy
 
 
 def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
@@ -179,38 +277,41 @@ def compare_precision(accelerator: object, precision: str, *, warns: bool) -> No
 _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
 _SAYS_NOTHING = ("", "0", "no", "none", "false", "default")
-_ENGINES = {
-    "USE_FSDP": "fsdp_plugin",
-    "USE_DEEPSPEED": "deepspeed_plugin",
-    "USE_MEGATRON_LM": "megatron_lm_plugin",
-    "USE_PARALLELISM_CONFIG": "parallelism_config",
-}
+_ENGINES = {"USE_MEGATRON_LM": "megatron_lm_plugin", "USE_PARALLELISM_CONFIG": "parallelism_config"}
 _INSTEAD = {
     **{
         name: f"Accelerator trains replicas of a model; write a TaskModule for {ENGINE_ARGUMENTS[plugin]}"
         for name, plugin in _ENGINES.items()
     },
-    "DYNAMO_BACKEND": "call torch.compile(model) before prepare()",
     "CPU_AFFINITY": "start the processes under numactl or taskset",
     "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
     "USE_SAGEMAKER": "start the script with torchrun",
 }
 # Read elsewhere (DEBUG_MODE), about the launcher's own output, or details of what is warned of by another name.
-_QUIET = ("DEBUG_MODE", "ENABLE_RICH", "DISABLE_RICH", "LOG_LEVEL", "CONFIG_DS_FIELDS", "GRADIENT_CLIPPING")
+_QUIET = (
+    "DEBUG_MODE",
+    "ENABLE_RICH",
+    "DISABLE_RICH",
+    "LOG_LEVEL",
+    "CONFIG_DS_FIELDS",
+    "GRADIENT_CLIPPING",
+    *(name.removeprefix(_PREFIX) for name in ENGINE_VARIABLES),
+)
 _DETAILS = ("DYNAMO_", "DEEPSPEED_", "FP8_", "SAGEMAKER_")
 
 
 def read_launcher_variables(
-    mixed_precision: str | None, steps: Any, plugin: Any, cpu: bool, *, warns: bool
-) -> tuple[str | None, Any, bool]:
+    mixed_precision: str | None, steps: Any, plugin: Any, cpu: bool
+) -> tuple[str | None, Any, bool, list[str]]:
     """Return the precision, the accumulation steps and `cpu`, from the variables where the arguments say nothing.
+
+    Last comes a text for each variable that an argument overrides or that is not honored.
 
     Args:
         mixed_precision: the argument; None says nothing.
         steps: the argument `gradient_accumulation_steps`; 1 says nothing.
         plugin: the argument `gradient_accumulation_plugin`, which has `num_steps`; None says nothing.
         cpu: the argument; False says nothing.
-        warns: of variables that an argument overrides or that are not honoured, by name.
 
     Raises:
         ConfigurationError: A variable has a value that it cannot have.
@@ -232,10 +333,7 @@ def read_launcher_variables(
         unheard.append(f"{_STEPS}={wanted} is overridden by the script's {own} gradient accumulation steps.")
     cpu = cpu or said.pop(_CPU, "false").lower() not in _SAYS_NOTHING
     unheard += [text for name, value in sorted(said.items()) if (text := _unheard(name, value))]
-    if warns:
-        for text in unheard:
-            warnings.warn(text, TrainwrightWarning, stacklevel=4)
-    return mixed_precision, steps, cpu
+    return mixed_precision, steps, cpu, unheard
 
 
 def _steps(text: str) -> int:

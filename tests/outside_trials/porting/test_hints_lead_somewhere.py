@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import quiet_trainer
-from trainwright import Accelerator, DeepSpeedStrategy, FSDPStrategy, Strategy, TensorParallelStrategy, Trainer
+from trainwright import Accelerator, Strategy, TensorParallelStrategy, Trainer
 from trainwright.core.errors import ConfigurationError
 from trainwright.processes.partial_state import PartialState
 
@@ -19,9 +19,8 @@ _DOCS = Path(__file__).parents[3] / "docs"
 @pytest.mark.parametrize(
     ("argument", "strategy", "named"),
     [
-        ("deepspeed_plugins", "deepspeed", DeepSpeedStrategy),
-        ("torch_tp_plugin", "tp", TensorParallelStrategy),
-        ("fsdp_plugin", "fsdp", FSDPStrategy),
+        ("megatron_lm_plugin", "tp", TensorParallelStrategy),
+        ("parallelism_config", "tp", TensorParallelStrategy),
     ],
 )
 def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(

@@ -115,12 +115,10 @@ _LIGHTNING = {
 }
 
 _ACCELERATE = {
-    **_each(
-        "DeepSpeedPlugin HfDeepSpeedConfig",
-        "pass Trainer(strategy=DeepSpeedStrategy(…)); DeepSpeedStrategy.from_config reads the same configuration.",
+    "HfDeepSpeedConfig": (
+        "pass Trainer(strategy=DeepSpeedStrategy(…)); DeepSpeedStrategy.from_config reads the same configuration."
     ),
-    "FullyShardedDataParallelPlugin": "pass Trainer(strategy=FSDPStrategy(…)).",
-    **_each("ParallelismConfig TorchTensorParallelPlugin", "pass Trainer(strategy=TensorParallelStrategy(…))."),
+    "ParallelismConfig": "pass Trainer(strategy=TensorParallelStrategy(…)).",
     **_each(
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
         "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm",
@@ -131,18 +129,12 @@ _ACCELERATE = {
         "has_transformer_engine_layers",
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
-    **_each(
-        "AutocastKwargs GradScalerKwargs", "pass mixed_precision='fp16' or 'bf16'; the scale is adapted automatically."
-    ),
-    "InitProcessGroupKwargs": "call PartialState(timeout=…, backend=…) before Accelerator().",
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
-    **_each("TorchDynamoPlugin DynamoBackend", "call torch.compile on the model before prepare()."),
     **_each("AcceleratorState GradientState", "its values are attributes of Accelerator, and of PartialState."),
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
     "skip_first_batches": "call accelerator.skip_first_batches(loader, n).",
     **_each("synchronize_rng_states synchronize_rng_state", "prepared loaders draw the same order on every process."),
-    "LocalSGD": "use LocalSGDStrategy with Trainer or with Accelerator(strategy=…).",
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
         "SwanLabTracker TrackioTracker LoggerType",
@@ -168,7 +160,7 @@ _ACCELERATE = {
     ),
     "is_bf16_available": "call torch.cuda.is_bf16_supported(); the CPU computes in bf16 always.",
     **_each(
-        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType KwargsHandler "
+        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType "
         "is_mps_available is_torch_version install_xla listify convert_model convert_outputs_to_fp32 convert_to_fp32 "
         "get_grad_scaler get_mixed_precision_context_manager clear_environment patch_environment slice_tensors "
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading is_rich_available",

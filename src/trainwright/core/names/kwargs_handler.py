@@ -1,0 +1,89 @@
+"""Configuration dataclasses with the names of Hugging Face Accelerate, whose defaults may be environment variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.process import variable
+
+_SAYS_NOTHING = ("", "none", "default")
+_FLAGS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def as_flag(text: str) -> bool:
+    """Return the truth value of a text.
+
+    Raises:
+        ValueError: It is not one.
+    """
+    if text.lower() not in _FLAGS:
+        raise ValueError("expected true or false")
+    return _FLAGS[text.lower()]
+
+
+def from_variable(name: str, read: Callable[[str], Any] = str) -> Any:
+    """Return a dataclass field whose default is an environment variable; None if that is not set or says `none`.
+
+    Args:
+        name: of the variable.
+        read: Converts its text; raises ValueError for a text that it cannot convert.
+    """
+    return field(default=None, metadata={"variable": name, "read": read})
+
+
+@dataclass(frozen=True)
+class KwargsHandler:
+    """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if "variable" in one.metadata and getattr(self, one.name) is None:
+                object.__setattr__(self, one.name, read_variable(one.metadata["variable"], one.metadata["read"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by their names."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        defaults = {
+            one.name: one.default_factory() if one.default_factory is not MISSING else one.default
+            for one in fields(self)
+        }
+        return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
+
+    def overridden(self, origin: str) -> Iterator[str]:
+        """Yield a text for each variable that says something else than this object.
+
+        Args:
+            origin: The argument with which the object was passed.
+        """
+        for one in fields(self):
+            if "variable" in one.metadata:
+                name, own = one.metadata["variable"], getattr(self, one.name)
+                said = read_variable(name, one.metadata["read"])
+                if said is not None and own is not None and _text(said) != _text(own):
+                    yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
+
+
+def read_variable(name: str, read: Callable[[str], Any]) -> Any:
+    """Return the value of an environment variable; None if it is not set or says `none`.
+
+    Raises:
+        ConfigurationError: `read` cannot convert its text.
+    """
+    text = (variable(name) or "").strip()
+    if text.lower() in _SAYS_NOTHING:
+        return None
+    try:
+        return read(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name}={text!r}: {error}.") from None
+
+
+def _text(value: object) -> str:
+    return str(value.name if isinstance(value, Enum) else value).lower()

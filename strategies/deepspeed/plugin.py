@@ -1,0 +1,70 @@
+"""DeepSpeedPlugin: DeepSpeed in the names of Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
+from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+
+
+@dataclass(frozen=True)
+class DeepSpeedPlugin(KwargsHandler):
+    """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
+
+    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …), unless
+    `hf_ds_config` is given, which contains everything. A plugin does not change: `dataclasses.replace` returns another
+    one.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's own configuration, a dict or the path of a JSON file.
+        gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the Accelerator's.
+        gradient_clipping: Largest norm of the gradients. Default: they are not clipped.
+        zero_stage: 0, 1, 2 or 3. Default: 2.
+        is_train_batch_min: Accepted; makes no difference.
+        offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
+        offload_optimizer_nvme_path, offload_param_nvme_path: One folder for both.
+        zero3_init_flag, zero3_save_16bit_model: Accepted; stage 3 always shards modules as they are built, and
+            checkpoints hold full weights at every stage.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers, in a list or separated by commas.
+        enable_msamp, msamp_opt_level: Not supported; only False.
+    """
+
+    hf_ds_config: str | Path | Mapping[str, Any] | None = from_variable(_FILE)
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = from_variable("ACCELERATE_GRADIENT_CLIPPING", float)
+    zero_stage: int | None = from_variable("ACCELERATE_DEEPSPEED_ZERO_STAGE", int)
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE")
+    offload_param_device: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+    offload_optimizer_nvme_path: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH")
+    offload_param_nvme_path: str | None = from_variable("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH")
+    zero3_init_flag: bool | None = from_variable("ACCELERATE_DEEPSPEED_ZERO3_INIT", as_flag)
+    zero3_save_16bit_model: bool | None = from_variable("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", as_flag)
+    transformer_moe_cls_names: str | list[str] | None = from_variable("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+    enable_msamp: bool = False
+    msamp_opt_level: str = "O1"
+
+    def __post_init__(self) -> None:
+        if self.hf_ds_config is None:
+            object.__setattr__(self, "hf_ds_config", read_variable(_FILE, str))
+        if self.hf_ds_config is None:
+            super().__post_init__()
+            if self.zero_stage is None:
+                object.__setattr__(self, "zero_stage", 2)
+
+    def strategy(self, num_processes: int) -> DeepSpeedStrategy:
+        """Return the strategy with the same options.
+
+        Raises:
+            ConfigurationError: An option is unknown, or the strategy does not support it.
+        """
+        config = {one.name: getattr(self, one.name) for one in fields(self)}
+        if not self.enable_msamp:
+            del config["enable_msamp"], config["msamp_opt_level"]
+        return DeepSpeedStrategy.from_config(config)

@@ -1,0 +1,107 @@
+"""FullyShardedDataParallelPlugin and TorchTensorParallelPlugin: sharding in the names of Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.strategies.fsdp.strategy import FSDPStrategy
+from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.units import WrapPolicy
+
+
+@dataclass(frozen=True)
+class FullyShardedDataParallelPlugin(KwargsHandler):
+    """Options of `FSDPStrategy`, with the names of Hugging Face Accelerate.
+
+    A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …), and otherwise the
+    default of the strategy. A plugin does not change: `dataclasses.replace` returns another one.
+
+    Attributes:
+        fsdp_version: Options of both versions are read. Training uses FSDP2.
+        sharding_strategy: A name, its number from 1 to 5, or torch's `ShardingStrategy`.
+        reshard_after_forward: Free gathered parameters after the forward. Version 1 keeps the sharding strategy here.
+        backward_prefetch: `"BACKWARD_PRE"`, which is what FSDP2 does.
+        mixed_precision_policy: A policy of torch, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
+            the Accelerator's `mixed_precision`.
+        auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`, `"NO_WRAP"`, or a function that selects
+            modules. `"TRANSFORMER_BASED_WRAP"` without class names shards the modules that `shard_units` of the model
+            returns, or those of its `_no_split_modules`.
+        cpu_offload: Keep shards on the host; a flag or a policy of torch.
+        ignored_modules, param_init_fn, state_dict_config, optim_state_dict_config: Not supported; only None.
+        state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`.
+        limit_all_gathers, use_orig_params, sync_module_states: Only True, which is what FSDP2 does.
+        forward_prefetch: Gather the next unit during the forward of the current one.
+        activation_checkpointing: Recompute the activations of each unit in backward.
+        cpu_ram_efficient_loading: See `FSDPStrategy`.
+        transformer_cls_names_to_wrap: Names of module classes, in a list or separated by commas.
+        min_num_params: Smallest unit of `"SIZE_BASED_WRAP"`.
+    """
+
+    fsdp_version: int | None = from_variable("FSDP_VERSION", int)
+    sharding_strategy: str | int | ShardingStrategy | None = from_variable("FSDP_SHARDING_STRATEGY")
+    reshard_after_forward: str | bool | ShardingStrategy | None = from_variable("FSDP_RESHARD_AFTER_FORWARD")
+    backward_prefetch: Any = from_variable("FSDP_BACKWARD_PREFETCH")
+    mixed_precision_policy: MixedPrecision | MixedPrecisionPolicy | dict[str, Any] | str | None = None
+    auto_wrap_policy: WrapPolicy | None = from_variable("FSDP_AUTO_WRAP_POLICY")
+    cpu_offload: Any = from_variable("FSDP_OFFLOAD_PARAMS", as_flag)
+    ignored_modules: list[nn.Module] | None = None
+    state_dict_type: Any = from_variable("FSDP_STATE_DICT_TYPE")
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = from_variable("FSDP_USE_ORIG_PARAMS", as_flag)
+    param_init_fn: Any = None
+    sync_module_states: bool | None = from_variable("FSDP_SYNC_MODULE_STATES", as_flag)
+    forward_prefetch: bool | None = from_variable("FSDP_FORWARD_PREFETCH", as_flag)
+    activation_checkpointing: bool | None = from_variable("FSDP_ACTIVATION_CHECKPOINTING", as_flag)
+    cpu_ram_efficient_loading: bool | None = from_variable("FSDP_CPU_RAM_EFFICIENT_LOADING", as_flag)
+    transformer_cls_names_to_wrap: str | list[str] | None = from_variable("FSDP_TRANSFORMER_CLS_TO_WRAP")
+    min_num_params: int | None = from_variable("FSDP_MIN_NUM_PARAMS", int)
+
+    def strategy(self, num_processes: int) -> FSDPStrategy:
+        """Return the strategy with the same options.
+
+        Raises:
+            ConfigurationError: An option is unknown, or the strategy does not support it.
+        """
+        config = self.to_dict()
+        if config.pop("fsdp_version") not in (None, 1, 2):
+            raise ConfigurationError(f"fsdp_version={self.fsdp_version!r} is unknown. Use 2.")
+        named = str(self.auto_wrap_policy).upper() == "TRANSFORMER_BASED_WRAP"
+        if named and self.transformer_cls_names_to_wrap is None:
+            del config["auto_wrap_policy"]  # the model names its units
+        return FSDPStrategy.from_config(config)
+
+
+@dataclass(frozen=True)
+class TorchTensorParallelPlugin(KwargsHandler):
+    """Options of tensor parallelism, with the names of Hugging Face Accelerate.
+
+    Attributes:
+        tp_size: Ranks that split the layers of one model. With more processes, the others shard parameters and read
+            other data, as with `FSDPStrategy(tp=…)`. Default: the variable `TP_SIZE`, or 1.
+        torch_device_mesh: Not supported; only None. The mesh follows from the number of processes.
+    """
+
+    tp_size: int | None = from_variable("TP_SIZE", int)
+    torch_device_mesh: Any = None
+
+    def strategy(self, num_processes: int) -> FSDPStrategy:
+        """Return the strategy with the same options.
+
+        Raises:
+            ConfigurationError: An option is unknown, or the strategy does not support it.
+        """
+        if self.torch_device_mesh is not None:
+            raise ConfigurationError(
+                "torch_device_mesh is not supported: the mesh follows from tp_size and the number of processes. Remove "
+                "it."
+            )
+        size = 1 if self.tp_size is None else self.tp_size
+        return TensorParallelStrategy(tp=size) if size == num_processes else FSDPStrategy(tp=size)

@@ -1,0 +1,464 @@
+"""Plugins and kwargs handlers of Accelerate: the strategies they make, their variables, and what they change."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+
+from tests.contracts.test_own_loop import Block, Net, _loop, _reference
+from tests.helpers.distributed import run_distributed
+from trainwright import (
+    Accelerator,
+    AutocastKwargs,
+    DDPStrategy,
+    DeepSpeedPlugin,
+    DeepSpeedStrategy,
+    DistributedDataParallelKwargs,
+    FSDPStrategy,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    Strategy,
+    TensorParallelStrategy,
+    TorchDynamoPlugin,
+    TorchTensorParallelPlugin,
+)
+from trainwright.accelerator.handlers import DynamoBackend
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.processes.devices import DistributedType
+from trainwright.processes.partial_state import PartialState
+
+
+@pytest.fixture(autouse=True)
+def _no_state() -> Iterator[None]:
+    PartialState._reset_state()
+    yield
+    PartialState._reset_state()
+
+
+# Engines
+
+_FSDP: dict[str, tuple[dict[str, Any], dict[str, str], FSDPStrategy]] = {
+    "defaults": ({}, {}, FSDPStrategy()),
+    "a number": ({"sharding_strategy": 2}, {}, FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")),
+    "torch's name": (
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {},
+        FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
+    ),
+    "version 1's": ({"reshard_after_forward": "NO_SHARD"}, {}, FSDPStrategy(sharding_strategy="NO_SHARD")),
+    "version 2's": (
+        {"fsdp_version": 2, "reshard_after_forward": False},
+        {},
+        FSDPStrategy(reshard_after_forward=False),
+    ),
+    "classes": (
+        {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]},
+        {},
+        FSDPStrategy(auto_wrap_policy=["Block"]),
+    ),
+    "the model's classes": ({"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, {}, FSDPStrategy()),
+    "sizes": ({"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 7}, {}, FSDPStrategy(min_num_params=7)),
+    "options": (
+        {"cpu_offload": True, "activation_checkpointing": True, "state_dict_type": "FULL_STATE_DICT"},
+        {},
+        FSDPStrategy(cpu_offload=True, activation_checkpointing=True, state_dict_type="full"),
+    ),
+    "a dtype": (
+        {"mixed_precision_policy": "bf16"},
+        {},
+        FSDPStrategy(mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)),
+    ),
+    "variables": (
+        {},
+        {
+            "FSDP_VERSION": "1",
+            "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP",
+            "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block, Head",
+            "FSDP_MIN_NUM_PARAMS": "100000000",
+            "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
+            "FSDP_OFFLOAD_PARAMS": "false",
+            "FSDP_USE_ORIG_PARAMS": "true",
+            "FSDP_SYNC_MODULE_STATES": "true",
+            "FSDP_FORWARD_PREFETCH": "true",
+            "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+            "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+            "FSDP_ACTIVATION_CHECKPOINTING": "True",
+        },
+        FSDPStrategy(
+            sharding_strategy="SHARD_GRAD_OP",
+            auto_wrap_policy=["Block", "Head"],
+            forward_prefetch=1,
+            cpu_ram_efficient_loading=True,
+            activation_checkpointing=True,
+        ),
+    ),
+    "a variable and a field": (
+        {"reshard_after_forward": True},
+        {"FSDP_RESHARD_AFTER_FORWARD": "false", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+        FSDPStrategy(reshard_after_forward=True, activation_checkpointing=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _FSDP)
+def test_an_fsdp_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, variables, expected = _FSDP[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    plugin = FullyShardedDataParallelPlugin(**fields)
+    assert plugin.strategy(2) == expected
+    assert pickle.loads(pickle.dumps(plugin)) == plugin
+
+
+_DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
+    "defaults": ({}, {}, {"zero_stage": 2}),
+    "fields": (
+        {"zero_stage": 3, "gradient_clipping": 0.5, "offload_optimizer_device": "cpu"},
+        {},
+        {"zero_stage": 3, "gradient_clipping": 0.5, "offload_optimizer_device": "cpu"},
+    ),
+    "variables": (
+        {"offload_param_device": "cpu"},
+        {
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.5",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
+            "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true",
+            "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Experts",
+        },
+        {
+            "zero_stage": 3,
+            "gradient_clipping": 1.5,
+            "offload_param_device": "cpu",
+            "transformer_moe_cls_names": "Experts",
+        },
+    ),
+    "a configuration": (
+        {"hf_ds_config": {"zero_optimization": {"stage": 1}}},
+        {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+        {"hf_ds_config": {"zero_optimization": {"stage": 1}}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _DEEPSPEED)
+def test_a_deepspeed_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields, variables, config = _DEEPSPEED[name]
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    found, expected = DeepSpeedPlugin(**fields).strategy(2), DeepSpeedStrategy.from_config(config)
+    assert (found.stage, found.options) == (expected.stage, expected.options)
+    assert found.config.content == expected.config.content
+
+
+def test_a_tensor_parallel_plugin_splits_over_all_ranks_or_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TorchTensorParallelPlugin(2).strategy(2) == TensorParallelStrategy(tp=2)
+    assert TorchTensorParallelPlugin(tp_size=2).strategy(4) == FSDPStrategy(tp=2)
+    monkeypatch.setenv("TP_SIZE", "2")
+    assert TorchTensorParallelPlugin().strategy(4) == FSDPStrategy(tp=2)
+
+
+def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accelerator.strategy == FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+    assert (accelerator.distributed_type, accelerator.is_fsdp2) == (DistributedType.FSDP, True)
+    assert (accelerator.fsdp_plugin, accelerator.deepspeed_plugin) == (plugin, None)
+    accelerator.end_training()
+    PartialState._reset_state()
+    plain = Accelerator(cpu=True)
+    assert (plain.distributed_type, plain.is_fsdp2, plain.fsdp_plugin) == (DistributedType.NO, False, None)
+
+
+def _with_warnings(make: Callable[[], Accelerator]) -> tuple[Strategy, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator = make()
+    found = accelerator.strategy
+    accelerator.end_training()
+    return found, [str(one.message) for one in caught if one.category is TrainwrightWarning]
+
+
+def test_the_launchers_variables_select_fsdp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
+    assert _with_warnings(lambda: Accelerator(cpu=True)) == (FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), [])
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ConfigurationError, match="ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED"):
+        Accelerator(cpu=True)
+
+
+def test_an_argument_that_overrides_a_variable_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy="NO_SHARD")
+    found, texts = _with_warnings(lambda: Accelerator(cpu=True, fsdp_plugin=plugin))
+    assert found == FSDPStrategy(sharding_strategy="NO_SHARD")
+    assert texts == [
+        "FSDP_SHARDING_STRATEGY=FULL_SHARD is overridden by fsdp_plugin, which has sharding_strategy='NO_SHARD'."
+    ]
+    PartialState._reset_state()
+    _, texts = _with_warnings(lambda: Accelerator(cpu=True, strategy="single"))
+    assert texts == ["ACCELERATE_USE_FSDP=true is overridden by strategy='single'."]
+    PartialState._reset_state()
+    handlers = [DistributedDataParallelKwargs()]
+    found, texts = _with_warnings(lambda: Accelerator(cpu=True, kwargs_handlers=handlers))
+    assert found == FSDPStrategy(sharding_strategy="FULL_SHARD")
+    assert texts == ["kwargs_handlers=[DistributedDataParallelKwargs(…)] is not used: ACCELERATE_USE_FSDP=true."]
+    PartialState._reset_state()
+    monkeypatch.delenv("ACCELERATE_USE_FSDP")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    _, texts = _with_warnings(lambda: Accelerator(cpu=True, dynamo_backend="eager"))
+    assert texts == ["ACCELERATE_DYNAMO_BACKEND=INDUCTOR is overridden by dynamo_backend, which has backend='eager'."]
+
+
+_PLUGIN = FullyShardedDataParallelPlugin()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"fsdp_plugin": 1}, "fsdp_plugin is a builtins.int. Pass one trainwright.FullyShardedDataParallelPlugin"),
+        ({"fsdp_plugin": _PLUGIN, "deepspeed_plugin": DeepSpeedPlugin()}, "fsdp_plugin and deepspeed_plugin both"),
+        ({"fsdp_plugin": _PLUGIN, "strategy": "ddp"}, "fsdp_plugin and strategy='ddp' both select"),
+        ({"fsdp_plugin": _PLUGIN, "kwargs_handlers": [DistributedDataParallelKwargs()]}, "fsdp_plugin and kwargs_h"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=3)}, "fsdp_version=3 is unknown"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(use_orig_params=False)}, "use_orig_params=False"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRD")}, "Did you mean 'FULL_SHARD'"),
+        ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "builtins.dict. Pass one"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(enable_msamp=True)}, "MS-AMP"),
+        ({"torch_tp_plugin": TorchTensorParallelPlugin(torch_device_mesh=1)}, "torch_device_mesh is not supported"),
+        ({"dynamo_backend": "inducter"}, "Did you mean 'inductor'"),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin("eager")}, "both select a compiler"),
+        ({"dynamo_plugin": 1}, "dynamo_plugin is a builtins.int"),
+        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "holds two GradScalerKwargs"),
+        ({"kwargs_handlers": [TorchDynamoPlugin()]}, "holds a TorchDynamoPlugin"),
+        (
+            {"strategy": DDPStrategy(timeout=5), "kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(1))]},
+            "differ. Pass one of them",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_an_error_before_anything_starts(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Accelerator(cpu=True, **arguments)
+    assert not PartialState._shared_state
+
+
+def test_a_variable_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "maybe")
+    with pytest.raises(ConfigurationError, match="FSDP_OFFLOAD_PARAMS='maybe': expected true or false"):
+        FullyShardedDataParallelPlugin()
+
+
+# Handlers
+
+
+def test_a_handler_tells_which_fields_differ_from_their_defaults() -> None:
+    assert GradScalerKwargs(init_scale=8.0).to_kwargs() == {"init_scale": 8.0}
+    assert InitProcessGroupKwargs().to_kwargs() == {}
+    assert DistributedDataParallelKwargs(bucket_cap_mb=3).to_kwargs() == {"bucket_cap_mb": 3}
+    assert isinstance(AutocastKwargs(), KwargsHandler)
+
+
+def _half_loop(net: nn.Linear, options: GradScalerKwargs) -> list[float]:
+    """Train in float16 by hand; return the scales."""
+    scaler = torch.amp.GradScaler("cpu", **options.to_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scales = []
+    for step in range(4):
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = net(torch.full((2, 3), float(step)))
+        scales.append(scaler.get_scale())
+        scaler.scale(output.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return scales
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_loss_scale_has_the_options_of_its_handler(enabled: bool) -> None:
+    options = GradScalerKwargs(init_scale=8.0, growth_factor=4.0, growth_interval=1, enabled=enabled)
+    torch.manual_seed(0)
+    by_hand = nn.Linear(3, 2)
+    net = pickle.loads(pickle.dumps(by_hand))
+    expected = _half_loop(by_hand, options)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[options])
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    scales = []
+    for step in range(4):
+        loss = model(torch.full((2, 3), float(step))).square().mean()
+        accelerator.backward(loss)
+        scales.append(accelerator._scale.scaler.get_scale() if accelerator._scale is not None else 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scales == expected
+    assert enabled == (expected == [8.0, 32.0, 128.0, 512.0])
+    for name, value in by_hand.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_autocast_has_the_options_of_its_handler() -> None:
+    net, inputs = nn.Linear(3, 2), torch.randn(4, 3)
+    off = AutocastKwargs(enabled=False)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[off])
+    torch.testing.assert_close(accelerator.prepare(net)(inputs), net(inputs), rtol=0, atol=0)
+    with accelerator.autocast():
+        assert net(inputs).dtype == torch.float32
+    with accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False)):
+        assert net(inputs).dtype == torch.bfloat16
+        assert not torch.is_autocast_cache_enabled()
+    PartialState._reset_state()
+    on = Accelerator(cpu=True, mixed_precision="bf16")
+    with on.autocast(autocast_handler=off):
+        assert net(inputs).dtype == torch.float32
+    with on.autocast():
+        assert net(inputs).dtype == torch.bfloat16
+
+
+def test_handlers_reach_a_sharded_model() -> None:
+    handlers = [AutocastKwargs(enabled=False), GradScalerKwargs(init_scale=8.0)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", strategy="fsdp", kwargs_handlers=handlers)
+    net, inputs = nn.Linear(3, 2), torch.randn(4, 3)
+    expected = net(inputs)
+    torch.testing.assert_close(accelerator.prepare(net)(inputs), expected, rtol=0, atol=0)
+    assert accelerator.mixed_precision == "fp16"
+    assert accelerator._scale is not None
+    assert accelerator._scale.state_dict()["scale"] == 8.0
+    accelerator.end_training()
+
+
+def test_options_of_the_process_group_reach_the_strategy() -> None:
+    options = InitProcessGroupKwargs(timeout=timedelta(seconds=77), backend="gloo")
+    accelerator = Accelerator(cpu=True, strategy="fsdp", kwargs_handlers=[options])
+    assert accelerator.strategy == FSDPStrategy(timeout=77, process_group_backend="gloo")
+    accelerator.end_training()
+
+
+# Compiling
+
+
+class _Backend:
+    """Counts the graphs that are compiled."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.num_graphs += 1
+        return graph.forward
+
+
+def test_dynamo_options_are_those_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TorchDynamoPlugin().compile_options() is None
+    assert TorchDynamoPlugin(DynamoBackend.NO).compile_options() is None
+    assert TorchDynamoPlugin("AOT_EAGER", fullgraph=True).compile_options() == {
+        "backend": "aot_eager",
+        "fullgraph": True,
+    }
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "default")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_DYNAMIC", "true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "False")
+    assert TorchDynamoPlugin().compile_options() == {"backend": "eager", "dynamic": True, "fullgraph": False}
+    assert replace(TorchDynamoPlugin(), disable=True).compile_options() == {
+        "backend": "eager",
+        "dynamic": True,
+        "fullgraph": False,
+        "disable": True,
+    }
+
+
+@pytest.mark.slow
+def test_a_prepared_model_is_compiled_and_keeps_its_names() -> None:
+    backend, net = _Backend(), Net()
+    names, expected = list(net.state_dict()), net(torch.ones(2, 4))
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend, fullgraph=True))
+    model = accelerator.prepare(net)
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    assert backend.num_graphs == 1
+    assert list(model.state_dict()) == list(accelerator.get_state_dict(model)) == names
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is net
+    kept: Any = accelerator.unwrap_model(model)
+    assert kept._orig_mod is net
+    PartialState._reset_state()
+    again = Accelerator(cpu=True, dynamo_backend="aot_eager").prepare(torch.compile(net, backend=backend))
+    torch.testing.assert_close(again(torch.ones(2, 4)), expected)  # compiled once, by the user's backend
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own read of it
+def test_regional_compilation_compiles_repeated_blocks() -> None:
+    backend, net = _Backend(), Net()
+    expected = net(torch.ones(2, 4))
+    plugin = TorchDynamoPlugin(backend, use_regional_compilation=True)
+    model = Accelerator(cpu=True, dynamo_plugin=plugin).prepare(net)
+    assert model is net
+    torch.testing.assert_close(model(torch.ones(2, 4)), expected)
+    assert 1 <= backend.num_graphs <= 2
+    assert all(isinstance(block, Block) and block._compiled_call_impl is not None for block in net.blocks)
+    assert list(net.state_dict()) == list(Net().state_dict())
+
+
+# Several processes
+
+_LOOPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "fsdp plugin": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP")},
+    "tp plugin": lambda: {"torch_tp_plugin": TorchTensorParallelPlugin(2)},
+    "ddp compiled": lambda: {"dynamo_backend": "aot_eager"},
+    "ddp regional": lambda: {"dynamo_plugin": TorchDynamoPlugin("eager", use_regional_compilation=True)},
+    "fsdp compiled": lambda: {"strategy": "fsdp", "dynamo_backend": "aot_eager"},
+    "fsdp variables": dict,
+}
+
+
+def _train(name: str) -> dict[str, Any]:
+    return _loop(**{"strategy": "auto", "counts": True, "clip": 0.2, **_LOOPS[name]()})
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _LOOPS)
+def test_a_loop_with_a_plugin_trains_as_on_one_device(name: str) -> None:
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_RESHARD_AFTER_FORWARD": "true"} if "variables" in name else {}
+    wanted = _reference(1 if name == "tp plugin" else 2, counts=True, clip=0.2)
+    by_rank = run_distributed(_train, 2, name, init=False, timeout=240, env=variables)
+    for found in by_rank:
+        torch.testing.assert_close(found["norms"], wanted["norms"], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found["outputs"], by_rank[0]["outputs"], rtol=0, atol=0)
+    torch.testing.assert_close(by_rank[0]["weights"], wanted["weights"], rtol=1e-5, atol=1e-6)
+
+
+def _group_options() -> dict[str, Any]:
+    handlers = [InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=77))]
+    accelerator = Accelerator(kwargs_handlers=handlers)
+    found = {
+        "timeout": accelerator.state.processes.timeout,
+        "engine": accelerator.engine.processes.timeout,
+        "backend": accelerator.state.backend,
+        "strategy": (vars(accelerator.strategy)["timeout"], vars(accelerator.strategy)["process_group_backend"]),
+    }
+    accelerator.end_training()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_options_of_the_process_group_reach_it() -> None:
+    limit = timedelta(seconds=77)
+    expected = {"timeout": limit, "engine": limit, "backend": "gloo", "strategy": (limit, "gloo")}
+    assert run_distributed(_group_options, 2, init=False, timeout=240) == [expected] * 2
