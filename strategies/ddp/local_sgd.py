@@ -42,9 +42,10 @@ class LocalSGDStrategy(DataParallel):
     Parameters are averaged, too, before an evaluation, a checkpoint and the end of a stage, so that what is evaluated,
     saved and left in the task is what training goes on from. A checkpoint moreover averages the optimizers' states, or
     a resume, which gives all ranks the same ones, would go on differently from the run that wrote it. Buffers are
-    rank 0's whenever there is an average. In a user-written loop the steps of each optimizer are counted, from its
-    preparation on, and `Accelerator.save_state` and `get_state_dict` average as a checkpoint does. (Zhang et al.,
-    Parallel SGD: When does averaging help?, 2016.)
+    rank 0's whenever there is an average. (Zhang et al., Parallel SGD: When does averaging help?, 2016.)
+
+    In a user-written loop the steps of each optimizer are counted, from its preparation on, and the parameters that it
+    holds are averaged. `Accelerator.save_state` and `get_state_dict` average as a checkpoint does.
 
     Args:
         local_sgd_steps: optimizer steps from one average to the next, ≥ 1; counted from the start of the run.

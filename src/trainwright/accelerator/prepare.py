@@ -23,6 +23,7 @@ from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.tree import is_cut
 from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
@@ -133,6 +134,10 @@ class PreparedObjects:
                 continue
             if id(own) in self._known:
                 found[i] = self._known[id(own)]
+            elif any(is_cut(parameter) for parameter in own.parameters()):
+                raise ConfigurationError(
+                    f"{type(own).__name__} was sharded by another Accelerator. Prepare and train it with that one."
+                )
             elif isinstance(model, AcceleratedModel) and model.engine is not own:  # joined once, by another Accelerator
                 model.release()
                 found[i] = self._once(own, self.models, partial(self._around, own, model.engine))
