@@ -75,6 +75,7 @@ class Engine(LightningMembers):
 
     Attributes:
         capabilities: what it can do; see `Capabilities`.
+        autocasts: forwards run under autocast in mixed precision.
         device: the device that this process computes on.
         precision: the number formats.
         processes: this process and the others, and their communication on the host.
@@ -88,6 +89,7 @@ class Engine(LightningMembers):
         when_built: called in `prepare` after the task is built, before anything else.
     """
 
+    autocasts: bool = True
     state: FullState
     step: Step
 
@@ -319,12 +321,15 @@ class Engine(LightningMembers):
 
     # For user-written training loops
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
         """Return what a loop calls in place of each model. Collective.
 
         Args:
             models: Changed in place, and on the device afterwards.
             optimizers: All of the loop so far. If parameters are replaced, they hold the new ones, with their state.
+            plan: Of the training, as far as it is known.
 
         Raises:
             ConfigurationError: The engine cannot train these models with these optimizers.
@@ -349,13 +354,15 @@ class Engine(LightningMembers):
         compiled: Callable[..., Any] = torch.compile(prepared, **options)
         return compiled
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
-        """Take an optimizer of a loop: if `prepare_models` has replaced its parameters, it holds the new ones. Not
-        collective.
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Take an optimizer of a loop, and return the one that the loop steps. Not collective.
+
+        If `prepare_models` has replaced its parameters, it holds the new ones afterwards.
 
         Raises:
             ConfigurationError: The engine cannot step it.
         """
+        return optimizer
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]

@@ -49,6 +49,11 @@ class FullState:
         self._device = device
         self._is_main = is_main
 
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers whose states these are, in order."""
+        return self._optimizers
+
     # What a checkpoint holds
 
     @property
@@ -112,6 +117,16 @@ class FullState:
         a shape and no values (device `meta`).
         """
         return self._whole(tensor, keep=self._is_main)
+
+    def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor on the device `meta` like the full value of one that this rank does not hold in full.
+
+        None if it holds the value. Not collective.
+
+        Args:
+            tensor: a parameter or buffer of the task.
+        """
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if is_cut(tensor) else None
 
     def shard_like(self, value: Any, like: Any) -> Any:
         """Cut a whole tensor as `like` is cut; what is not to be cut, or does not fit, stays as it is. Not collective.

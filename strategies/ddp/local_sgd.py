@@ -110,18 +110,21 @@ class LocalSGDEngine(ParallelEngine):
         self._models[model] = None
         self._frozen += frozen_parameters(model)  # since the beginning: those that are frozen later have come apart
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
         """Copy rank 0's weights and buffers to all ranks. Collective."""
-        found = super().prepare_models(models, optimizers)
+        found = super().prepare_models(models, optimizers, plan)
         for model in models:
             self._equalize(model)
         return found
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Count the steps of an optimizer. The parameters that it holds are averaged after every `local_sgd_steps`."""
         if optimizer not in self._num_steps:
             self._num_steps[optimizer] = 0
             self._hooks.append(optimizer.register_step_post_hook(self._count_step_of))
+        return optimizer
 
     def _count_step_of(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._note_step()

@@ -181,7 +181,9 @@ class DDPEngine(ParallelEngine):
             self._wrap()
         return self._wrapped_step(*args)
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
         """Return a replica of each model that averages gradients, or the model if nothing is trained. Collective.
 
         All ranks start from the weights and buffers of rank 0.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, TaskError
@@ -27,18 +28,27 @@ def check_task(task: TaskModule, *, trains: bool) -> None:
     Raises:
         ConfigurationError: it does by itself what an engine does, or lies in pieces already.
     """
+    check_full(task)
     name = type(task).__name__
-    if any(is_partitioned(parameter) for parameter in task.parameters()):
-        raise ConfigurationError(
-            f"{name}'s weights are pieces of what a run had that failed. Build the task anew, and pass ckpt_path to go "
-            "on."
-        )
     for method in _OWN_METHODS:
         if trains and overrides(task, method, TaskModule):
             raise ConfigurationError(
                 f"{name} defines {method}, which an engine of DeepSpeed does itself. Leave it out, or use "
                 "strategy='ddp'."
             )
+
+
+def check_full(model: nn.Module) -> None:
+    """Check that a model does not hold shards of an earlier run.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    if any(is_partitioned(parameter) for parameter in model.parameters()):
+        raise ConfigurationError(
+            f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
+            "load a checkpoint to continue."
+        )
 
 
 def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
@@ -55,7 +65,7 @@ def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Optimizer], task: TaskModule, config: EngineConfig, precision: Precision) -> None:
+def check_optimizers(optimizers: list[Optimizer], task: nn.Module, config: EngineConfig, precision: Precision) -> None:
     """Check what `configure_optimizers` returned.
 
     Raises:
@@ -105,7 +115,7 @@ class TrainedParameters:
         task: as the engine takes it.
     """
 
-    def __init__(self, task: TaskModule) -> None:
+    def __init__(self, task: nn.Module) -> None:
         self._name = type(task).__name__
         self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in task.named_parameters()]
 

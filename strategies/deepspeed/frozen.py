@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.task import TaskModule
 from trainwright.strategies.units import matching
 
 _NOT_THEIRS = ("optimizer", "scheduler")
@@ -27,7 +26,7 @@ class FrozenEngines:
         ConfigurationError: there is none, or one is trained or holds another.
     """
 
-    def __init__(self, task: TaskModule, names: tuple[str, ...]) -> None:
+    def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
         self._task = task
         self._modules = matching(task, names, "frozen_modules") if names else []
         self._engines: list[Any] = []

@@ -15,7 +15,6 @@ from trainwright.checkpoint.format.pieces import Pieces as SavedPieces
 from trainwright.checkpoint.format.pieces import Span
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.task import TaskModule
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.zero_pieces import ZeroPieces, cut
@@ -51,7 +50,7 @@ class ZeroState(FullState):
 
     def __init__(
         self,
-        task: TaskModule,
+        task: nn.Module,
         optimizers: Sequence[Optimizer],
         device: torch.device,
         *,
@@ -137,6 +136,16 @@ class ZeroState(FullState):
             return value.detach()
         with self._library.zero.GatheredParameters([value]):
             return value.detach().clone()
+
+    def _whole(self, tensor: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        return _kept(self._weight(tensor), keep=keep)
+
+    def missing_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        is_trained = id(tensor) in self._trained and self._pieces is not None
+        if not is_partitioned(tensor) and not (is_trained and tensor.dtype is not torch.float32):
+            return None
+        dtype = torch.float32 if is_trained else self._dtypes.get(id(tensor), tensor.dtype)
+        return torch.empty(shape_of(tensor), dtype=dtype, device="meta")
 
     def full_parameters(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
         return {name: _kept(self._weight(parameter), keep=keep) for name, parameter in self._parameters.items()}

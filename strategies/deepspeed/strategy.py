@@ -9,42 +9,38 @@ from __future__ import annotations
 import datetime
 import gc
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
+from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.checks import (
-    TrainedParameters,
+    check_full,
     check_optimizers,
     check_task,
     check_unbuilt,
-    keep_groups,
 )
-from trainwright.strategies.deepspeed.config import EngineConfig, for_building, for_engine
-from trainwright.strategies.deepspeed.facts import collect_facts
-from trainwright.strategies.deepspeed.frozen import FrozenEngines
-from trainwright.strategies.deepspeed.library import join, leave, load_library, quiet_imports
+from trainwright.strategies.deepspeed.config import EngineConfig, for_building
+from trainwright.strategies.deepspeed.library import join, leave, load_library
 from trainwright.strategies.deepspeed.options import read_options
-from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler, refuse_schedule_of_dummy
-from trainwright.strategies.deepspeed.repairs import keep_own_adagrad, keep_unaligned_gradients
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
-from trainwright.strategies.deepspeed.traces import Traces
-from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPieces, ZeroPieces
+from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
+from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
@@ -52,7 +48,7 @@ from trainwright.strategies.state import FullState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
-from trainwright.strategies.units import matching, replace_parameters
+from trainwright.strategies.units import replace_parameters
 
 
 class DeepSpeedStrategy(DataParallel):
@@ -70,6 +66,8 @@ class DeepSpeedStrategy(DataParallel):
     Raises:
         ConfigurationError: an option that is unknown or impossible, or `config` says otherwise.
     """
+
+    distributed_type = DistributedType.DEEPSPEED
 
     def __init__(
         self,
@@ -148,34 +146,35 @@ class DeepSpeedEngine(ParallelEngine):
     """Trains a task through an engine of DeepSpeed.
 
     Attributes:
-        engine: DeepSpeed's, while a stage has one; None otherwise.
         resolved_config: the configuration with every `"auto"` filled in, once there is an engine.
     """
 
     strategy: DeepSpeedStrategy
+    gradients: ZeroGradients
 
     def __init__(self, strategy: DeepSpeedStrategy, settings: EngineSettings) -> None:
         super().__init__(strategy, settings)
         self.config, self.stage = strategy.config_for(settings), strategy.stage
-        self.engine: Any = None
+        self.autocasts = not (self._casts and self.precision.param_dtype is None)
+        self.gradients = ZeroGradients(self.device)
         self.resolved_config: dict[str, Any] = {}
         self._library: Any = None
-        self._pieces: ZeroPieces | None = None
-        self._traces: Traces | None = None
-        self._frozen: FrozenEngines | None = None
-        self._trained: TrainedParameters | None = None
+        self._model: ZeroModel | None = None  # of a Trainer
+        self._forwards: list[ZeroForward] = []  # of a user-written loop
+        self._untrained: list[nn.Module] = []
+        self._steps: dict[Optimizer, Optimizer] = {}  # the user's optimizer → the one whose step is an engine's
 
     def start(self, topology: Topology) -> None:
         library = load_library(self.settings.device_type, self.strategy.logging_level)
         super().start(topology)
+        self.gradients = ZeroGradients(self.device)
         self._library = library
         join(library, topology)
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> NoReturn:
-        raise ConfigurationError(
-            "DeepSpeedStrategy runs the steps of a Trainer, and cannot serve a loop of your own yet. Use "
-            "strategy='single', 'ddp' or 'fsdp', or write the step as a TaskModule for Trainer(strategy=…)."
-        )
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's engine during a stage of a Trainer that has one; None otherwise."""
+        return None if self._model is None else self._model.engine
 
     # Model and optimizers
 
@@ -191,11 +190,7 @@ class DeepSpeedEngine(ParallelEngine):
             task.to(self.precision.param_dtype)
         if self.stage < 3:
             move_task(task, self.device)
-        for parameter in task.parameters():
-            parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts no others
-        for buffer in task.buffers():
-            buffer.data = buffer.data.to(self.device)  # at stage 3 the engine moves one parameter after the other
-            dist.broadcast(buffer, src=0)
+        self._lay_out(task)
         optimizers = make_optimizers() if make_optimizers is not None else []
         if make_optimizers is not None:
             check_optimizers(optimizers, task, self.config, self.precision)
@@ -210,6 +205,14 @@ class DeepSpeedEngine(ParallelEngine):
         self.state = self._make_state()
         return optimizers
 
+    def _lay_out(self, model: nn.Module) -> None:
+        """Bring buffers to the device, with rank 0's values. Collective."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.contiguous()  # DeepSpeed broadcasts no others
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)  # at stage 3 the engine moves one parameter after the other
+            dist.broadcast(buffer, src=0)
+
     def _building(self) -> AbstractContextManager[Any]:
         """Return the context in which stage 3 cuts modules as soon as each of them is built."""
         if self.stage < 3:
@@ -222,94 +225,152 @@ class DeepSpeedEngine(ParallelEngine):
 
     def _start_engine(self, optimizer: Optimizer | None, plan: TrainingPlan) -> Any:
         """Let an engine take the task's parameters; returns the optimizer that it steps. Collective."""
-        task = self.task
-        names = {parameter: plain_name(name) for name, parameter in task.named_parameters()}
-        given = _groups_of(optimizer)
-        members = [[names[p] for p in group["params"]] for group in given]
-        facts = collect_facts(task, plan, self.config.content, optimizer, dp_size=self.data_ranks.size)
-        self.resolved_config = self.config.resolved(facts, trains=optimizer is not None)
-        dtypes = {id(parameter): parameter.dtype for parameter in task.parameters()}
-        root = StepModule(task)
-        self._traces = Traces(root)
-        for module in self._leaf_modules():
-            self._library.utils.set_z3_leaf_module(module, True)
-        config = for_engine(self.resolved_config)
-        is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
-        self._frozen = FrozenEngines(task, self.strategy.options.frozen_modules)
-        with quiet_imports():
-            self._frozen.start(self._library, config)
-        with quiet_imports(), self._frozen.taken_out():
-            self.engine, _, _, schedule = self._library.initialize(
-                model=root,
-                optimizer=optimizer if is_own else None,
-                model_parameters=None if is_own or optimizer is None else given,
-                config=config,
-                dist_init_required=False,
-            )
-        keep_unaligned_gradients(self.engine.optimizer)
-        keep_own_adagrad(self.engine)
-        self._traces.note()
-        self.engine.lr_scheduler = None  # the Trainer steps it, once per unit
-        self._take_schedule(schedule, plan)
-        real = None if optimizer is None else self.engine.basic_optimizer
-        if real is not None:
-            keep_groups(real, type(task).__name__)
-        groups = given if is_own else [] if real is None else list(real.param_groups)
-        if real is not None and self.stage > 0:
-            self._trained = TrainedParameters(task)
-            kind = ParameterPieces if self.stage == 3 else FlatPieces
-            self._pieces = kind(self.engine.optimizer, self.device)
-        self._groups, self._dtypes = list(zip(groups, members, strict=True)), dtypes
-        self._training_call = self.engine
-        self._eval_call = self.engine if self.stage == 3 else None
-        return real
+        self._model = found = self._take(self.task, StepModule(self.task), optimizer, plan)
+        self._training_call = found.engine
+        self._eval_call = found.engine if self.stage == 3 else None
+        return found.optimizer
+
+    def _take(self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> ZeroModel:
+        found = ZeroModel(
+            self._library,
+            model,
+            root,
+            optimizer,
+            config=self.config,
+            options=self.strategy.options,
+            plan=plan,
+            device=self.device,
+            dp_size=self.data_ranks.size,
+        )
+        self.resolved_config = found.resolved_config
+        return found
 
     def _make_state(self) -> FullState:
         """Return the state as the engine, if there is one, holds it now."""
-        if self.engine is None or self.stage == 0:
+        if self._model is None or self.stage == 0:
             return ReplicatedState(self.task, self.optimizers, self.device, is_main=self.is_main)
-        return ZeroState(
-            self.task,
-            self.optimizers,
-            self.device,
-            library=self._library,
-            pieces=self._pieces,
-            groups=self._groups,
+        return self._zero_state(self._model, self.task, self.optimizers)
+
+    def _zero_state(self, model: ZeroModel, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
+        return model.state(
+            module,
+            optimizers,
             is_main=self.is_main,
             writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
-            dtypes=self._dtypes,
             keeps_float32=self.precision.param_dtype is None,
         )
 
-    def _leaf_modules(self) -> list[nn.Module]:
-        names = self.strategy.options.moe_leaf_modules
-        if not names:
-            return []
-        if self.stage < 3:
-            raise ConfigurationError(
-                f"moe_leaf_modules={names!r} at stage={self.stage}: modules are gathered at stage 3 only. Leave it out."
-            )
-        return matching(self.task, names, "moe_leaf_modules")
+    # User-written loops
 
-    def _take_schedule(self, schedule: Any, plan: TrainingPlan) -> None:
-        """Let what stands for DeepSpeed's scheduler hand on to it."""
-        for config in plan.lr_scheduler_configs:
-            refuse_schedule_of_dummy(config.scheduler, self.config.origin)
-            if isinstance(config.scheduler, DummyScheduler):
-                if schedule is None:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
+        """Give each model an engine, if it is trained or sharded. Collective.
+
+        Raises:
+            ConfigurationError: A model has no optimizer of its own, or one that an engine cannot step.
+        """
+        owned = [self._optimizer_of(model, models, optimizers) for model in models]
+        for model, optimizer in zip(models, owned, strict=True):
+            check_full(model)
+            if optimizer is not None:
+                check_optimizers([optimizer], model, self.config, self.precision)
+        return [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
+
+    def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> Callable[..., Any]:
+        if self.stage < 3:
+            model.to(self.device)
+        self._lay_out(model)
+        if optimizer is None and self.stage < 3:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
+            self._untrained.append(model)
+            return model
+        found = self._take(model, model, optimizer, plan)
+        if optimizer is not None:
+            self.gradients.models.append(found)
+            self._steps[optimizer] = ZeroOptimizer(found, self.gradients, self.config.clipping)
+        dtype = self.precision.autocast_dtype if self._casts else None
+        self._forwards.append(ZeroForward(found, self.gradients, dtype))
+        return self._forwards[-1]
+
+    def _optimizer_of(
+        self, model: nn.Module, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Optimizer | None:
+        """Return the optimizer over a model's parameters."""
+        own = {id(parameter) for parameter in model.parameters()}
+        found = []
+        for optimizer in optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if held & own:
+                found.append(optimizer)
+                if held - own:
                     raise ConfigurationError(
-                        f"configure_optimizers returned a DummyScheduler, and {self.config.origin} has no 'scheduler'. "
-                        "Add one there, or return a real one."
+                        f"{type(optimizer).__name__} holds parameters of {type(model).__name__} and others, and an "
+                        "engine of DeepSpeed steps one model. Use an optimizer for each model."
                     )
-                config.scheduler.stand_for(schedule)
-                config.interval = "step"  # what it counts
-                schedule = None
-        if schedule is not None:
+        if len(found) > 1:
             raise ConfigurationError(
-                f"{self.config.origin} has a 'scheduler', and configure_optimizers returned no DummyScheduler that "
-                "stands for it. Return {'optimizer': …, 'lr_scheduler': DummyScheduler(optimizer)}, or leave it out "
-                "there."
+                f"{len(found)} optimizers hold parameters of {type(model).__name__}, and an engine of DeepSpeed steps "
+                "one. Put all parameters into groups of one optimizer, or use strategy='fsdp'."
             )
+        return found[0] if found else None
+
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer whose step is the engine's.
+
+        Raises:
+            ConfigurationError: Its model was prepared without it.
+        """
+        if optimizer not in self._steps:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for model in (*self._untrained, *(forward.zero.model for forward in self._forwards)):
+                if any(id(p) in held for p in model.parameters()):
+                    raise ConfigurationError(
+                        f"{type(optimizer).__name__} comes after its model, which DeepSpeed has prepared without it. "
+                        "Pass both to one prepare() call."
+                    )
+        return self._steps.get(optimizer, optimizer)
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        if self.gradients.models:
+            self.gradients.backward(loss, **kwargs)
+        else:
+            super().backward(loss, **kwargs)
+
+    @contextmanager
+    def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:
+        if not isinstance(prepared, ZeroForward):
+            yield
+            return
+        prepared.zero.engine.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            prepared.zero.engine.set_gradient_accumulation_boundary(True)
+
+    def loop_state(
+        self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
+    ) -> FullState:
+        """Return the state of a loop with one model in an engine, or without any.
+
+        Raises:
+            ConfigurationError: There are several.
+        """
+        inside = [forward.zero for forward in self._forwards]
+        own = [zero for zero in inside if zero.model is models]
+        if not inside:
+            return super().loop_state(models, optimizers, names)
+        if not own or (optimizers and len(inside) > 1):
+            raise ConfigurationError(
+                "a state of several models, each with an engine of DeepSpeed, cannot be saved as one. Save each with "
+                "get_state_dict() or save_model(), or train them with strategy='fsdp'."
+            )
+        (zero,) = own
+        real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
+        if self.stage == 0:
+            return ReplicatedState(models, real, self.device, is_main=self.is_main, names=names)
+        return self._zero_state(zero, models, real)
 
     # Precision
 
@@ -320,18 +381,18 @@ class DeepSpeedEngine(ParallelEngine):
         return any(content.get(part, {}).get("enabled") is True for part in ("bf16", "fp16"))
 
     def _forward_context(self) -> Any | None:
-        if self.engine is not None and self._casts and self.precision.param_dtype is None:
+        if self.engine is not None and not self.autocasts:
             return None  # parameters and inputs have the dtype
         return self.precision.forward_context(self.device.type)
 
     def make_step(self, parts: StepParts) -> Step:
-        if self.engine is None:
+        if self._model is None:
             return super().make_step(parts)
-        if self._casts and self.precision.param_dtype is None:
+        if not self.autocasts:
             inputs = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
             parts = replace(parts, inputs=inputs)
         parts = replace(parts, synchronize=self.engine.set_gradient_accumulation_boundary)
-        return EngineStep(parts, self.engine, self._pieces, self._trained, self.config.clipping)
+        return EngineStep(parts, self.engine, self._model.pieces, self._model.trained, self.config.clipping)
 
     # Evaluation
 
@@ -352,18 +413,15 @@ class DeepSpeedEngine(ParallelEngine):
     def _take_apart(self) -> None:
         """Let go of the engine, and take off the task what it has left there. Not collective."""
         self._drop_step()
-        frozen, self._frozen = self._frozen, None
-        if frozen is not None:
-            frozen.destroy()
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.destroy()
-            engine.optimizer = engine.basic_optimizer = None  # it would be taken apart once more when it is freed
-            del engine
-        traces, self._traces = self._traces, None
-        if traces is not None:
-            traces.remove()
-        self._pieces = self._trained = None
+        model, self._model = self._model, None
+        if model is not None:
+            model.close()
+        for forward in self._forwards:
+            forward.zero.close()
+        self._forwards.clear()
+        self._steps.clear()
+        self._untrained.clear()
+        self.gradients.models.clear()
         if isinstance(vars(self).get("state"), ZeroState):
             self.state = self._make_state()
         self._training_call = self._eval_call = None
@@ -377,9 +435,3 @@ class DeepSpeedEngine(ParallelEngine):
             leave(library)
             gc.collect()
         super().close()
-
-
-def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return []
-    return optimizer.given_groups if isinstance(optimizer, DummyOptim) else list(optimizer.param_groups)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import local_piece
-from trainwright.strategies.steps.gradients import GradientClip, Gradients, free_gradients
+from trainwright.strategies.steps.gradients import GradientClip, Gradients, clip_shards, free_gradients
 
 
 class ShardedGradients(Gradients):
@@ -45,7 +43,7 @@ class ShardedGradients(Gradients):
         counts = {key: counts for model in self.models for key, counts in model.counted.items()}
         main = not dist.is_initialized() or dist.get_rank() == 0  # counts what every rank holds, such as a temperature
         held = [(p.grad, counts.get(id(p), main)) for p in parameters if p.grad is not None]
-        return clip_pieces([(local_piece(grad), is_counted) for grad, is_counted in held], clip, self.device)
+        return clip_shards([(local_piece(grad), is_counted) for grad, is_counted in held], clip, self.device)
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
         wanted = list(parameters)
@@ -68,47 +66,6 @@ class ShardedGradients(Gradients):
     def _sums(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         ids = set(map(id, parameters))
         return [summed for model in self.models for owners, summed in model.sums() if ids & owners]
-
-
-def clip_pieces(
-    pieces: list[tuple[torch.Tensor, bool]], clip: GradientClip, device: torch.device
-) -> torch.Tensor | None:
-    """Clip this rank's pieces of gradients in place. Collective, over all ranks; does not wait for the device.
-
-    Called without gradients recorded.
-
-    Args:
-        pieces: each with whether it counts here: of the ranks that hold the same piece, one counts it.
-        clip: how; by value nothing is collective.
-        device: where ranks meet.
-
-    Returns:
-        The norm of the whole gradients before (0-dim, on the device); None if they are clipped by value.
-    """
-    if clip.algorithm == "value":
-        for grad, _ in pieces:
-            grad.clamp_(-clip.value, clip.value)
-        return None
-    counted, p = [grad for grad, counts in pieces if counts and grad.numel()], clip.norm_type
-    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # float32 would overflow where the norm does not
-    if math.isinf(p):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
-    else:
-        norm = norm.pow(p)
-        dist.all_reduce(norm)
-        norm = norm.pow(1 / p)
-    norm = norm.to(pieces[0][0].dtype if pieces else torch.float32)
-    factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
-    for alike in _alike([grad for grad, _ in pieces]):
-        torch._foreach_mul_(alike, factor.to(alike[0].device))
-    return norm
-
-
-def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
 
 
 class ShardScaler(torch.amp.GradScaler):

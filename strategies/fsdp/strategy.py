@@ -352,7 +352,9 @@ class FSDPEngine(ParallelEngine):
 
     # User-written loops
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
         """Shard models. Collective.
 
         Raises:
@@ -377,7 +379,7 @@ class FSDPEngine(ParallelEngine):
             return prepared  # its units are compiled
         return super().compile_model(model, prepared)
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
         check_optimizers([optimizer], self.precision)
         for group in optimizer.param_groups:
             group["params"] = [self._replaced.get(p, p) for p in group["params"]]
@@ -385,6 +387,7 @@ class FSDPEngine(ParallelEngine):
             new, state = self._replaced[old], optimizer.state.pop(old)
             optimizer.state[new] = {key: shard_like(value, new) for key, value in state.items()}
         step_one_by_one([optimizer])
+        return optimizer
 
     @contextmanager
     def no_sync(self, prepared: Callable[..., Any]) -> Iterator[None]:

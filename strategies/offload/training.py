@@ -177,7 +177,9 @@ class OffloadEngine(Engine):
 
     # User-written loops
 
-    def prepare_models(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Callable[..., Any]]:
+    def prepare_models(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
+    ) -> list[Callable[..., Any]]:
         """Move models to the host or the disk, and have their units visit the device."""
         for model in models:
             stream = self._offload(model)
@@ -194,11 +196,11 @@ class OffloadEngine(Engine):
                 stream.end_and_wait()
             raise
 
-    def adopt_optimizer(self, optimizer: Optimizer) -> None:
+    def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let the optimizer step unit by unit if its state is on the disk: one unit's state is in memory at a time."""
         home, own = self._state_home, optimizer.step
         if home is None or optimizer in self._own_steps:
-            return
+            return optimizer
         home.take_state(optimizer)
 
         @functools.wraps(own)
@@ -218,6 +220,7 @@ class OffloadEngine(Engine):
 
         self._own_steps[optimizer] = vars(optimizer).get("step")
         optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # which schedulers wrap, too
+        return optimizer
 
     def weights_changed(self) -> None:
         """Take note that copies on the device may be out of date."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -64,6 +66,47 @@ def clip_gradients(parameters: Iterable[torch.Tensor], clip: GradientClip) -> to
     return nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
 
 
+def clip_shards(
+    shards: list[tuple[torch.Tensor, bool]], clip: GradientClip, device: torch.device
+) -> torch.Tensor | None:
+    """Clip this rank's shards of gradients in place. Collective, over all ranks; does not wait for the device.
+
+    Called without gradients recorded.
+
+    Args:
+        shards: Each with whether it is counted here: of the ranks that hold the same shard, one counts it.
+        clip: how; by value nothing is collective.
+        device: where ranks meet.
+
+    Returns:
+        The norm of the whole gradients before (0-dim, on the device); None if they are clipped by value.
+    """
+    if clip.algorithm == "value":
+        for grad, _ in shards:
+            grad.clamp_(-clip.value, clip.value)
+        return None
+    counted, p = [grad for grad, counts in shards if counts and grad.numel()], clip.norm_type
+    norm = nn.utils.get_total_norm(counted, p).to(device).double()  # float32 would overflow where the norm does not
+    if math.isinf(p):
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX)
+    else:
+        norm = norm.pow(p)
+        dist.all_reduce(norm)
+        norm = norm.pow(1 / p)
+    norm = norm.to(shards[0][0].dtype if shards else torch.float32)
+    factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
+    for alike in _alike([grad for grad, _ in shards]):
+        torch._foreach_mul_(alike, factor.to(alike[0].device))
+    return norm
+
+
+def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
+
+
 class Gradients:
     """The gradients of the models of one engine, which every rank holds in full in `p.grad`.
 
@@ -74,7 +117,10 @@ class Gradients:
 
     Attributes:
         averaged: The ranks average them in the last backward of an optimizer step. Default: True.
+        scales_sums: `scale` works before that backward, on the sums of earlier ones; otherwise only after it.
     """
+
+    scales_sums: bool = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

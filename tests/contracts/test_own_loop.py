@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.contracts.documented import documented_strategy
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.strategies import FSDPStrategy, OffloadStrategy, Strategy, TensorParallelStrategy
+from trainwright.strategies import DeepSpeedStrategy, FSDPStrategy, OffloadStrategy, Strategy, TensorParallelStrategy
 
 _STEPS, _ACCUMULATE, _ROWS = 3, 2, 2
 
@@ -149,16 +150,18 @@ _STRATEGIES: dict[str, tuple[Callable[[], Strategy | str], int]] = {
     "offload": (lambda: OffloadStrategy(stream=True), 1),
     "offload to disk": (lambda: OffloadStrategy("disk", "disk", stream=True), 1),
     "offload gradients": (lambda: OffloadStrategy("device", stream=True, prefetch=2), 1),
+    **{f"deepspeed {stage}": (partial(DeepSpeedStrategy, stage=stage), 2) for stage in range(4)},
     "fsdp x tp": (lambda: FSDPStrategy(tp=2), 4),
 }
 
 
 def _all(name: str) -> dict[str, Any]:
     make, _ = _STRATEGIES[name]
+    apart = "model first" if name.startswith("deepspeed") else "one by one"
     return {
         "plain": _loop(make(), counts=False, clip=None),
         "clipped": _loop(make(), "model last", counts=True, clip=0.2),
-        "largest": _loop(make(), "one by one", counts=True, clip=0.05, norm_type=float("inf")),
+        "largest": _loop(make(), apart, counts=True, clip=0.05, norm_type=float("inf")),
     }
 
 

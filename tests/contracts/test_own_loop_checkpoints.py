@@ -19,7 +19,7 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
-from trainwright.strategies import FSDPStrategy, Strategy, TensorParallelStrategy
+from trainwright.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, TensorParallelStrategy
 
 _GLOBAL_BATCH, _STEPS = 4, 6
 _Make = Callable[[], "Strategy | str"]
@@ -29,6 +29,8 @@ _STRATEGIES: dict[str, tuple[_Make, int]] = {
     "fsdp": (lambda: "fsdp", 2),
     "fsdp full": (lambda: FSDPStrategy(state_dict_type="full"), 2),
     "tp": (lambda: TensorParallelStrategy(), 2),
+    "zero1": (lambda: DeepSpeedStrategy(stage=1), 2),
+    "zero3": (lambda: DeepSpeedStrategy(stage=3), 2),
     "fsdp x tp": (lambda: FSDPStrategy(tp=2), 4),
 }
 
@@ -92,7 +94,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [(name, name) for name in _STRATEGIES]
-    + [("single", "fsdp"), ("fsdp", "single"), ("fsdp", "ddp"), ("ddp", "tp"), ("tp", "fsdp"), ("fsdp", "fsdp x tp")],
+    + [("single", "fsdp"), ("fsdp", "single"), ("fsdp", "ddp"), ("ddp", "tp"), ("tp", "fsdp"), ("fsdp", "fsdp x tp")]
+    + [("zero1", "single"), ("single", "zero3"), ("zero3", "fsdp"), ("fsdp", "zero1"), ("zero3", "zero1")],
 )
 def test_a_saved_loop_continues_under_any_strategy(writer: str, reader: str, saved: Any) -> None:
     path, first = saved(writer)

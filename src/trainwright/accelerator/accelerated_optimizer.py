@@ -16,16 +16,17 @@ class AcceleratedOptimizer(Optimizer):
     """An optimizer that steps once per group of micro-batches, and skips steps whose fp16 gradients overflow.
 
     Args:
-        optimizer: the user's; its groups and state are this one's.
+        given: the user's.
         accumulation: knows when a step is due.
         scaler: of the loss; None: the loss is not scaled.
 
     Attributes:
+        optimizer: The one that is stepped, which the engine determines; its groups and state are this one's.
         num_steps: completed steps.
     """
 
-    def __init__(self, optimizer: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
-        self.optimizer = optimizer
+    def __init__(self, given: Optimizer, accumulation: Accumulation, scaler: LossScale | None = None) -> None:
+        self.optimizer = self.given = given
         self.scaler = scaler
         self._accumulation = accumulation
         self._skipped = False

@@ -53,7 +53,7 @@ from trainwright.bigmodels.saving import save_model, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
 from trainwright.core.names.known_arguments import known_arguments
-from trainwright.core.tree import is_cut, iterate_tensors
+from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
@@ -173,7 +173,8 @@ class Accelerator:
         """Create the state of a loop with nothing prepared."""
         scaler = self._settings.make_scaler(self.engine.gradients)
         self._scale = None if scaler is None else LossScale(scaler)
-        self._make_context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
+        context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
+        self._make_context = context if context is None or self.engine.autocasts else nullcontext
         self._accumulation = Accumulation(
             num_steps, self._settings.accumulation.short_group, warns=warns, gradients=self.engine.gradients
         )
@@ -441,6 +442,7 @@ class Accelerator:
         self.engine.backward(loss, **kwargs)
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
+            self._items.complete(self._accumulated_parameters)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -654,9 +656,10 @@ class Accelerator:
         self.engine.begin_save()
         own = self.unwrap_model(model, keep_torch_compile=False)
         state, values = self.engine.loop_state(own, [], {}), own.state_dict(keep_vars=True)
-        if not any(is_cut(value) for value in values.values()):
+        missing = {id(value): value for value in values.values() if state.missing_like(value) is not None}
+        if not missing:
             return dict(own.state_dict())
-        full = {id(value): state.full_tensor(value).detach() for value in values.values() if is_cut(value)}
+        full = {key: state.full_tensor(value).detach() for key, value in missing.items()}
         return {name: full.get(id(v), v) for name, v in values.items()} if self.state.is_main_process else {}
 
     def save_model(
@@ -672,9 +675,9 @@ class Accelerator:
         """
         own = self.unwrap_model(model, keep_torch_compile=False)
         values = own.state_dict(keep_vars=True)
-        if any(is_cut(value) for value in values.values()):
-            gather, processes = self.engine.loop_state(own, [], {}).full_tensor, self.engine.processes
-            save_sharded_model(values, gather, processes, save_directory, max_shard_size, safe_serialization)
+        state = self.engine.loop_state(own, [], {})
+        if any(state.missing_like(value) is not None for value in values.values()):
+            save_sharded_model(values, state, self.engine.processes, save_directory, max_shard_size, safe_serialization)
         elif self.state.is_main_process:
             save_model(own, save_directory, max_shard_size, safe_serialization)
 
@@ -785,11 +788,17 @@ class Accelerator:
     def free_memory(self, *objects: object) -> list[Any]:
         """Drop everything that was prepared and release memory. Return None for each of `objects`.
 
+        Call it on every process: the engine is replaced by a new one.
+
         The loop must drop its own references too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         self._checkpoints.close()
         for loader in self._prepared.dataloaders:
             loader.prepared.close()
+        self.engine.close()
+        self.engine = self._settings.selection.engine()
+        self.engine.start(self.state.topology)
+        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
         self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
         found: list[Any] = [None] * len(objects)
         del objects
@@ -799,6 +808,7 @@ class Accelerator:
     def end_training(self) -> None:
         """Wait for the last save and leave the process group, without waiting for other processes."""
         self._checkpoints.close()
+        self.engine.close()
         self.state.destroy_process_group()
 
     def clear(self, *objects: object) -> list[Any]:

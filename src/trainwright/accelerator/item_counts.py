@@ -49,6 +49,7 @@ class ItemCounts:
         self._steps: dict[tuple[int, ...], _StepItems] = {}
         self._unit: float | None = None if scaled else 1.0
         self._warns = True  # of a step without items
+        self._due: Any = None  # a factor for the gradients after the last backward
 
     def weigh(
         self, loss: torch.Tensor, num_items: object, parameters: Callable[[], Iterable[torch.Tensor]]
@@ -86,10 +87,20 @@ class ItemCounts:
             return summed
         self._steps.pop(key, None)
         weight, share = self._shares(count, total, loss)
+        if step is not None and not self._engine.gradients.scales_sums:
+            self._due = share
+            sum_of_all: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
+            return sum_of_all
         if step is not None:
             self._engine.gradients.scale(parameters(), share)
         mean: torch.Tensor = loss * weight
         return mean
+
+    def complete(self, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Divide the gradients of a step after its last backward, if they could not be divided before it."""
+        share, self._due = self._due, None
+        if share is not None:
+            self._engine.gradients.scale(parameters(), share)
 
     @property
     def has_open_steps(self) -> bool:

@@ -369,8 +369,9 @@ class LoopCheckpoints:
         self._check(path, snapshot, objects)
         self._load_weights(path, snapshot, objects)
         state = objects.state(self._engine)
-        for optimizer, saved in zip(objects.optimizers, snapshot.optimizers, strict=True):
-            state.load_optimizer_state(optimizer.optimizer, saved)
+        for own, saved in zip(state.optimizers, snapshot.optimizers, strict=True):
+            state.load_optimizer_state(own, saved)
+        for optimizer in objects.optimizers:
             optimizer.num_steps = int(snapshot.state.get("step", 0))
         for scheduler, saved in zip(objects.schedulers, snapshot.trainer.get("schedulers", []), strict=True):
             scheduler.load_state_dict(saved)

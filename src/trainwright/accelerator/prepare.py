@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -23,6 +25,7 @@ from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_cut
 from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
 from trainwright.processes.collectives import same_on_all_ranks
@@ -30,6 +33,16 @@ from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class LoopPlan:
+    """What is known about a user-written training before its engine starts; see `TrainingPlan`."""
+
+    lr_scheduler_configs: list[SchedulerConfig]
+    accumulate_grad_batches: int
+    train_batch_size: int | None
+    estimated_stepping_batches: int | float = math.inf
 
 
 class PreparedObjects:
@@ -109,12 +122,13 @@ class PreparedObjects:
             elif isinstance(value, Optimizer):
                 found[i] = self._wrapped_optimizer(value)
         models = {i: value for i, value in enumerate(values) if isinstance(value, nn.Module)}
-        found_models = self.prepare_models(models.values(), [placements[i] for i in models])
+        schedules = [value for value in values if is_scheduler(value)]
+        found_models = self.prepare_models(models.values(), [placements[i] for i in models], schedules=schedules)
         for i, model in zip(models, found_models, strict=True):
             found[i] = model
         for i, value in enumerate(found):
             if isinstance(value, AcceleratedOptimizer):
-                self._engine.adopt_optimizer(value.optimizer)
+                value.optimizer = self._engine.adopt_optimizer(value.given)
             elif isinstance(value, AcceleratedScheduler) or is_scheduler(value):
                 found[i] = self.scheduler(value, steps_with_optimizer=steps_with_optimizer)
         if models:
@@ -122,7 +136,12 @@ class PreparedObjects:
         return found
 
     def prepare_models(
-        self, models: Iterable[nn.Module], placements: Sequence[bool], *, evaluation_mode: bool = False
+        self,
+        models: Iterable[nn.Module],
+        placements: Sequence[bool],
+        *,
+        schedules: Sequence[Any] = (),
+        evaluation_mode: bool = False,
     ) -> list[nn.Module]:
         """Return what the loop calls in place of each model; see `Accelerator.prepare_model`."""
         found: list[nn.Module] = []
@@ -146,8 +165,8 @@ class PreparedObjects:
         trained = [model for _, model, placed in new if placed and not evaluation_mode]
         if trained and self._state.num_processes > 1:
             self._compare(trained)
-        optimizers = [optimizer.optimizer for optimizer in self.optimizers]
-        engines = iter(self._engine.prepare_models(trained, optimizers))
+        optimizers = [optimizer.given for optimizer in self.optimizers]
+        engines = iter(self._engine.prepare_models(trained, optimizers, self._plan(schedules)))
         for i, model, placed in new:
             if placed and not evaluation_mode:
                 engine = next(engines)
@@ -155,6 +174,12 @@ class PreparedObjects:
                 engine = model.to(self._state.device) if placed else model
             found[i] = self._once(model, self.models, partial(self._around, model, engine))
         return found
+
+    def _plan(self, schedules: Sequence[Any]) -> LoopPlan:
+        """Return what is known about the training: its first loader is the training data."""
+        sizes = [loader.prepared.batch_size for loader in self.dataloaders]
+        configs = [SchedulerConfig(schedule, interval="step") for schedule in schedules]
+        return LoopPlan(configs, self._accumulation.num_steps, next(iter(sizes), None))
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
         """Check that all ranks prepare the same models. Collective.
@@ -213,7 +238,7 @@ class PreparedObjects:
     def optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
         """Return an optimizer that steps once per group of micro-batches."""
         found = self._wrapped_optimizer(optimizer)
-        self._engine.adopt_optimizer(found.optimizer)
+        found.optimizer = self._engine.adopt_optimizer(found.given)
         return found
 
     def _wrapped_optimizer(self, optimizer: Optimizer) -> AcceleratedOptimizer:
@@ -279,7 +304,7 @@ def prepared_from(value: object) -> Any:
     if isinstance(value, AcceleratedModel):
         return value.module
     if isinstance(value, AcceleratedOptimizer):
-        return value.optimizer
+        return value.given
     if isinstance(value, AcceleratedScheduler):
         return value.scheduler
     return value.prepared.raw if isinstance(value, AcceleratedLoader) else None
@@ -298,7 +323,9 @@ def _warn_of_other_parameters(
     if not any(of_model and trained.isdisjoint(of_model) for of_model in ids):
         return
     for one in prepared:
-        if isinstance(one, AcceleratedOptimizer) and held(one).isdisjoint(set().union(*ids)):
+        if not isinstance(one, AcceleratedOptimizer) or one.optimizer is not one.given:  # its engine knows the model
+            continue
+        if held(one).isdisjoint(set().union(*ids)):
             warnings.warn(
                 f"{type(one.optimizer).__name__} holds no parameter of a prepared model: its steps change nothing in "
                 "them. Make it from the parameters of the model that is prepared.",

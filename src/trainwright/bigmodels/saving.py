@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,8 +31,8 @@ from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.host.byte_sizes import convert_file_size_to_int
 from trainwright.core.names.hidden_names import plain_name
-from trainwright.core.tree import is_cut
 from trainwright.processes.process_group import Processes
+from trainwright.strategies.state import FullState
 
 PathLike = str | os.PathLike[str]
 
@@ -84,7 +84,7 @@ def save_model(
 
 def save_sharded_model(
     values: Mapping[str, torch.Tensor],
-    gather: Callable[[torch.Tensor], torch.Tensor],
+    state: FullState,
     processes: Processes,
     save_directory: PathLike,
     max_shard_size: int | str = "10GB",
@@ -96,7 +96,7 @@ def save_sharded_model(
 
     Args:
         values: The model's state dict, the same names on every rank; sharded or not.
-        gather: Returns one of them in full on the main process's host; collective if it is sharded.
+        state: Gathers them.
         processes: All that hold shards.
         save_directory, max_shard_size, safe_serialization: See `save_model`.
 
@@ -108,7 +108,7 @@ def save_sharded_model(
     if processes.rank:
         problem: str | None = None
         while (request := processes.broadcast_object(None))[0] is not None:
-            gather(values[request[0]])
+            state.full_tensor(values[request[0]])
         problem = request[1]
         if problem is not None:
             raise CheckpointError(f"rank 0 could not write {save_directory}: {problem}")
@@ -116,7 +116,7 @@ def save_sharded_model(
 
     def read(name: str) -> Iterator[torch.Tensor]:
         processes.broadcast_object((name, None))
-        yield gather(values[name]).contiguous().view(-1)
+        yield state.full_tensor(values[name]).detach().contiguous().view(-1)
 
     first: dict[int, str] = {}
     weights: dict[str, Weight] = {}
@@ -125,8 +125,7 @@ def save_sharded_model(
         known = first.setdefault(id(value), name)
         if known != name:
             tied[name] = known
-        elif is_cut(value):
-            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        elif (like := state.missing_like(value)) is not None:
             weights[name] = Weight(like, partial(read, name))
         else:
             weights[name] = Weight.of(value.detach())
