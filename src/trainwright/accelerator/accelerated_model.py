@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ class AcceleratedModel(nn.Module):
         call: Called instead of the model: `engine`, or `torch.compile` of it.
         make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
         explain: See `Engine.explain_error`.
+        no_sync: See `Engine.no_sync`.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class AcceleratedModel(nn.Module):
         call: Callable[..., Any],
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         explain: Callable[[BaseException, nn.Module], Exception | None],
+        no_sync: Callable[[Callable[..., Any]], AbstractContextManager[Any]],
     ) -> None:
         super().__init__()
         self.module = module
         self.make_context = make_context
-        self._explain = explain
+        self._explain, self._no_sync = explain, no_sync
         for name, value in (("engine", engine), ("call", call)):  # not children: their parameters are the module's
             object.__setattr__(self, name, value)
         self._num_forwards = 0  # that run now
@@ -79,8 +81,7 @@ class AcceleratedModel(nn.Module):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Return a context in which backward leaves gradients on this rank; see `Accelerator.no_sync`."""
-        found: AbstractContextManager[Any] = getattr(self.engine, "no_sync", nullcontext)()
-        return found
+        return self._no_sync(self.engine)
 
     def train(self, mode: bool = True) -> AcceleratedModel:
         """Choose between training and evaluation; returns this object."""

@@ -67,6 +67,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_CLIPS_THAT_MEET = 2  # A script that clips on the main process alone does so from its first step on.
+
 
 class Accelerator:
     """Prepares models, optimizers, schedulers and loaders of a user-written training loop.
@@ -166,7 +168,7 @@ class Accelerator:
         self.project_configuration = project_of(project_dir, project_config)
         self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
         self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
-        self._trigger = False
+        self._trigger, self._num_met_clips = False, 0
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
@@ -567,6 +569,9 @@ class Accelerator:
         Returns:
             The norm before clipping: 0-dim, on the device, the same on every rank. Does not wait for the device.
         """
+        if self._shards and self._num_met_clips < _CLIPS_THAT_MEET:
+            self._num_met_clips += 1
+            self._meet("clip_grad_norm_()")
         found = self.engine.gradients.clip(
             self._unscale_those_of(parameters), GradientClip(max_norm, "norm", float(norm_type))
         )
@@ -576,6 +581,15 @@ class Accelerator:
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clip each element of the gradients to ± `clip_value`. Call it when `sync_gradients` is True."""
         self.engine.gradients.clip(self._unscale_those_of(parameters), GradientClip(clip_value, "value"))
+
+    @property
+    def _shards(self) -> bool:
+        """Whether several processes hold parts of gradients or weights, so that reading them in full is collective."""
+        return self.state.num_processes > 1 and self.engine.capabilities.gradients != "full"
+
+    def _meet(self, call: str) -> None:
+        """Wait for the other processes in a collective call, and report those that do not make it. Collective."""
+        self.state.joined().meet(f"accelerator.{call}")
 
     def set_trigger(self) -> None:
         """Set a flag on this rank, which `check_trigger` reports on every rank."""
@@ -653,6 +667,8 @@ class Accelerator:
         Collective if the model is sharded: the main process gets copies on the host, the others an empty dict.
         Otherwise every process gets references.
         """
+        if self._shards:
+            self._meet("get_state_dict()")
         self.engine.begin_save()
         own = self.unwrap_model(model, keep_torch_compile=False)
         state, values = self.engine.loop_state(own, [], {}), own.state_dict(keep_vars=True)
@@ -673,6 +689,8 @@ class Accelerator:
 
         Collective if the model is sharded: tensors are gathered one at a time; see `save_sharded_model`.
         """
+        if self._shards:
+            self._meet("save_model()")
         own = self.unwrap_model(model, keep_torch_compile=False)
         values = own.state_dict(keep_vars=True)
         state = self.engine.loop_state(own, [], {})
@@ -737,6 +755,7 @@ class Accelerator:
                 group of micro-batches.
         """
         path = self._checkpoints.target(output_dir)
+        self._meet("save_state()")
         self._accumulation.refuse_open_group()
         if not safe_serialization:
             warnings.warn(

@@ -223,7 +223,8 @@ class PreparedObjects:
         call = self._engine.compile_model(model, engine)
         if call is model and self._make_context is None:
             return model
-        return AcceleratedModel(model, engine, call, self._make_context, self._engine.explain_error)
+        own = self._engine
+        return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync)
 
     def engine_of(self, model: Any) -> Any:
         """Return what the engine made of a model, which may be the one that was prepared or what it became.

@@ -332,7 +332,7 @@ class ProcessGroup(Processes):
             missing = ranks_text([rank for rank in range(self.world_size) if not store.check([str(rank)])])
             text = (
                 f"rank {self.rank} waits in {call} for {missing}, which may be slow or never makes this call. Call it "
-                "on every rank, not within `if trainer.is_global_zero`."
+                "on every rank, not on the main one alone."
             )
             if waited_s >= self.timeout.total_seconds():
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")

@@ -265,9 +265,9 @@ def _fail() -> str:
     return str(raised.value)
 
 
-def test_a_task_whose_stage_failed_says_that_its_weights_are_pieces() -> None:
+def test_a_task_whose_stage_failed_says_that_it_holds_shards() -> None:
     (text,) = run_distributed(_fail, 1, init=False, timeout=120)
-    assert "pieces of what a run had that failed" in text
+    assert "still holds shards of a run that failed" in text
 
 
 # Checkpoints
