@@ -55,7 +55,6 @@ FOREIGN_PROBES: dict[str, str] = {
     "bigmodels.maps.rank_peaks:config": "a model of transformers",
     "strategies.fsdp.layers.plan:bias": "torch's layers",
     "strategies.fsdp.layers.ready:config": "a model of transformers",
-    "accelerator.accelerated_model:no_sync": "what an engine wraps a model in",
     "accelerator.accelerated_optimizer:eval": "a user's optimizer without a schedule",
     "accelerator.accelerated_optimizer:train": "a user's optimizer without a schedule",
     "accelerator.scheduler:optimizer": "a scheduler, torch's or the user's",
