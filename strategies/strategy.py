@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from typing import Any, ClassVar, Self
@@ -31,6 +32,7 @@ class Strategy:
     is_distributed: ClassVar[bool] = False
     distributed_type: ClassVar[DistributedType | None] = None
     sync_each_batch: bool = False
+    _given: dict[str, Any]
 
     def check(self, settings: EngineSettings) -> None:
         """Check that the engine supports the settings. Touches no device and no process.
@@ -59,8 +61,21 @@ class Strategy:
     def with_options(self, **options: Any) -> Self:
         """Return a copy with other values of some attributes."""
         changed = copy.copy(self)
-        vars(changed).update(options)
+        vars(changed).update(options, _given={**self._given, **options})
         return changed
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Record the arguments that were given, for `repr`."""
+        self = super().__new__(cls)
+        with contextlib.suppress(TypeError):  # wrong arguments, which `__init__` refuses
+            given = inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments
+            del given["self"]
+            more = given.pop("options", {})
+            vars(self)["_given"] = {**given, **more}
+        return self
+
+    def __init__(self) -> None:
+        """Take no options; the strategies that have some declare them here."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):
@@ -70,15 +85,16 @@ class Strategy:
         super().__setattr__(name, value)
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and vars(other) == vars(self)
+        if not isinstance(other, Strategy) or type(other) is not type(self):
+            return False
+        own, others = ({k: v for k, v in vars(one).items() if k != "_given"} for one in (self, other))
+        return own == others
 
     __hash__ = None  # type: ignore[assignment]  # options may be lists and dicts
 
     def __repr__(self) -> str:
-        """Show the class with the options that differ from their defaults."""
-        defaults = {name: p.default for name, p in inspect.signature(type(self)).parameters.items()}
-        shown = [f"{k}={v!r}" for k, v in vars(self).items() if k in defaults and v != defaults[k]]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        """Show the class with the arguments that were given."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self._given.items())})"
 
 
 class SingleDeviceStrategy(Strategy):

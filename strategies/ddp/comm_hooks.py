@@ -174,6 +174,11 @@ class CommHook:
                 f"ddp_comm_state={state!r}: the hook {self.hook!r} has no state. Leave it out, or use 'power_sgd'."
             )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CommHook) and vars(other) == vars(self)
+
+    __hash__ = None  # type: ignore[assignment]  # options are dicts
+
     @property
     def is_plain(self) -> bool:
         """Whether gradients are averaged as they are."""
