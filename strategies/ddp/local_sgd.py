@@ -167,10 +167,10 @@ class LocalSGDEngine(ParallelEngine):
         self._apart = False
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> None:
-        alike = {id(parameter) for parameter in self._frozen}
+        frozen = {id(parameter) for parameter in self._frozen}
         average_replicas(
             self.data_ranks,
-            (parameter for parameter in parameters if id(parameter) not in alike),
+            (parameter for parameter in parameters if id(parameter) not in frozen),
             (buffer for model in list(self._models) for buffer in model.buffers()),
         )
 

@@ -95,12 +95,12 @@ def clip_shards(
         norm = norm.pow(1 / p)
     norm = norm.to(shards[0][0].dtype if shards else torch.float32)
     factor = (clip.value / (norm + 1e-6)).clamp(max=1.0)
-    for alike in _alike([grad for grad, _ in shards]):
-        torch._foreach_mul_(alike, factor.to(alike[0].device))
+    for group in _by_kind([grad for grad, _ in shards]):
+        torch._foreach_mul_(group, factor.to(group[0].device))
     return norm
 
 
-def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+def _by_kind(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,7 +1,7 @@
 """The safe point of a step: what callbacks have asked for is done once every number of the step is known.
 
 Checkpoints that callbacks ask for are written in a thread while the training goes on, of rank 0 alone or of each rank
-(see `ShardedSaves`), and rank 0 enters them in the run's index; every rank hears of an error at the next save or at the
+(see `ShardedSaves`), and rank 0 enters them in the run's index; every rank raises an error at the next save or at the
 end of the fit. Wishes and what is being written are the run's `saves` (see `SaveQueue`).
 """
 
