@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -36,9 +36,9 @@ class DataRanks:
     alone: bool = False
 
     @classmethod
-    def of(cls, processes: Processes, *, per_batch: int = 1, group: Any = None) -> Self:
-        """Return the data-parallel ranks of processes of which so many, side by side, work on one batch."""
-        return cls(processes, processes.rank // per_batch, range(0, processes.world_size, per_batch), group)
+    def of(cls, processes: Processes) -> Self:
+        """Return the data-parallel ranks of processes that all see different data. See also `MeshShape.data_ranks`."""
+        return cls(processes, processes.rank, range(processes.world_size))
 
     @property
     def size(self) -> int:
@@ -46,8 +46,9 @@ class DataRanks:
         return len(self.members)
 
     def among(self, processes: Processes) -> DataRanks:
-        """Return the same for those processes that are left of the run's."""
-        return type(self).of(processes, per_batch=self.processes.world_size // self.size, group=self.group)
+        """Return the same for those processes that are left of the run's: all of them, or this one alone."""
+        all_left = processes.world_size == self.processes.world_size
+        return replace(self, processes=processes) if all_left else type(self).of(processes)
 
     def pick(self, of_ranks: Sequence[Any]) -> list[Any]:
         """Take from what was gathered of all ranks one entry for each data-parallel rank. Not collective."""

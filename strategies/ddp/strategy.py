@@ -21,6 +21,7 @@ from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
+from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.ddp.bucket_order import BucketOrder
 from trainwright.strategies.ddp.comm_hooks import (
@@ -38,7 +39,6 @@ from trainwright.strategies.ddp.replicas import (
 )
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import AutomaticStep, ManualStep, Step, StepParts
 

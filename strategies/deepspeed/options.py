@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.removed_options import OF_LIGHTNING, refuse_removed
+from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 
 Path = tuple[str, ...]
 DEVICES = ("none", "cpu", "nvme")

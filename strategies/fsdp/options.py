@@ -10,9 +10,9 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision,
 from torch.optim import Optimizer
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.capabilities import REFUSALS
+from trainwright.strategies.capabilities import OF_LIGHTNING, REFUSALS
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.removed_options import OF_LIGHTNING
 from trainwright.strategies.state import state_dict_type_name
 from trainwright.strategies.steps.binding import need_closure
 
@@ -279,3 +279,54 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
     if need_closure(optimizers, precision):
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise ConfigurationError(f"{names} {REFUSALS['closures'].format(strategy='a sharded strategy')}")
+
+
+def mesh_shape(
+    sharding_strategy: str, device_mesh: tuple[int, int] | None, *, tp: int = 1, num_nodes: int, devices_per_node: int
+) -> MeshShape:
+    """Return the mesh of a run; not collective.
+
+    Args:
+        sharding_strategy, device_mesh, tp: see `FSDPStrategy`.
+        num_nodes: machines in the run.
+        devices_per_node: processes on each.
+
+    Raises:
+        ConfigurationError: It has not as many ranks as there are processes, or its shape is undefined.
+    """
+    world = check_tp(tp, devices_per_node * num_nodes)
+    if device_mesh is not None:
+        replicas, shards = device_mesh
+        if replicas * shards != world:
+            best = (replicas, world // replicas) if world % replicas == 0 else (1, world)
+            raise ConfigurationError(
+                f"device_mesh={(replicas, shards)} has {replicas * shards} places, and the run has {world} "
+                f"{'process(es)' if tp == 1 else f'group(s) of tp={tp} processes'}. Use device_mesh={best}, or as many "
+                "processes."
+            )
+        return MeshShape(dp_replicate=replicas, dp_shard=shards, tp=tp)
+    if sharding_strategy == "NO_SHARD":
+        return MeshShape(dp_replicate=world, tp=tp)
+    if sharding_strategy == "HYBRID_SHARD":
+        if num_nodes == 1:
+            raise ConfigurationError(
+                "sharding_strategy='HYBRID_SHARD' keeps a replica on each node, and there is one node. Say how "
+                f"many replicas there are and over how many ranks each is cut, such as device_mesh=(1, {world})."
+            )
+        return MeshShape(dp_replicate=num_nodes, dp_shard=world // num_nodes, tp=tp)
+    return MeshShape(dp_shard=world, tp=tp)
+
+
+def check_tp(tp: int, world: int) -> int:
+    """Return how many groups of `tp` processes there are.
+
+    Raises:
+        ConfigurationError: they do not add up to `world` processes; says which sizes would.
+    """
+    if world % tp:
+        fitting = [size for size in range(1, world + 1) if world % size == 0]
+        raise ConfigurationError(
+            f"tp={tp} does not divide the run's {world} process(es). Use tp={' or '.join(map(str, fitting))}, or "
+            f"{tp * (world // tp + 1)} processes."
+        )
+    return world // tp

@@ -30,9 +30,9 @@ from trainwright.strategies.data_ranks import DataRanks, metrics_over
 from trainwright.strategies.fsdp.build import MetaBuilding, materialize
 from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers
 from trainwright.strategies.fsdp.layers.ready import find_plan
-from trainwright.strategies.fsdp.mesh import data_axes
 from trainwright.strategies.fsdp.outside import OutsideSteps
 from trainwright.strategies.fsdp.recompute import Recomputed
+from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
 from trainwright.strategies.units import check_compilable

@@ -39,22 +39,21 @@ from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
 from trainwright.loggers.metric_buffer import MetricBuffer
 from trainwright.processes.devices import DistributedType
-from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
-from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.build import MetaBuilding
 from trainwright.strategies.fsdp.layers.check import check_plan
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.make_whole import end_pieces
-from trainwright.strategies.fsdp.mesh import AXES, data_group, forget_groups, make_mesh, mesh_shape
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     REMOVED,
     RESHARDING,
     check_arguments,
     check_optimizers,
+    mesh_shape,
     mixed_precision_policy,
     offload_flag,
     one_of,
@@ -66,7 +65,7 @@ from trainwright.strategies.fsdp.parallelize import ParallelModel, Sharding, par
 from trainwright.strategies.fsdp.recompute import Recomputed, SavePolicy
 from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
 from trainwright.strategies.fsdp.state import ShardedState, step_one_by_one
-from trainwright.strategies.removed_options import refuse_removed
+from trainwright.strategies.mesh import MeshShape, data_group, forget_groups
 from trainwright.strategies.shards import local_piece
 from trainwright.strategies.state import FullState, shard_like, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
@@ -108,8 +107,8 @@ class FSDPStrategy(DataParallel):
         meta_init: `TaskModule.configure_model` runs on the device `meta`, so that no rank holds the whole model; each
             module's `reset_parameters` says how it begins, and a checkpoint is read piece by piece.
         cpu_ram_efficient_loading: it runs there on all ranks but rank 0, whose values everybody gets unit by unit.
-        weights_after_stage: which ranks have whole weights on their hosts when a stage is over: `"all"`; `"main"`: rank
-            0 alone; `"none"`: the checkpoints alone have them.
+        weights_after_stage: Which ranks have full weights on the host after a stage: `"main"`, rank 0 only; `"all"`,
+            every rank, which needs host memory for a copy per rank; `"none"`: only checkpoints have them.
         state_dict_type: `"sharded"`: each rank writes its pieces of a checkpoint; `"full"`: rank 0 gathers the whole on
             its host and writes it.
         tp: over how many ranks, next to each other, layers are split (see `TensorParallelStrategy`); the others see
@@ -150,7 +149,7 @@ class FSDPStrategy(DataParallel):
         sync_each_batch: bool = False,
         meta_init: bool = False,
         cpu_ram_efficient_loading: bool = False,
-        weights_after_stage: str = "all",
+        weights_after_stage: str = "main",
         state_dict_type: str = "sharded",
         tp: int = 1,
         tensor_parallel_plan: Plan | None = None,
@@ -201,27 +200,26 @@ class FSDPStrategy(DataParallel):
 
     # Before a run
 
-    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
-        """Return the lengths of the mesh's axes: replicas, shards of each, ranks that split layers.
+    def mesh_shape(self, settings: EngineSettings) -> MeshShape:
+        """Return the mesh of a run.
 
         Raises:
-            ConfigurationError: They do not make up the run's processes.
+            ConfigurationError: It has not as many ranks as the run has processes.
         """
-        return self._lengths(settings, self.tp)
+        return self._shape(settings, self.tp)
 
-    def _lengths(self, settings: EngineSettings, tp: int) -> tuple[int, int, int]:
-        replicas, shards = mesh_shape(
+    def _shape(self, settings: EngineSettings, tp: int) -> MeshShape:
+        return mesh_shape(
             self.sharding_strategy,
             self.device_mesh,
             tp=tp,
             num_nodes=settings.num_nodes,
             devices_per_node=len(settings.device_indices),
         )
-        return replicas, shards, tp
 
     def check(self, settings: EngineSettings) -> None:
         super().check(settings)
-        self.mesh_lengths(settings)
+        self.mesh_shape(settings)
 
     def check_task(self, task: TaskModule, settings: EngineSettings) -> None:
         if overrides(task, "configure_model", TaskModule):
@@ -230,9 +228,9 @@ class FSDPStrategy(DataParallel):
         units = find_units(task, self.auto_wrap_policy, self.min_num_params)
         if settings.compile_options is not None:
             check_compilable(units)
-        lengths = self.mesh_lengths(settings)
-        if lengths[-1] > 1:
-            check_plan(task, self.tensor_parallel_plan, dict(zip(AXES, lengths, strict=True)))
+        shape = self.mesh_shape(settings)
+        if shape.tp > 1:
+            check_plan(task, self.tensor_parallel_plan, shape.lengths)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return FSDPEngine(self, settings)
@@ -254,11 +252,10 @@ class FSDPEngine(ParallelEngine):
     def start(self, topology: Topology) -> None:
         super().start(topology)
         self.gradients = ShardedGradients(self.device)
-        lengths = self.strategy.mesh_lengths(self.settings)
-        self.mesh = mesh = make_mesh(self.settings.device_type, *lengths)
-        if lengths[-1] > 1:
-            group = data_group(mesh) if self.processes.world_size > lengths[-1] else None
-            self.data_ranks = DataRanks.of(self.processes, per_batch=lengths[-1], group=group)
+        shape = self.strategy.mesh_shape(self.settings)
+        self.mesh = mesh = shape.device_mesh(self.settings.device_type)
+        apart = shape.tp > 1 and shape.size > shape.tp
+        self.data_ranks = shape.data_ranks(self.processes, data_group(mesh) if apart else None)
 
     # Model and optimizers
 
@@ -309,7 +306,7 @@ class FSDPEngine(ParallelEngine):
         assert self.mesh is not None  # made in `start`
         given = self.strategy
         units = find_units(model, given.auto_wrap_policy, given.min_num_params)
-        warn_of_large_rest(model, units, given.mesh_lengths(self.settings)[1])
+        warn_of_large_rest(model, units, given.mesh_shape(self.settings).dp_shard)
         found = parallelize(
             model,
             root,

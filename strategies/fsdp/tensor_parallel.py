@@ -11,6 +11,7 @@ from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
 from trainwright.strategies.fsdp.strategy import FSDPEngine, FSDPStrategy
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.units import WrapPolicy
 
 
@@ -43,7 +44,7 @@ class TensorParallelStrategy(FSDPStrategy):
         activation_checkpointing: bool | int | WrapPolicy | None = False,
         meta_init: bool = False,
         cpu_ram_efficient_loading: bool = False,
-        weights_after_stage: str = "all",
+        weights_after_stage: str = "main",
         state_dict_type: str = "sharded",
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
@@ -63,7 +64,7 @@ class TensorParallelStrategy(FSDPStrategy):
         )
         self.wanted_tp = None if tp is None else check_tp_size(tp)
 
-    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
+    def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         world, wanted = settings.num_processes, self.wanted_tp
         if wanted not in (None, world):
             raise ConfigurationError(
@@ -76,7 +77,7 @@ class TensorParallelStrategy(FSDPStrategy):
                 )
                 + "."
             )
-        return self._lengths(settings, world)
+        return self._shape(settings, world)
 
     def engine(self, settings: EngineSettings) -> Engine:
         return TensorParallelEngine(self, settings)
@@ -115,7 +116,7 @@ class ModelParallelStrategy(FSDPStrategy):
         self.data_parallel_size = data_parallel_size
         self.tensor_parallel_size = tensor_parallel_size
 
-    def mesh_lengths(self, settings: EngineSettings) -> tuple[int, int, int]:
+    def mesh_shape(self, settings: EngineSettings) -> MeshShape:
         world, data, split = settings.num_processes, self.data_parallel_size, self.tensor_parallel_size
         if data == "auto":
             data = settings.num_nodes if split == "auto" else world // split
@@ -126,4 +127,4 @@ class ModelParallelStrategy(FSDPStrategy):
                 f"data_parallel_size={self.data_parallel_size!r} × tensor_parallel_size={self.tensor_parallel_size!r} "
                 f"do not make up the run's {world} process(es). Use {fitting}."
             )
-        return self._lengths(settings, tp)
+        return self._shape(settings, tp)

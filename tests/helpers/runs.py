@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainwright.callbacks.callback import Callback
+from trainwright.strategies.registry import STRATEGIES
 from trainwright.strategies.shards import whole
 from trainwright.trainer.trainer import Trainer
 
@@ -23,14 +24,24 @@ QUIET: dict[str, Any] = {
 def quiet_trainer(**arguments: Any) -> Trainer:
     """Return a Trainer on one CPU process without loggers, checkpoints, bars and summaries, unless told otherwise.
 
-    `devices="auto"` takes the processes that a launcher (`run_distributed`) has started.
+    `devices="auto"` takes the processes that a launcher (`run_distributed`) has started. A sharded model leaves its
+    full weights on every rank, where tests read them.
     """
     callbacks = arguments.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     settings = {**QUIET, **arguments}
     if "enable_checkpointing" not in arguments and any(hasattr(c, "best_model_path") for c in callbacks):
         settings["enable_checkpointing"] = None
+    if "strategy" in settings:
+        settings["strategy"] = _with_full_weights(settings["strategy"])
     return Trainer(**settings)
+
+
+def _with_full_weights(strategy: Any) -> Any:
+    made = STRATEGIES.get(strategy)() if strategy in ("fsdp", "tp") else strategy
+    if not hasattr(made, "weights_after_stage") or "weights_after_stage" in made._given:
+        return strategy
+    return made.with_options(weights_after_stage="all")
 
 
 def weights_of(task: torch.nn.Module) -> dict[str, torch.Tensor]:

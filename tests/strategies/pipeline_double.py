@@ -23,9 +23,9 @@ from trainwright.core.task import TaskModule
 from trainwright.processes.process_group import Processes
 from trainwright.strategies import Capabilities
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
-from trainwright.strategies.data_ranks import DataRanks
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
+from trainwright.strategies.mesh import MeshShape
 from trainwright.strategies.state import FullState
 from trainwright.strategies.steps.gradients import GradientClip, Gradients
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
@@ -88,7 +88,7 @@ class TwoStagesEngine(ParallelEngine):
     def start(self, topology: Topology) -> None:
         super().start(topology)
         # One data-parallel rank, made of two processes: rank 0 sees all data.
-        self.data_ranks = DataRanks.of(self.processes, per_batch=2)
+        self.data_ranks = MeshShape(pp=2).data_ranks(self.processes)
         self.gradients = StagedGradients(self.device)
 
     def _place(self, task: TaskModule) -> None:

@@ -203,6 +203,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.distributed
 def test_whole_weights_are_left_on_the_ranks_that_were_asked_for(ended: Any) -> None:
+    assert FSDPStrategy().weights_after_stage == "main"
     for rank, kept in enumerate(("cpu", "meta")):
         assert {value.device.type for value in ended[rank]["all"].values()} == {"cpu"}
         assert set(ended[rank]["main"].values()) == {kept}

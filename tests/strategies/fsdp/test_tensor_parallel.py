@@ -382,8 +382,8 @@ def lengths(strategy: Any, processes: int, num_nodes: int = 1) -> tuple[int, int
     """Return the lengths of the axes of a strategy's mesh."""
     settings = EngineSettings("cpu", list(range(processes)), num_nodes, Precision.parse("32-true"))
     strategy.check(settings)
-    found: tuple[int, int, int] = strategy.mesh_lengths(settings)
-    return found
+    shape = strategy.mesh_shape(settings)
+    return shape.dp_replicate, shape.dp_shard, shape.tp
 
 
 @pytest.mark.parametrize(

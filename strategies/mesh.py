@@ -1,0 +1,98 @@
+"""The named axes along which the ranks of a run are arranged.
+
+Ranks along `dp_replicate` and `dp_shard` see different data; those along the first hold replicas of the model, those
+along the second shards of it. Ranks along `cp` hold parts of one sequence, those along `tp` parts of layers, and those
+along `pp` stages of the model; they work on one batch together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from trainwright.processes.process_group import Processes
+from trainwright.strategies.data_ranks import DataRanks
+
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The axes along which ranks see different data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """The number of ranks along each axis.
+
+    The fields are in the order of ranks, outermost first: ranks that split layers are next to each other, stages of a
+    pipeline are farthest apart.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The length of each axis, outermost first."""
+        return asdict(self)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.lengths.values())
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Return where a global rank is along each axis."""
+        found: dict[str, int] = {}
+        for name, length in reversed(self.lengths.items()):
+            rank, found[name] = divmod(rank, length)
+        return found
+
+    def data_ranks(self, processes: Processes, group: ProcessGroup | None = None) -> DataRanks:
+        """Return which of the processes see different data. Not collective.
+
+        Args:
+            processes: As many as the mesh has ranks.
+            group: See `DataRanks`.
+        """
+        places = [self.coordinates(rank) for rank in range(self.size)]
+        first = [rank for rank, place in enumerate(places) if not any(place[n] for n in place if n not in DATA_AXES)]
+        mine = places[processes.rank]
+        return DataRanks(processes, mine["dp_replicate"] * self.dp_shard + mine["dp_shard"], first, group)
+
+    def device_mesh(self, device_type: str) -> DeviceMesh:
+        """Return torch's mesh with the axes that are longer than 1. Collective.
+
+        A mesh of one rank, or with replicas, has `dp_shard` even if it is 1, as torch 2.13 requires.
+        """
+        longer = {name: length for name, length in self.lengths.items() if length > 1}
+        if self.dp_replicate > 1 or not longer:
+            longer["dp_shard"] = self.dp_shard
+        lengths = {name: longer[name] for name in self.lengths if name in longer}
+        return init_device_mesh(device_type, tuple(lengths.values()), mesh_dim_names=tuple(lengths))
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axes of a mesh along which ranks see different data. Not collective."""
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in DATA_AXES)
+    return mesh if names == mesh.mesh_dim_names else mesh[names]
+
+
+def data_group(mesh: DeviceMesh) -> ProcessGroup:
+    """Return the process group of this rank and those that see other data but have the same part. Collective."""
+    axes = data_axes(mesh)
+    return axes.get_group() if axes.ndim == 1 else axes._flatten("dp").get_group()
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Remove a mesh and its process groups from torch's caches, which must not be their last holder: see DDPStrategy.
+
+    Not collective. What torch 2.13 has cached for a mesh it would also use for an equal one of a later run, whose
+    groups have other names.
+    """
+    vars(mesh).get("_pg_registry", {}).clear()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]  # torch has no types here
