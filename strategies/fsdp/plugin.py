@@ -112,8 +112,8 @@ def _kind(name: str, config: object) -> str | None:
     if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
         return "sharded"
     raise ConfigurationError(
-        f"{name} is a {type(config).__name__}. Use torch's configuration for FULL_STATE_DICT or SHARDED_STATE_DICT, such "
-        "as FullStateDictConfig, or leave it out."
+        f"{name} is a {type(config).__name__}. Use torch's configuration for FULL_STATE_DICT or SHARDED_STATE_DICT, "
+        "such as FullStateDictConfig, or leave it out."
     )
 
 

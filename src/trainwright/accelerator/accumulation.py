@@ -50,8 +50,8 @@ class GradientAccumulationPlugin:
             )
         if self.short_group is not None and not self.sync_with_dataloader:
             raise ConfigurationError(
-                f"short_group={self.short_group!r} with sync_with_dataloader=False: the next pass completes a group, and "
-                "none is short. Leave short_group out."
+                f"short_group={self.short_group!r} with sync_with_dataloader=False: the next pass completes a group, "
+                "and none is short. Leave short_group out."
             )
 
 

@@ -109,8 +109,8 @@ def save_object(
         return
     if not isinstance(f, (str, os.PathLike)) or not isinstance(obj, Mapping):
         raise ConfigurationError(
-            f"save(safe_serialization=True) writes a dict of tensors to a path; it was given a {type(obj).__name__} and "
-            f"a {type(f).__name__}. Leave safe_serialization out, or pass those."
+            f"save(safe_serialization=True) writes a dict of tensors to a path; it received a {type(obj).__name__} "
+            f"and a {type(f).__name__}. Leave safe_serialization out, or pass those."
         )
     if is_main:
         path = Path(f)
