@@ -7,6 +7,7 @@ and those of a loop in plain PyTorch, which trains on the micro-batches that the
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -269,6 +270,44 @@ def test_the_accumulation_page_weighs_samples_of_variable_size() -> None:
         torch.testing.assert_close(weights, by_hand, rtol=1e-5, atol=1e-6)  # one process adds in another order
 
 
+class SimpleLinearModel(nn.Module):
+    """The page's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros((1, 1)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        return inputs @ self.weight
+
+
+def test_the_accumulation_page_s_self_contained_example_gives_its_numbers() -> None:
+    seed_everything(0)
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    y = torch.tensor([2.0, 4.0, 6.0, 8.0, 10.0, 12.0, 14.0, 16.0])
+    gradient_accumulation_steps = 4
+    dataloader: Any = DataLoader(TensorDataset(x, y), batch_size=len(x) // gradient_accumulation_steps)
+    model: Any = SimpleLinearModel()
+    model_clone = copy.deepcopy(model)
+    criterion = nn.MSELoss()
+    model_optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.02)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=gradient_accumulation_steps)
+    model, model_optimizer, dataloader = accelerator.prepare(model, model_optimizer, dataloader)
+    model_clone_optimizer = torch.optim.SGD(model_clone.parameters(), lr=0.02)
+    for inputs, labels in dataloader:
+        with accelerator.accumulate(model):
+            loss = criterion(model(inputs.view(-1, 1)), labels.view(-1, 1))
+            accelerator.backward(loss)
+            model_optimizer.step()
+            model_optimizer.zero_grad()
+    loss = criterion(x.view(-1, 1) @ model_clone.weight, y.view(-1, 1))
+    model_clone_optimizer.zero_grad()
+    loss.backward()
+    model_clone_optimizer.step()
+    assert f"{model.weight.mean().item():.5f}" == f"{model_clone.weight.mean().item():.5f}" == "2.04000"
+
+
 # Gradient synchronization
 
 
@@ -455,3 +494,23 @@ def _skip(folder: str) -> Any:
 
 def test_the_checkpointing_page_skips_the_batches_before_a_state(tmp_path: Path) -> None:
     _run(_skip, str(tmp_path))
+
+
+# Executing and deferring jobs
+
+
+def _stop_early() -> int:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(20), batch_size=1))  # type: ignore[arg-type]
+    done = 0
+    for batch in loader:
+        done += 1
+        if int(batch) == 7:  # on one rank alone
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    return done
+
+
+def test_the_execution_page_s_early_stop_ends_all_ranks_at_once() -> None:
+    assert run_distributed(_stop_early, 2, init=False) == [4, 4]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import BertConfig, BertForSequenceClassification
 
 from tests.contracts.test_own_loop import Net
 from tests.helpers.distributed import run_distributed
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 loss_function = nn.MSELoss()
+_CONFIG = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
 _FIELDS: dict[str, dict[str, Any]] = {
     "version 1": {
         "sharding_strategy": "FULL_SHARD",
@@ -170,6 +172,40 @@ def test_configurations_of_states_select_their_type() -> None:
         FullyShardedDataParallelPlugin(state_dict_config={}).strategy(2)
 
 
+# save_pretrained
+
+
+def _save_pretrained(output_dir: str) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_cls_names_to_wrap="BertLayer"
+        )
+    )
+    torch.manual_seed(0)
+    model: Any = BertForSequenceClassification(_CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = torch.arange(12).view(2, 6)
+    accelerator.backward(model(input_ids=tokens, labels=torch.tensor([0, 1])).loss)
+    optimizer.step()
+    unwrapped_model: Any = accelerator.unwrap_model(model)
+    unwrapped_model.save_pretrained(
+        output_dir,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    full = _full(unwrapped_model)
+    accelerator.end_training()
+    return full
+
+
+def test_a_model_of_transformers_is_saved_by_its_own_method(tmp_path: Path) -> None:
+    full, _ = run_distributed(_save_pretrained, 2, str(tmp_path), init=False, timeout=240)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    torch.testing.assert_close(dict(loaded.state_dict()), full, rtol=0, atol=0)
+
+
 # Several models
 
 
@@ -231,7 +267,7 @@ def _engine(framework: str, mixed_precision: str, torch_dtype: torch.dtype, stag
     batches: Batches = []
     losses = []
     computed: set[torch.dtype] = set()
-    hooked = accelerator.unwrap_model(model).blocks[0].up
+    hooked: Any = accelerator.unwrap_model(model).get_submodule("blocks.0.up")
     hooked.register_forward_hook(lambda _module, _inputs, output: computed.add(output.dtype))
     for inputs, targets in dataloader:
         batches.append((inputs, targets))
@@ -254,11 +290,12 @@ def _engine(framework: str, mixed_precision: str, torch_dtype: torch.dtype, stag
 @pytest.mark.parametrize(("mixed_precision", "stage"), [("no", 3), ("no", 2), ("no", 0), ("bf16", 3)])
 def test_both_frameworks_train_as_by_hand(framework: str, mixed_precision: str, stage: int) -> None:
     found = run_distributed(_engine, 2, framework, mixed_precision, torch.float32, stage, init=False, timeout=240)
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if mixed_precision == "no" else {"rtol": 0.05, "atol": 0.02}
+    rounds = mixed_precision == "bf16" and framework == "DeepSpeed"  # to bfloat16, at other places than torch
+    rtol, atol = (2e-2, 5e-3) if rounds else (1e-5, 1e-6)
     for losses, weights, dtypes, (full, expected) in found:
-        torch.testing.assert_close(losses, expected, **tolerance)
+        torch.testing.assert_close(losses, expected, rtol=rtol, atol=atol)
         if weights:
-            torch.testing.assert_close(weights, full, **tolerance)
+            torch.testing.assert_close(weights, full, rtol=rtol, atol=atol)
         assert dtypes == ({torch.bfloat16 if mixed_precision == "bf16" else torch.float32}, {torch.float32})
 
 
