@@ -6,12 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+)
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
+from trainwright.strategies.state import state_dict_type_name
 from trainwright.strategies.units import WrapPolicy
 
 
@@ -33,8 +42,11 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             modules. `"TRANSFORMER_BASED_WRAP"` without class names shards the modules that `shard_units` of the model
             returns, or those of its `_no_split_modules`.
         cpu_offload: Keep shards on the host; a flag or a policy of torch.
-        ignored_modules, param_init_fn, state_dict_config, optim_state_dict_config: Not supported; only None.
-        state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`.
+        ignored_modules, param_init_fn: Not supported; only None.
+        state_dict_type: `"FULL_STATE_DICT"` or `"SHARDED_STATE_DICT"`. Default: that of the configurations, or the
+            latter.
+        state_dict_config, optim_state_dict_config: Configurations of torch for `state_dict_type`. Their other options
+            say where torch keeps gathered tensors; here those are on the host of rank 0 while files are written.
         limit_all_gathers, use_orig_params, sync_module_states: Only True, which is what FSDP2 does.
         forward_prefetch: Gather the next unit during the forward of the current one.
         activation_checkpointing: Recompute the activations of each unit in backward.
@@ -71,12 +83,38 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
             ConfigurationError: An option is unknown, or the strategy does not support it.
         """
         config = self.to_dict()
+        kinds = {name: _kind(name, config.pop(name)) for name in ("state_dict_config", "optim_state_dict_config")}
+        for name, kind in kinds.items():
+            if kind is not None and state_dict_type_name(config["state_dict_type"] or kind) != kind:
+                raise ConfigurationError(
+                    f"{name}={type(getattr(self, name)).__name__} and state_dict_type={self.state_dict_type!r} differ. "
+                    "Leave one of them out."
+                )
+            config["state_dict_type"] = config["state_dict_type"] or kind
         if config.pop("fsdp_version") not in (None, 1, 2):
             raise ConfigurationError(f"fsdp_version={self.fsdp_version!r} is unknown. Use 2.")
         named = str(self.auto_wrap_policy).upper() == "TRANSFORMER_BASED_WRAP"
         if named and self.transformer_cls_names_to_wrap is None:
             del config["auto_wrap_policy"]  # the model names its units
         return FSDPStrategy.from_config(config)
+
+
+def _kind(name: str, config: object) -> str | None:
+    """Return the `state_dict_type` that a configuration of torch belongs to.
+
+    Raises:
+        ConfigurationError: It is not such a configuration.
+    """
+    if config is None:
+        return None
+    if isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig)):
+        return "full"
+    if isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig)):
+        return "sharded"
+    raise ConfigurationError(
+        f"{name} is a {type(config).__name__}. Use torch's configuration for FULL_STATE_DICT or SHARDED_STATE_DICT, "
+        "such as FullStateDictConfig, or leave it out."
+    )
 
 
 @dataclass(frozen=True)

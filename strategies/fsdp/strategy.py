@@ -354,6 +354,8 @@ class FSDPEngine(ParallelEngine):
     ) -> list[Callable[..., Any]]:
         """Shard models. Collective.
 
+        In a mixed precision, trained parameters in bfloat16 or float16 become float32 first: optimizers step those.
+
         Raises:
             ConfigurationError: A model is sharded already, or an optimizer cannot step shards.
         """
@@ -364,6 +366,9 @@ class FSDPEngine(ParallelEngine):
         found: list[Callable[..., Any]] = []
         for model in models:
             before = list(model.parameters())
+            for parameter in before if self.precision.autocast_dtype is not None else ():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
             found.append(self._parallelize(model, model, MetaBuilding(everywhere=False, others=False)))
             for old, new in zip(before, model.parameters(), strict=True):
                 self._replaced[old] = new

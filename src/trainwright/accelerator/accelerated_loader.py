@@ -131,15 +131,16 @@ class AcceleratedLoader(DataLoader[Any]):
                 accumulation.num_groups += 1
                 place.group, place.carried = accumulation.num_groups, carried
                 place.divisor = carried + size if mean else steps
-                place.num_missing = steps - carried - size
+                continues = group.is_last and carried + size < steps and not accumulation.sync_with_dataloader
+                place.num_missing = 0 if continues else steps - carried - size
                 place.weight = None
                 for i in range(size):
                     batch, batches[i] = batches[i], None  # only the loop holds it, and may free it
                     if weights is not None:  # of the mean over the group's real micro-batches on all ranks
                         place.weight = weights[i] * (size / place.divisor)
                     place.position = carried + i + 1
-                    place.starts_group, place.ends_group = carried + i == 0, i == size - 1
-                    place.ends_data = place.ends_group and group.is_last
+                    place.starts_group, place.ends_group = carried + i == 0, i == size - 1 and not continues
+                    place.ends_data = i == size - 1 and group.is_last
                     place.num_rows = self._num_rows(batch, place.num_batches) if place.num_batches >= full else None
                     place.num_batches += 1
                     if self._mover is not None:

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.accelerated_model import unwrapped
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
-from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin
+from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.handlers import AutocastKwargs, DynamoBackend, TorchDynamoPlugin
 from trainwright.accelerator.item_counts import ItemCounts
@@ -49,7 +49,7 @@ from trainwright.accelerator.settings import (
     refuse_option,
     refuse_unknown,
 )
-from trainwright.bigmodels.saving import save_model, save_sharded_model
+from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
 from trainwright.core.names.known_arguments import known_arguments
@@ -177,8 +177,13 @@ class Accelerator:
         self._scale = None if scaler is None else LossScale(scaler)
         context = self._settings.context_maker(self.device.type, cache=self.engine.capabilities.caches_casts)
         self._make_context = context if context is None or self.engine.autocasts else nullcontext
+        plugin = self._settings.accumulation
         self._accumulation = Accumulation(
-            num_steps, self._settings.accumulation.short_group, warns=warns, gradients=self.engine.gradients
+            num_steps,
+            plugin.short_group,
+            warns=warns,
+            gradients=self.engine.gradients,
+            sync_with_dataloader=plugin.sync_with_dataloader,
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
@@ -293,6 +298,11 @@ class Accelerator:
     def sync_gradients(self) -> bool:
         """True if an optimizer step follows the current micro-batch."""
         return self._accumulation.sync_gradients
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of gradient accumulation: `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
+        return GradientState(self._accumulation, self._settings.accumulation.adjust_scheduler)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -698,6 +708,19 @@ class Accelerator:
             save_sharded_model(values, state, self.engine.processes, save_directory, max_shard_size, safe_serialization)
         elif self.state.is_main_process:
             save_model(own, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: object, f: str | os.PathLike[str] | IO[bytes], safe_serialization: bool = False) -> None:
+        """Write an object with `torch.save`, on the main process alone. Not collective.
+
+        Args:
+            obj: Without sharded tensors, such as `get_state_dict(model)`.
+            f: A path, whose file is replaced, or an open file.
+            safe_serialization: Write a dict of tensors as safetensors, without a pickle; `f` is a path. Default: False.
+
+        Raises:
+            ConfigurationError: A tensor is sharded, or safetensors cannot hold the object; on every rank.
+        """
+        save_object(obj, f, safe_serialization, is_main=self.state.is_main_process)
 
     def register_for_checkpointing(self, *objects: object) -> None:
         """Add objects to `save_state` and `load_state`. Their state must be the same on every rank.

@@ -22,7 +22,8 @@ class GradientAccumulationPlugin:
         num_steps: Micro-batches of one optimizer step. Default: None, which is 1.
         adjust_scheduler: Accepted for Accelerate's sake: a schedule advances once per optimizer step either way.
             Default: True.
-        sync_with_dataloader: End each pass over the data with an optimizer step. Only True. Default: True.
+        sync_with_dataloader: End each pass over the data with an optimizer step, also within a group. False: the next
+            pass continues the group, so that no group is short. Default: True.
         sync_each_batch: Average gradients over processes after every micro-batch instead of after the last one of a
             step. Default: False.
         short_group: What `backward(loss)` divides by in the last group of a pass when it has fewer than `num_steps`
@@ -47,10 +48,10 @@ class GradientAccumulationPlugin:
                 f"short_group={self.short_group!r}: expected 'steps' (divide by num_steps), 'mean' (divide by the "
                 "number of micro-batches in the group) or None ('steps', with a warning)."
             )
-        if not self.sync_with_dataloader:
+        if self.short_group is not None and not self.sync_with_dataloader:
             raise ConfigurationError(
-                "sync_with_dataloader=False is not supported: a pass over the data ends with an optimizer step. To "
-                "accumulate over several passes, prepare one DataLoader over a ConcatDataset of them."
+                f"short_group={self.short_group!r} with sync_with_dataloader=False: the next pass completes a group, "
+                "and none is short. Leave short_group out."
             )
 
 
@@ -110,6 +111,7 @@ class Accumulation:
         short_group: see `GradientAccumulationPlugin`.
         warns: warn of the first short group if `short_group` is None.
         gradients: Of the engine. Default: None, which is those of one process.
+        sync_with_dataloader: See `GradientAccumulationPlugin`. Default: True.
     """
 
     def __init__(
@@ -119,8 +121,10 @@ class Accumulation:
         *,
         warns: bool = False,
         gradients: Gradients | None = None,
+        sync_with_dataloader: bool = True,
     ) -> None:
         self.num_steps = num_steps
+        self.sync_with_dataloader = sync_with_dataloader
         self.short_group = short_group
         self.sync_gradients = True
         self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
@@ -265,3 +269,52 @@ class Accumulation:
                 TrainwrightWarning,
                 stacklevel=6,
             )
+
+
+class GradientState:
+    """State of gradient accumulation in a loop, under Accelerate's names; read-only and always current.
+
+    Args:
+        accumulation: Of the loop.
+        adjust_scheduler: Of the plugin.
+    """
+
+    def __init__(self, accumulation: Accumulation, adjust_scheduler: bool) -> None:
+        self._accumulation = accumulation
+        self.adjust_scheduler = adjust_scheduler
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of one optimizer step."""
+        return self._accumulation.num_steps
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """True if a pass over the data ends with an optimizer step."""
+        return self._accumulation.sync_with_dataloader
+
+    @property
+    def sync_gradients(self) -> bool:
+        """True if an optimizer step follows the current micro-batch."""
+        return self._accumulation.sync_gradients
+
+    @property
+    def active_dataloader(self) -> Any:
+        """The innermost prepared loader that is being read; None outside of prepared loaders."""
+        return self._accumulation.loader
+
+    @property
+    def in_dataloader(self) -> bool:
+        """True while a prepared loader is being read."""
+        return self._accumulation.loader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """True at the last micro-batch of the loader that is being read; False outside of prepared loaders."""
+        place = self._accumulation.place
+        return place is not None and place.ends_data
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last micro-batch over all processes; 0 if it is full. -1 if unknown or no loader is read."""
+        return -1 if self._accumulation.loader is None else self._accumulation.loader.remainder

@@ -56,8 +56,6 @@ METHODS = {
     "init_trackers": "your tracker's own interface, on is_main_process",
     "log": "your tracker's own interface, on is_main_process",
     "get_tracker": "your tracker's own interface, on is_main_process",
-    "save": "save_model, or torch.save on is_main_process",
-    "gradient_state": "sync_gradients, gradient_accumulation_steps",
     "profile": "torch.profiler",
 }
 

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainwright.bigmodels.dispatch.align import offloading_hooks
 from trainwright.bigmodels.dispatch.left_on_disk import left_on_disk
@@ -23,14 +24,15 @@ from trainwright.bigmodels.quantization.quantized_layers import (
 )
 from trainwright.bigmodels.weights.mapped_file import FileSpan
 from trainwright.bigmodels.weights.slots import stand_in
-from trainwright.checkpoint.disk.durable import CHUNK_BYTES
+from trainwright.checkpoint.disk.durable import CHUNK_BYTES, hidden, rename
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import memory_key
-from trainwright.checkpoint.format.safetensors_io import to_storable
+from trainwright.checkpoint.format.safetensors_io import to_storable, write_safetensors
 from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.host.byte_sizes import convert_file_size_to_int
 from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.tree import iterate_tensors
 from trainwright.processes.process_group import Processes
 from trainwright.strategies.state import FullState
 
@@ -80,6 +82,44 @@ def save_model(
         safe=safe_serialization,
         tied=found.tied,
     )
+
+
+def save_object(
+    obj: object, f: PathLike | IO[bytes], safe_serialization: bool = False, *, is_main: bool = True
+) -> None:
+    """Write an object on the main process; the others check it alone. Not collective.
+
+    Args:
+        obj: An object that `torch.save` pickles; a dict of tensors with `safe_serialization`.
+        f: A path, whose file is replaced, or an open file.
+        safe_serialization: Write safetensors into a path, without a pickle. Default: False.
+        is_main: This process writes. Default: True.
+
+    Raises:
+        ConfigurationError: A tensor is a shard, or safetensors cannot hold the object.
+    """
+    if any(isinstance(tensor, DTensor) for tensor in iterate_tensors(obj)):
+        raise ConfigurationError(
+            "save() was given tensors that are sharded over processes. Pass accelerator.get_state_dict(model), called "
+            "on every process, or use save_model or save_state."
+        )
+    if not safe_serialization:
+        if is_main:
+            torch.save(obj, f)
+        return
+    if not isinstance(f, (str, os.PathLike)) or not isinstance(obj, Mapping):
+        raise ConfigurationError(
+            f"save(safe_serialization=True) writes a dict of tensors to a path; it received a {type(obj).__name__} "
+            f"and a {type(f).__name__}. Leave safe_serialization out, or pass those."
+        )
+    if is_main:
+        path = Path(f)
+        temporary = hidden(path, "tmp")
+        try:
+            write_safetensors(temporary, obj, {"format": "pt"})
+            rename(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def save_sharded_model(

@@ -183,8 +183,8 @@ def test_misuse_of_num_items_is_an_error_before_backward() -> None:
 def test_the_plugin_says_what_it_takes() -> None:
     with pytest.raises(ConfigurationError, match="short_group"):
         GradientAccumulationPlugin(num_steps=2, short_group="men")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="sync_with_dataloader=False"):
-        GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    with pytest.raises(ConfigurationError, match="none is short"):
+        GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False, short_group="mean")
     with pytest.raises(ConfigurationError, match="num_steps=0"):
         GradientAccumulationPlugin(num_steps=0)
     with pytest.raises(ConfigurationError, match="both"):
