@@ -57,6 +57,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
+from trainwright.processes.signals import LoopSignal
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
@@ -169,6 +170,8 @@ class Accelerator:
         self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
         self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
         self._trigger, self._num_met_clips = False, 0
+        self._signal: LoopSignal | None = None  # until should_stop is read
+        self._joins = False  # within join_uneven_inputs
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
@@ -306,7 +309,7 @@ class Accelerator:
             ConfigurationError: It joins several processes and has prepared something, which holds connections to the
                 other processes.
         """
-        state = dict(vars(self))
+        state = {**vars(self), "_signal": None}
         if self.state.num_processes == 1:
             return state
         if self._prepared:
@@ -445,6 +448,8 @@ class Accelerator:
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
             self._items.complete(self._accumulated_parameters)
+            if self._signal is not None and not self._joins:
+                self._signal.end_step()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -530,8 +535,12 @@ class Accelerator:
                 stacklevel=3,
             )
             block = nullcontext()
-        with block:
-            yield
+        try:
+            self._joins = True
+            with block:
+                yield
+        finally:
+            self._joins = False
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model.
@@ -600,6 +609,23 @@ class Accelerator:
         found = self.state.joined().any(self._trigger)
         self._trigger = False
         return found
+
+    @property
+    def should_stop(self) -> bool:
+        """True once any rank has received SIGTERM or SIGUSR1: leave the loop after this step, and call `save_state`.
+
+        The value is the same on every rank and changes only in the `backward` of a group's last micro-batch, at most
+        about a second (or one step) after the signal. Reading it does not communicate. The first read sets the signal
+        handlers of this process, and from then on ranks exchange signals in `backward`: read it in each step, on every
+        rank. Handlers of the user are called as well; `end_training` restores all earlier ones. In one process it works
+        the same. It does not change within `join_uneven_inputs`.
+
+        Warns:
+            TrainwrightWarning: The first read is outside of the main thread, where Python sets no handlers.
+        """
+        if self._signal is None:
+            self._signal = LoopSignal(self.state.joined())
+        return self._signal.agreed
 
     # Between the processes
 
@@ -825,8 +851,10 @@ class Accelerator:
         return found
 
     def end_training(self) -> None:
-        """Wait for the last save and leave the process group, without waiting for other processes."""
+        """Wait for the last save, restore signal handlers and leave the process group, without waiting for others."""
         self._checkpoints.close()
+        if self._signal is not None:
+            self._signal.close()
         self.engine.close()
         self.state.destroy_process_group()
 
