@@ -154,6 +154,10 @@ def test_under_torchrun_a_signal_to_one_process_ends_all_with_code_0(tmp_path: P
     assert (tmp_path / "state" / "manifest.json").is_file()
 
 
+def _stops(accelerator: Accelerator) -> bool:
+    return accelerator.should_stop
+
+
 def _loop() -> tuple[Accelerator, torch.nn.Parameter]:
     return Accelerator(cpu=True), torch.nn.Parameter(torch.ones(()))
 
@@ -165,16 +169,16 @@ def test_handlers_are_set_when_it_is_read_call_the_users_and_are_restored() -> N
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
     accelerator, weight = _loop()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
-    assert not accelerator.should_stop
+    assert not _stops(accelerator)
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not accelerator.should_stop  # until the next step
+    assert not _stops(accelerator)  # until the next step
     accelerator.backward(weight * 2)
-    assert accelerator.should_stop
+    assert _stops(accelerator)
     assert called == [signal.SIGTERM]
     pickle.dumps(accelerator)
     accelerator.end_training()
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
-    assert accelerator.should_stop  # for the exit code
+    assert _stops(accelerator)  # for the exit code
 
 
 @pytest.mark.usefixtures("fresh_state")
@@ -183,11 +187,11 @@ def test_two_accelerators_both_stop_in_whichever_order_they_end() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
     before = signal.getsignal(signal.SIGTERM)
     (first, weight), (second, _) = _loop(), _loop()
-    assert [first.should_stop, second.should_stop] == [False, False]
+    assert [_stops(first), _stops(second)] == [False, False]
     os.kill(os.getpid(), signal.SIGTERM)
     for accelerator in (first, second):
         accelerator.backward(weight * 2)
-        assert accelerator.should_stop
+        assert _stops(accelerator)
     first.end_training()
     os.kill(os.getpid(), signal.SIGTERM)
     second.end_training()
@@ -197,11 +201,12 @@ def test_two_accelerators_both_stop_in_whichever_order_they_end() -> None:
 
 @pytest.mark.usefixtures("fresh_state")
 def test_outside_of_the_main_thread_it_warns() -> None:
-    accelerator, said = _loop()[0], []
+    accelerator = _loop()[0]
+    said: list[Any] = []
 
     def read() -> None:
         with pytest.warns(TrainwrightWarning, match="outside of the main thread") as found:
-            accelerator.should_stop  # noqa: B018 -- the first read
+            _stops(accelerator)
         said.extend(found)
 
     thread = threading.Thread(target=read)
@@ -215,7 +220,7 @@ def _join() -> int:
     net = Net()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
     num_batches = 2 + 15 * accelerator.process_index
-    assert not accelerator.should_stop
+    assert not _stops(accelerator)
     with accelerator.join_uneven_inputs([model]):
         for _ in range(num_batches):
             accelerator.backward(model(torch.ones(2, 4)).mean())
@@ -224,7 +229,7 @@ def _join() -> int:
     if accelerator.is_main_process:
         os.kill(os.getpid(), signal.SIGTERM)
     steps = 0
-    while not accelerator.should_stop:
+    while not _stops(accelerator):
         accelerator.backward(model(torch.ones(2, 4)).mean())
         steps += 1
     accelerator.end_training()
@@ -244,7 +249,7 @@ def _read_late() -> str:
     if not accelerator.is_main_process:
         time.sleep(0.5)
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        assert not accelerator.should_stop
+        assert not _stops(accelerator)
         accelerator.backward(weight * 2)
     accelerator.end_training()
     return said.getvalue()

@@ -35,11 +35,11 @@ from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
     LoopCheckpoints,
     LoopObjects,
-    ProjectConfiguration,
     SaveHook,
 )
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepare import PreparedObjects
+from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.accelerator.settings import (
     compare_precision,
@@ -95,7 +95,7 @@ class Accelerator:
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
-        project_dir: Folder of the project. Default: None.
+        project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
@@ -167,7 +167,7 @@ class Accelerator:
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
-        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+        self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
         self._trigger, self._num_met_clips = False, 0
         self._signal: LoopSignal | None = None  # until should_stop is read
@@ -326,7 +326,7 @@ class Accelerator:
         if "engine" not in state:
             self.engine = self._settings.selection.engine()
             self.engine.start(self.state.topology)
-            self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+            self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
             seed, num_steps = state["_prepared"]
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
@@ -765,22 +765,24 @@ class Accelerator:
 
         It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
         and registered objects: a loop that loads it continues bit for bit. Under a sharded strategy every rank writes
-        its shards. Call it between two optimizer steps. It blocks until the state is on the disk, unless
+        its shards. Call it between two optimizer steps. It blocks until the state is on the disk and uploaded, unless
         `ProjectConfiguration(async_save=True)`.
 
         Args:
-            output_dir: The folder. Default: None, which needs automatic naming; see `ProjectConfiguration`.
+            output_dir: The folder, or a URL such as `s3://bucket/run/state`, whose existing state is replaced if this
+                run has uploaded it. Default: None, which needs automatic naming; see `ProjectConfiguration`.
             safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
 
         Returns:
-            The folder.
+            The folder or URL.
 
         Raises:
-            CheckpointError: `output_dir` exists and is not a checkpoint, or a value cannot be saved.
+            CheckpointError: `output_dir` exists and is not a checkpoint, a value cannot be saved, or the upload failed;
+                earlier states are as they were.
             ConfigurationError: The folder is missing or named twice, an option is unknown, or the loop is within a
                 group of micro-batches.
         """
-        path = self._checkpoints.target(output_dir)
+        place = self._checkpoints.folders.target(output_dir)
         self._meet("save_state()")
         self._accumulation.refuse_open_group()
         if not safe_serialization:
@@ -790,8 +792,8 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        self._checkpoints.save(path, self._objects())
-        return os.fspath(path)
+        self._checkpoints.save(place, self._objects())
+        return place
 
     @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
@@ -804,8 +806,8 @@ class Accelerator:
         restores weights, optimizers and schedules.
 
         Args:
-            input_dir: The folder. Default: None, which is the newest valid one under automatic naming; see
-                `ProjectConfiguration`.
+            input_dir: The folder, or a URL, which the main process downloads. Default: None, which is the newest valid
+                one under automatic naming; see `ProjectConfiguration`. Collective for None and a URL.
             load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
 
         Raises:
@@ -843,7 +845,7 @@ class Accelerator:
         self.engine.close()
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)
-        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+        self._checkpoints = LoopCheckpoints(self.engine, self._checkpoints.folders)
         self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
         found: list[Any] = [None] * len(objects)
         del objects

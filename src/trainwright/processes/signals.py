@@ -153,7 +153,8 @@ class _LoopHandler(SignalHandler):
     def close(self) -> None:
         """Stop recording, and restore the earlier handler unless another one has been set since."""
         self._closed = True
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(self._number) is self:
+        current: Any = signal.getsignal(self._number)
+        if current is self and threading.current_thread() is threading.main_thread():
             self._restore()
 
     def _earlier(self) -> Any:
