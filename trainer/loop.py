@@ -16,13 +16,13 @@ from trainwright.core.duration import Duration, Interval
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import Group, SkipRestOfEpoch
 from trainwright.core.tree import batch_size
+from trainwright.processes.agreement import Agreement
 from trainwright.trainer import evaluation
 from trainwright.trainer.checkpoints import restore, safe_point
 from trainwright.trainer.checkpoints.capture import metrics_state
 from trainwright.trainer.logger_start import begin_fit
 from trainwright.trainer.loop_state import count_samples, count_tokens
 from trainwright.trainer.recovery import rollback
-from trainwright.trainer.recovery.agreement import Agreement
 from trainwright.trainer.recovery.leaving import leave
 from trainwright.trainer.recovery.non_finite import step_function
 from trainwright.trainer.recovery.preemption import EvaluationWatch

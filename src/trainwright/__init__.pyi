@@ -22,7 +22,7 @@ from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwarg
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
-from trainwright.accelerator.loop_checkpoints import ProjectConfiguration as ProjectConfiguration
+from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
 from trainwright.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device

@@ -16,7 +16,7 @@ from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
 from trainwright import TaskModule
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
+from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.checkpoint import read_checkpoint
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
 from trainwright.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, TensorParallelStrategy

@@ -8,9 +8,9 @@ from typing import Any
 
 from trainwright.checkpoint.format.layout import Kind
 from trainwright.checkpoint.format.manifests import FoundCheckpoint
-from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, find_remote
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, newest_remote
 from trainwright.core.errors import CheckpointError
-from trainwright.core.host.folders import is_url, last_part, local_folder
+from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
 from trainwright.core.run import SaveRequest
 from trainwright.trainer.run import StageRun
 
@@ -61,16 +61,12 @@ def tidy(run: StageRun, path: Path | None) -> None:
 
 def twin(run: StageRun, url: str) -> Path:
     """Return where on this machine the checkpoint stands that is to be uploaded to `url`."""
-    return local_folder(run.settings.root.absolute() / "checkpoints", _parent(url)) / last_part(url)
+    return local_folder(run.settings.root.absolute() / "checkpoints", parent_url(url)) / last_part(url)
 
 
 def upload_to(run: StageRun, path: Path, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
     """Upload the checkpoint `path` to `url`, which ends with its name; an own one of that name is replaced."""
-    RemoteIndex(_parent(url), run=run.history.run_id, storage_options=storage_options).upload(path, replace=True)
-
-
-def _parent(url: str) -> str:
-    return url.rstrip("/").rpartition("/")[0]
+    RemoteIndex(parent_url(url), run=run.history.run_id, storage_options=storage_options).upload(path, replace=True)
 
 
 def fetch(run: StageRun, url: str) -> Path:
@@ -91,13 +87,8 @@ def newer_than(run: StageRun, local: FoundCheckpoint | None, kind: Kind | None) 
     remote = None if run.saver is None else run.saver.remote
     if remote is None:
         return None
-    found = [item for item in find_remote(remote) if kind is None or item.manifest.kind == kind]
-    if not found:
-        return None
-    last = max(found, key=lambda item: (item.manifest.created, item.manifest.step))
-    if local is not None and local.manifest.created >= last.manifest.created:
-        return None
-    return last.url
+    last = newest_remote(remote, than=local, kind=kind)
+    return None if last is None else last.url
 
 
 def on_this_machine(run: StageRun, path: str) -> Path:

@@ -20,37 +20,17 @@ from typing import Any, Protocol
 
 from trainwright.core.errors import Preempted
 from trainwright.core.process import slurm_job
+from trainwright.processes.agreement import Agreement
 from trainwright.processes.process_group import Processes
+from trainwright.processes.signals import SIGNALS, ReceivedSignal, SignalHandler, is_users
 from trainwright.trainer.data import EvaluationData
 from trainwright.trainer.loop_state import LoopState
-from trainwright.trainer.recovery.agreement import Agreement
 
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 MARGIN_S = 1.0  # kept free for leaving, besides what a checkpoint takes
 _ROUNDS = 1000  # of an evaluation, between two exchanges at most
 
 
-class _Handler:
-    """A handler of this module; in a process that was forked it does what the system would do.
-
-    Whoever forks ends the new process with SIGTERM, as multiprocessing does, and waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._process:
-            self.handle(number, frame)
-        else:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Act on it in the process that has set this handler."""
-
-
-class _Requeue(_Handler):
+class _Requeue(SignalHandler):
     """Act on SIGUSR1, Slurm's warning, outside of a fit: nothing has to be saved, so that the process ends at once."""
 
     def __init__(self, is_main: bool, requeue: bool) -> None:
@@ -67,7 +47,7 @@ class _Requeue(_Handler):
         raise Preempted(name)
 
 
-class _Leaving(_Handler):
+class _Leaving(SignalHandler):
     """Keep further signals from ending a process that leaves already: its exit code is 143.
 
     Args:
@@ -93,7 +73,7 @@ class _Leaving(_Handler):
 def _leave_quietly() -> None:
     """Keep the code of a process that leaves until its end: Python puts the system's handlers back before that."""
     if _Leaving.begun:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -111,11 +91,7 @@ def listen(*, is_main: bool, requeue: bool) -> None:
         signal.signal(signal.SIGUSR1, _Requeue(is_main, requeue))
 
 
-def _is_users(handler: object) -> bool:
-    return callable(handler) and not isinstance(handler, _Handler)
-
-
-class _Note(_Handler):
+class _Note(SignalHandler):
     """Note a signal during a fit, for the loop to act on; a handler that the user has set runs as well.
 
     While the fit is set up nothing has to be saved: `Preempted` is raised at once.
@@ -130,7 +106,7 @@ class _Note(_Handler):
         before, leaves = self._before[number], self._preemption.agreed
         self._preemption.take(number)
         self._run.loop.look()
-        if _is_users(before):
+        if is_users(before):
             before(number, frame)
         elif not self._run.trains and not leaves:
             self._preemption.agreed = True
@@ -149,24 +125,8 @@ class Fit(Protocol):
     trains: bool
 
 
-class Preemption:
-    """What this process has been told, and what all ranks have agreed on.
-
-    Args:
-        grace_s: seconds between the signal and the end that the machine makes by itself; None: signals are not watched.
-
-    Attributes:
-        signal: number of the signal that this process got, or that the ranks agreed on; 0: none.
-        agreed: all ranks know of it.
-        receiver: the first rank that got it.
-    """
-
-    def __init__(self, grace_s: float | None) -> None:
-        self.grace_s = grace_s
-        self.signal = 0
-        self.agreed = False
-        self.receiver = 0
-        self._deadline = 0.0
+class Preemption(ReceivedSignal):
+    """The signals of a fit; see `ReceivedSignal`."""
 
     @contextlib.contextmanager
     def watching(self, run: Fit) -> Iterator[None]:
@@ -183,7 +143,7 @@ class Preemption:
         before: dict[int, Any] = {}
         note = _Note(self, run, before)
         _Leaving.begun = False
-        for number in _SIGNALS:
+        for number in SIGNALS:
             before[number] = signal.getsignal(number)
             signal.signal(number, note)
         failure: BaseException | None = None
@@ -193,11 +153,11 @@ class Preemption:
             failure = error
             raise
         finally:
-            late = self.signal and not self.agreed and not _is_users(before[self.signal])
+            late = self.signal and not self.agreed and not is_users(before[self.signal])
             _Leaving.begun = self.agreed = self.agreed or bool(late)
             leaving = _Leaving(self._deadline, before)
             for number, handler in before.items():
-                if self.agreed and not _is_users(handler):
+                if self.agreed and not is_users(handler):
                     signal.signal(number, leaving)
                 else:
                     signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -208,30 +168,9 @@ class Preemption:
                 os.write(2, f"trainwright: {name} came while the fit ended; the process ends.\n".encode())
                 raise Preempted(name) from failure
 
-    def take(self, number: int) -> None:
-        """Take a signal that has come to this process; the first one counts."""
-        if not self.signal:
-            self.signal, self._deadline = number, time.monotonic() + (self.grace_s or 0.0)
-
-    def remaining_s(self) -> float:
-        """Return the seconds until the process is ended from outside."""
-        return self._deadline - time.monotonic()
-
     def write_deadline_s(self) -> float | None:
         """Return when `time.monotonic()` leaves no more time for checkpoints; None without a signal."""
         return self._deadline - MARGIN_S if self.signal else None
-
-    def note(self) -> list[int]:
-        """Return what this rank knows, for an exchange: the signal, and the milliseconds that are left."""
-        return [self.signal, int(self.remaining_s() * 1000) if self.signal else 0]
-
-    def hear(self, everyone: list[list[int]]) -> None:
-        """Take what all ranks know (see `note`)."""
-        told = [(rank, number, left_ms) for rank, (number, left_ms) in enumerate(everyone) if number]
-        if told:
-            self.agreed = True
-            self.receiver, self.signal, _ = told[0]
-            self._deadline = time.monotonic() + min(left_ms for _, _, left_ms in told) / 1000
 
 
 class EvaluationWatch:

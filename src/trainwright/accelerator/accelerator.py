@@ -35,11 +35,11 @@ from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
     LoopCheckpoints,
     LoopObjects,
-    ProjectConfiguration,
     SaveHook,
 )
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepare import PreparedObjects
+from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.accelerator.settings import (
     compare_precision,
@@ -57,6 +57,7 @@ from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
 from trainwright.processes.partial_state import PartialState
+from trainwright.processes.signals import LoopSignal
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
 from trainwright.strategies.strategy import Strategy
@@ -94,7 +95,7 @@ class Accelerator:
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
-        project_dir: Folder of the project. Default: None.
+        project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
@@ -166,9 +167,11 @@ class Accelerator:
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
-        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+        self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
         self._trigger, self._num_met_clips = False, 0
+        self._signal: LoopSignal | None = None  # until should_stop is read
+        self._joins = False  # within join_uneven_inputs
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
@@ -316,7 +319,7 @@ class Accelerator:
             ConfigurationError: It joins several processes and has prepared something, which holds connections to the
                 other processes.
         """
-        state = dict(vars(self))
+        state = {**vars(self), "_signal": None}
         if self.state.num_processes == 1:
             return state
         if self._prepared:
@@ -333,7 +336,7 @@ class Accelerator:
         if "engine" not in state:
             self.engine = self._settings.selection.engine()
             self.engine.start(self.state.topology)
-            self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+            self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
             seed, num_steps = state["_prepared"]
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
@@ -455,6 +458,8 @@ class Accelerator:
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
             self._items.complete(self._accumulated_parameters)
+            if self._signal is not None and not self._joins:
+                self._signal.end_step()
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -540,8 +545,12 @@ class Accelerator:
                 stacklevel=3,
             )
             block = nullcontext()
-        with block:
-            yield
+        try:
+            self._joins = True
+            with block:
+                yield
+        finally:
+            self._joins = False
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model.
@@ -610,6 +619,23 @@ class Accelerator:
         found = self.state.joined().any(self._trigger)
         self._trigger = False
         return found
+
+    @property
+    def should_stop(self) -> bool:
+        """True once any rank has received SIGTERM or SIGUSR1: leave the loop after this step, and call `save_state`.
+
+        The value is the same on every rank and changes only in the `backward` of a group's last micro-batch, at most
+        about a second (or one step) after the signal. Reading it does not communicate. The first read sets the signal
+        handlers of this process, and from then on ranks exchange signals in `backward`: read it in each step, on every
+        rank. Handlers of the user are called as well; `end_training` restores all earlier ones. In one process it works
+        the same. It does not change within `join_uneven_inputs`.
+
+        Warns:
+            TrainwrightWarning: The first read is outside of the main thread, where Python sets no handlers.
+        """
+        if self._signal is None:
+            self._signal = LoopSignal(self.state.joined())
+        return self._signal.agreed
 
     # Between the processes
 
@@ -762,22 +788,24 @@ class Accelerator:
 
         It holds weights, optimizers, schedules, the loss scale, the position in the data, the generators of all ranks
         and registered objects: a loop that loads it continues bit for bit. Under a sharded strategy every rank writes
-        its shards. Call it between two optimizer steps. It blocks until the state is on the disk, unless
+        its shards. Call it between two optimizer steps. It blocks until the state is on the disk and uploaded, unless
         `ProjectConfiguration(async_save=True)`.
 
         Args:
-            output_dir: The folder. Default: None, which needs automatic naming; see `ProjectConfiguration`.
+            output_dir: The folder, or a URL such as `s3://bucket/run/state`, whose existing state is replaced if this
+                run has uploaded it. Default: None, which needs automatic naming; see `ProjectConfiguration`.
             safe_serialization: False is warned of: weights are written as safetensors, never pickled. Default: True.
 
         Returns:
-            The folder.
+            The folder or URL.
 
         Raises:
-            CheckpointError: `output_dir` exists and is not a checkpoint, or a value cannot be saved.
+            CheckpointError: `output_dir` exists and is not a checkpoint, a value cannot be saved, or the upload failed;
+                earlier states are as they were.
             ConfigurationError: The folder is missing or named twice, an option is unknown, or the loop is within a
                 group of micro-batches.
         """
-        path = self._checkpoints.target(output_dir)
+        place = self._checkpoints.folders.target(output_dir)
         self._meet("save_state()")
         self._accumulation.refuse_open_group()
         if not safe_serialization:
@@ -787,8 +815,8 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=2,
             )
-        self._checkpoints.save(path, self._objects())
-        return os.fspath(path)
+        self._checkpoints.save(place, self._objects())
+        return place
 
     @known_arguments(partial(refuse_option, "load_state"))
     def load_state(
@@ -801,8 +829,8 @@ class Accelerator:
         restores weights, optimizers and schedules.
 
         Args:
-            input_dir: The folder. Default: None, which is the newest valid one under automatic naming; see
-                `ProjectConfiguration`.
+            input_dir: The folder, or a URL, which the main process downloads. Default: None, which is the newest valid
+                one under automatic naming; see `ProjectConfiguration`. Collective for None and a URL.
             load_kwargs: Options of `torch.load`, which is not used; only None or an empty mapping. Default: None.
 
         Raises:
@@ -840,7 +868,7 @@ class Accelerator:
         self.engine.close()
         self.engine = self._settings.selection.engine()
         self.engine.start(self.state.topology)
-        self._checkpoints = LoopCheckpoints(self.engine, self.project_configuration)
+        self._checkpoints = LoopCheckpoints(self.engine, self._checkpoints.folders)
         self._begin(self._prepared.seed, self.gradient_accumulation_steps, warns=self._accumulation.warns)
         found: list[Any] = [None] * len(objects)
         del objects
@@ -848,8 +876,10 @@ class Accelerator:
         return found
 
     def end_training(self) -> None:
-        """Wait for the last save and leave the process group, without waiting for other processes."""
+        """Wait for the last save, restore signal handlers and leave the process group, without waiting for others."""
         self._checkpoints.close()
+        if self._signal is not None:
+            self._signal.close()
         self.engine.close()
         self.state.destroy_process_group()
 

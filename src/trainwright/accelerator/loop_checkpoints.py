@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,12 +19,13 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerated_loader import AcceleratedLoader
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.project import StateFolders
 from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, make_folder
 from trainwright.checkpoint.format.staging import remove_folder
-from trainwright.checkpoint.run_folder import RunFolder
 from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.host.folders import is_url
 from trainwright.core.rng import rng_state, set_rng_state
 from trainwright.core.state import TrainState
 from trainwright.strategies.engine import Engine
@@ -34,54 +33,6 @@ from trainwright.strategies.sharded_saves import SaveTarget, ShardedSaves
 from trainwright.strategies.state import FullState
 
 _ENTRY = "loop"  # of the trainer part
-_NAME = re.compile(r"checkpoint_(\d+)")
-
-
-@dataclass(slots=True)
-class ProjectConfiguration:
-    """Where an `Accelerator` saves its states, and how many it keeps; Accelerate's name.
-
-    Args:
-        project_dir: Folder of the project. Default: None.
-        logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
-        automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
-            `load_state()` reads the newest valid one. Default: False.
-        total_limit: Number of automatically named states that are kept; older ones are deleted once a new one is on the
-            disk. Default: None, which keeps all.
-        iteration: Number of the next automatically named state. Default: 0.
-        save_on_each_node: Only False: one folder holds the state of all nodes. Default: False.
-        async_save: `save_state` returns once the tensors are copied to host memory, and a thread writes them. The next
-            save, `load_state` and the end of the script wait for it. Default: False.
-
-    Raises:
-        ConfigurationError: A value is not one of these.
-    """
-
-    project_dir: str | None = None
-    logging_dir: str | None = None
-    automatic_checkpoint_naming: bool = False
-    total_limit: int | None = None
-    iteration: int = 0
-    save_on_each_node: bool = False
-    async_save: bool = False
-
-    def __post_init__(self) -> None:
-        if self.total_limit is not None and self.total_limit < 1:
-            raise ConfigurationError(f"total_limit={self.total_limit!r}: write a whole number of at least 1, or None.")
-        if self.save_on_each_node:
-            raise ConfigurationError(
-                "save_on_each_node=True is not supported: all nodes write into one folder, on a file system that they "
-                "share. Leave it out."
-            )
-        if self.automatic_checkpoint_naming and self.project_dir is None:
-            raise ConfigurationError("automatic_checkpoint_naming=True needs project_dir=, the folder of the project.")
-        self.set_directories(self.project_dir)
-
-    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Set the folder of the project, and that of the trackers if it is not set."""
-        self.project_dir = None if project_dir is None else os.fspath(project_dir)
-        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
-
 
 SaveHook = Callable[[list[nn.Module], list[Any], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -141,12 +92,12 @@ class LoopCheckpoints:
 
     Args:
         engine: Started.
-        configuration: Names of the states, and their number.
+        folders: Where the states are.
     """
 
-    def __init__(self, engine: Engine, configuration: ProjectConfiguration) -> None:
-        self._engine, self.configuration = engine, configuration
-        self._writer = AsyncWriter() if configuration.async_save else None
+    def __init__(self, engine: Engine, folders: StateFolders) -> None:
+        self._engine, self.folders, self.configuration = engine, folders, folders.configuration
+        self._writer = AsyncWriter() if self.configuration.async_save else None
         self._sharded = ShardedSaves(engine, self._writer)
         self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -163,85 +114,25 @@ class LoopCheckpoints:
         self.load_hooks[handle.id] = hook
         return handle
 
-    # Names
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.configuration.project_dir or ".") / "checkpoints"
-
-    def target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        """Return the folder of the next save. Not collective.
-
-        Raises:
-            ConfigurationError: There is none, or two, or the next automatic name is taken.
-        """
-        project = self.configuration
-        if not project.automatic_checkpoint_naming:
-            if output_dir is None:
-                raise ConfigurationError(
-                    "save_state() needs a folder. Pass output_dir='…', or "
-                    "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
-                )
-            return Path(output_dir)
-        if output_dir is not None:
-            raise ConfigurationError(
-                f"save_state(output_dir={os.fspath(output_dir)!r}) and automatic_checkpoint_naming=True both name the "
-                "folder. Leave one out."
-            )
-        return self._folder / f"checkpoint_{project.iteration}"
-
-    def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        """Return the folder to load from: the newest valid state if none is given. Collective then.
-
-        Raises:
-            ConfigurationError: There is no folder, and no automatic naming.
-            FileNotFoundError: There is no valid state.
-        """
-        if input_dir is not None:
-            return Path(input_dir)
-        if not self.configuration.automatic_checkpoint_naming:
-            raise ConfigurationError(
-                "load_state() needs a folder. Pass input_dir='…', or "
-                "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
-            )
-
-        def look() -> str | None:
-            self.wait()
-            found = RunFolder(self._folder).newest()
-            return None if found is None else found.path.name
-
-        name = self._engine.processes.on_main_rank(look, f"look into {self._folder}")
-        if name is None:
-            raise FileNotFoundError(f"there is no valid state in {self._folder}.")
-        return self._folder / name
-
-    def _published(self, path: Path) -> None:
-        """Delete the oldest automatically named states beyond the limit; on the main rank, once one is on the disk."""
-        limit = self.configuration.total_limit
-        if not self.configuration.automatic_checkpoint_naming or limit is None:
-            return
-        numbers = {int(found[1]): one for one in path.parent.iterdir() if (found := _NAME.fullmatch(one.name))}
-        for number in sorted(numbers)[:-limit]:
-            remove_folder(numbers[number])
-
     # Saving
 
-    def save(self, path: Path, objects: LoopObjects) -> None:
+    def save(self, place: str, objects: LoopObjects) -> None:
         """Write the state of a loop as a checkpoint, which replaces an existing one. Collective.
 
-        Blocks on the disk, or until the tensors are copied (`async_save`).
+        Blocks on the disk and the network, or until the tensors are copied (`async_save`).
+
+        Args:
+            place: Path or URL.
+            objects: To save.
 
         Raises:
-            CheckpointError: `path` exists and is not a checkpoint, a value cannot be saved, or an earlier save failed;
-                on every rank.
+            CheckpointError: `place` exists and is not a checkpoint, a value cannot be saved, the upload or an earlier
+                save failed; on every rank.
             ConfigurationError: The loop is within a group of micro-batches, or an automatic name is taken.
         """
         engine, processes, project = self._engine, self._engine.processes, self.configuration
-        if project.automatic_checkpoint_naming and processes.on_main_rank(path.exists, f"look for {path}"):
-            raise ConfigurationError(
-                f"{path} exists already. Call load_state() to continue from the newest state, or pass "
-                "ProjectConfiguration(iteration=…), the number of the next one."
-            )
+        path, published = self.folders.on_disk(place), partial(self.folders.published, place)
+        processes.on_main_rank(partial(self.folders.check, place), f"look for {place}")
         own = {"rng": rng_state(engine.device), "loaders": [loader.state_dict() for loader in objects.loaders]}
         of_ranks = processes.gather_object(own)
         engine.begin_save()
@@ -264,9 +155,9 @@ class LoopCheckpoints:
         )
         try:
             if in_shards:
-                self._sharded.save(snapshot, [SaveTarget(path, {}, self._published)], before=self.wait)
+                self._sharded.save(snapshot, [SaveTarget(path, {}, published)], before=self.wait)
             else:
-                processes.on_main_rank(partial(self._write, path, snapshot), f"write {path}")
+                processes.on_main_rank(partial(self._write, path, snapshot, published), f"write {place}")
         except BaseException:
             if extra is not None and extra.is_dir():
                 remove_folder(extra)
@@ -274,11 +165,11 @@ class LoopCheckpoints:
         if project.automatic_checkpoint_naming:
             project.iteration += 1
 
-    def _write(self, path: Path, snapshot: Snapshot) -> None:
+    def _write(self, path: Path, snapshot: Snapshot, published: Callable[[Path], None]) -> None:
         if self._writer is None:
-            self._published(write_checkpoint(path, snapshot))
+            published(write_checkpoint(path, snapshot))
         else:
-            self._writer.submit(path, snapshot, then=self._published)
+            self._writer.submit(path, snapshot, then=published)
 
     def _entries(self, objects: LoopObjects, of_ranks: list[Any], steps: list[int]) -> dict[str, Any]:
         """Return the trainer part: the loop's own entry, and those that a Trainer reads."""
@@ -292,7 +183,7 @@ class LoopCheckpoints:
             "loggers": [],
             "datamodule": {},
             "seed": objects.seed,
-            "run_id": secrets.token_hex(8),
+            "run_id": self.folders.run_id,
             "precision": self._engine.precision.name,
             _ENTRY: {
                 "counts": objects.counts,
@@ -349,6 +240,28 @@ class LoopCheckpoints:
 
     # Loading
 
+    def source(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        """Return the folder to load from: the newest valid state if none is given, or a download. Collective then.
+
+        Raises:
+            CheckpointError: The state at a URL is damaged, or the service cannot be reached.
+            ConfigurationError: There is no folder, and no automatic naming.
+            FileNotFoundError: There is no valid state; on every rank.
+        """
+        self.folders.check_source(input_dir)
+        if input_dir is not None and not is_url(input_dir):
+            return Path(input_dir)
+
+        def fetch() -> str | None:
+            self.wait()
+            return self.folders.fetch(input_dir)
+
+        place = input_dir or self.folders.folder
+        found = self._engine.processes.on_main_rank(fetch, f"fetch a state from {place}")
+        if found is None:
+            raise FileNotFoundError(f"there is no valid state in {place}.")
+        return Path(found)
+
     def load(self, path: Path, objects: LoopObjects) -> None:
         """Restore the state of a loop, also from a checkpoint of a Trainer. Every rank reads the same folder.
 
@@ -380,9 +293,7 @@ class LoopCheckpoints:
             objects.scale.load_state_dict(scale)
         if snapshot.world_size == processes.world_size and snapshot.rng:
             set_rng_state(snapshot.rng[processes.rank], self._engine.device)
-        found = _NAME.fullmatch(path.name)
-        if found is not None and self.configuration.automatic_checkpoint_naming:
-            self.configuration.iteration = int(found[1]) + 1
+        self.folders.continues(snapshot.trainer.get("run_id", ""), path.name)
         if entry is None:
             warnings.warn(
                 f"{path} is a checkpoint of a Trainer: weights, optimizers, schedules and generators are restored, and "

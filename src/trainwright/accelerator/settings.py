@@ -21,7 +21,7 @@ from trainwright.accelerator.handlers import (
     read_dynamo,
     sort_handlers,
 )
-from trainwright.accelerator.loop_checkpoints import ProjectConfiguration
+from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision

@@ -40,7 +40,7 @@ from trainwright.checkpoint.format.layout import (
     check_format_version,
     upgraded,
 )
-from trainwright.checkpoint.format.manifests import read_manifest, verify
+from trainwright.checkpoint.format.manifests import FoundCheckpoint, read_manifest, verify
 from trainwright.checkpoint.format.staging import remove_folder
 from trainwright.core.errors import CheckpointError, MissingPackageError, TrainwrightError, require_package
 from trainwright.core.host.folders import held, is_url, last_part, local_folder
@@ -127,6 +127,22 @@ def find_remote(url: str, *, storage_options: Mapping[str, Any] | None = None) -
             continue  # cut short or not ours; who asks for it by name hears why
         found.append(RemoteCheckpoint(remote.url, manifest))
     return sorted(found, key=lambda item: (item.manifest.step, item.manifest.created, item.url))
+
+
+def newest_remote(
+    url: str, *, than: FoundCheckpoint | None = None, kind: Kind | None = None
+) -> RemoteCheckpoint | None:
+    """Return the complete checkpoint directly below `url` that was written last; see `find_remote`.
+
+    Args:
+        url: the remote folder.
+        than: a local checkpoint; None is returned if it is the same or was written later. Default: None.
+        kind: `"full"` passes over checkpoints that cannot be resumed. Default: None.
+    """
+    found = [item for item in find_remote(url) if kind is None or item.manifest.kind == kind]
+    last = max(found, key=lambda item: (item.manifest.created, item.manifest.step), default=None)
+    is_older = last is not None and than is not None and than.manifest.created >= last.manifest.created
+    return None if is_older else last
 
 
 def download_checkpoint(url: str, into: Path | str, *, storage_options: Mapping[str, Any] | None = None) -> Path:

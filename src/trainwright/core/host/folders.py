@@ -51,6 +51,11 @@ def last_part(url: str) -> str:
     return url.rstrip("/").rpartition("/")[2]
 
 
+def parent_url(url: str) -> str:
+    """Return the part before the last slash: the folder of a checkpoint."""
+    return url.rstrip("/").rpartition("/")[0]
+
+
 def local_folder(root: Path, url: str) -> Path:
     """Return the folder below `root` for `url`: readable, and unique for every URL."""
     url = url.rstrip("/")

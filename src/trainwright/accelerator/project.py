@@ -1,0 +1,209 @@
+"""The project of an Accelerator: names, folders and URLs of its states, and how many are kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainwright.checkpoint.format.staging import remove_folder
+from trainwright.checkpoint.remote import RemoteIndex, fetch_checkpoint, find_remote, newest_remote, remote_names
+from trainwright.checkpoint.run_folder import RunFolder
+from trainwright.core.errors import CheckpointError, ConfigurationError, TrainwrightWarning
+from trainwright.core.host.folders import is_url, last_part, local_folder, parent_url
+
+_NAME = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass(slots=True)
+class ProjectConfiguration:
+    """Where an `Accelerator` saves its states, and how many it keeps; Accelerate's name.
+
+    Args:
+        project_dir: Folder of the project, or its URL, such as `s3://bucket/run`. Default: None.
+        logging_dir: Folder of the trackers. Default: None, which is `project_dir`.
+        automatic_checkpoint_naming: `save_state()` writes `project_dir/checkpoints/checkpoint_{iteration}`, and
+            `load_state()` reads the newest valid one. Default: False.
+        total_limit: Number of automatically named states that are kept; older ones are deleted once a new one is on the
+            disk, or uploaded. In a remote folder only those that this run has uploaded are deleted. Default: None,
+            which keeps all.
+        iteration: Number of the next automatically named state. Default: 0.
+        save_on_each_node: Only False: one folder holds the state of all nodes. Default: False.
+        async_save: `save_state` returns once the tensors are copied to host memory, and a thread writes and uploads
+            them. The next save, `load_state` and the end of the script wait for it. Default: False.
+
+    Raises:
+        ConfigurationError: A value is not one of these.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+    async_save: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(f"total_limit={self.total_limit!r}: write a whole number of at least 1, or None.")
+        if self.save_on_each_node:
+            raise ConfigurationError(
+                "save_on_each_node=True is not supported: all nodes write into one folder, on a file system that they "
+                "share. Leave it out."
+            )
+        if self.automatic_checkpoint_naming and self.project_dir is None:
+            raise ConfigurationError("automatic_checkpoint_naming=True needs project_dir=, the folder of the project.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set the folder of the project, and that of the trackers if it is not set."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        self.logging_dir = self.project_dir if self.logging_dir is None else self.logging_dir
+
+
+class StateFolders:
+    """Where the states of a loop are, on this machine and in remote folders.
+
+    A state at a URL is written below `project_dir/checkpoints` (below `checkpoints` if that is a URL or None) and
+    uploaded from there; downloads are below `downloaded` beside it. On several nodes both are on a shared file system.
+
+    Args:
+        configuration: Names of the states, and their number.
+        run_id: Of the run whose uploads may be replaced and deleted. Default: None, which is a new one.
+    """
+
+    def __init__(self, configuration: ProjectConfiguration, run_id: str | None = None) -> None:
+        self.configuration = configuration
+        self.run_id = run_id or secrets.token_hex(8)
+
+    @property
+    def _root(self) -> Path:
+        project = self.configuration.project_dir
+        return Path() if project is None or is_url(project) else Path(project)
+
+    @property
+    def folder(self) -> str:
+        """The folder or URL of automatically named states."""
+        project = self.configuration.project_dir
+        return f"{project.rstrip('/')}/checkpoints" if is_url(project) else os.fspath(self._root / "checkpoints")
+
+    def on_disk(self, place: str) -> Path:
+        """Return where on this machine the state at a path or URL is written."""
+        if not is_url(place):
+            return Path(place)
+        return local_folder(self._root / "checkpoints", parent_url(place)) / last_part(place)
+
+    def target(self, output_dir: str | os.PathLike[str] | None) -> str:
+        """Return the path or URL of the next save. Not collective.
+
+        Raises:
+            ConfigurationError: There is none, or two.
+        """
+        project = self.configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ConfigurationError(
+                    "save_state() needs a folder. Pass output_dir='…', or "
+                    "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
+                )
+            return os.fspath(output_dir)
+        if output_dir is not None:
+            raise ConfigurationError(
+                f"save_state(output_dir={os.fspath(output_dir)!r}) and automatic_checkpoint_naming=True both name the "
+                "folder. Leave one out."
+            )
+        return f"{self.folder}/checkpoint_{project.iteration}"
+
+    def check(self, place: str) -> None:
+        """Check before a save that an automatic name is free and a remote folder can be reached; for the main rank.
+
+        Raises:
+            CheckpointError: The service cannot be reached or refuses.
+            ConfigurationError: The name is taken.
+            MissingPackageError: The package of the service is not installed.
+        """
+        automatic = self.configuration.automatic_checkpoint_naming
+        if is_url(place):
+            url, name = parent_url(place), last_part(place)
+            is_there = name in remote_names(url)
+            is_taken = is_there and automatic and any(last_part(found.url) == name for found in find_remote(url))
+        else:
+            is_taken = automatic and Path(place).exists()
+        if is_taken:
+            raise ConfigurationError(
+                f"{place} exists already. Call load_state() to continue from the newest state, or pass "
+                "ProjectConfiguration(iteration=…), the number of the next one."
+            )
+
+    def check_source(self, input_dir: str | os.PathLike[str] | None) -> None:
+        """Check that there is a folder to load from.
+
+        Raises:
+            ConfigurationError: There is none, and no automatic naming.
+        """
+        if input_dir is None and not self.configuration.automatic_checkpoint_naming:
+            raise ConfigurationError(
+                "load_state() needs a folder. Pass input_dir='…', or "
+                "ProjectConfiguration(project_dir='…', automatic_checkpoint_naming=True)."
+            )
+
+    def fetch(self, url: str | None) -> str | None:
+        """Return a local copy of the state at a URL, None: of the newest automatically named one; for the main rank.
+
+        Returns:
+            The folder; None if there is no valid state.
+
+        Raises:
+            CheckpointError: The state is damaged, or the service cannot be reached.
+            MissingPackageError: The package of the service is not installed.
+        """
+        if url is None:
+            local = RunFolder(self.on_disk(f"{self.folder}/newest").parent).newest()
+            newest = newest_remote(self.folder, than=local) if is_url(self.folder) else None
+            if newest is None:
+                return None if local is None else os.fspath(local.path)
+            url = newest.url
+        try:
+            return os.fspath(fetch_checkpoint(url, self._root / "downloaded"))
+        except FileNotFoundError:
+            return None
+
+    def published(self, place: str, path: Path) -> None:
+        """Upload a state that has been written, and delete the oldest beyond the limit; for the main rank.
+
+        Raises:
+            CheckpointError: The upload failed. The state is on this machine, and earlier uploads are as they were.
+        """
+        index = RemoteIndex(parent_url(place), run=self.run_id) if is_url(place) else None
+        if index is not None:
+            index.upload(path, replace=True)
+        limit = self.configuration.total_limit
+        if not self.configuration.automatic_checkpoint_naming or limit is None:
+            return
+        for name in _beyond(limit, [one.name for one in path.parent.iterdir()]):
+            remove_folder(path.parent / name)
+        if index is None:
+            return
+        try:
+            index.delete_unfinished()
+            for name in _beyond(limit, [entry.name for entry in index.entries()]):
+                index.delete(name)
+        except CheckpointError as error:
+            warnings.warn(f"an earlier state was not deleted: {error}", TrainwrightWarning, stacklevel=2)
+
+    def continues(self, run_id: str, name: str) -> None:
+        """Continue the run of a state that has been loaded: its uploads, and the number of the next state."""
+        self.run_id = run_id or self.run_id
+        found = _NAME.fullmatch(name)
+        if found is not None and self.configuration.automatic_checkpoint_naming:
+            self.configuration.iteration = int(found[1]) + 1
+
+
+def _beyond(limit: int, names: list[str]) -> list[str]:
+    """Return the automatic names with the lowest numbers, all but the last `limit`."""
+    numbers = {int(found[1]): name for name in names if (found := _NAME.fullmatch(name))}
+    return [numbers[number] for number in sorted(numbers)[:-limit]]

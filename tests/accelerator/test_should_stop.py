@@ -1,0 +1,263 @@
+"""Preemption signals in user-written loops: every rank leaves at one step, and a second run continues exactly."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.accumulation import GradientAccumulationPlugin
+from trainwright.core.errors import TrainwrightWarning
+from trainwright.processes import process_group
+
+STEPS = 40
+
+
+def _train(folder: str, signals: dict[tuple[int, int], int], *, load: bool = False) -> dict[str, Any]:
+    """Train until a signal or the end.
+
+    Args:
+        folder: of the state.
+        signals: {(rank, micro-batch): signal that the process sends itself before that backward}.
+        load: continue from the state.
+    """
+    accelerator = Accelerator(
+        seed=0, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, short_group="mean")
+    )
+    torch.manual_seed(1)
+    net = Net()
+    loader = DataLoader(data(4 * STEPS), batch_size=2 // accelerator.num_processes, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(net, make_optimizer(net), loader)
+    if load:
+        accelerator.load_state(folder)
+    count = 0
+    for x, y, _ in loader:
+        number = signals.get((accelerator.process_index, count))
+        if number is not None:
+            os.kill(os.getpid(), number)
+        count += 1
+        with accelerator.accumulate(model):
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.should_stop:
+            accelerator.save_state(folder)
+            break
+    stopped = accelerator.should_stop
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    accelerator.end_training()
+    return {"stopped": stopped, "count": count, "weights": weights}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param({(1, 3): signal.SIGTERM}, id="one rank"),
+        pytest.param(
+            {(0, 29): signal.SIGUSR1, (1, 2): signal.SIGTERM},
+            id="both, at different steps",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_all_ranks_leave_at_one_step_and_a_second_run_ends_with_the_same_weights(
+    signals: dict[tuple[int, int], int], tmp_path: Path
+) -> None:
+    def run(signals: Any, load: bool = False) -> list[dict[str, Any]]:
+        return run_distributed(_train_here, 2, str(tmp_path / "state"), signals, load, init=False, timeout=120)
+
+    first = run(signals)
+    assert [of_rank["stopped"] for of_rank in first] == [True, True]
+    assert first[0]["count"] == first[1]["count"] < 2 * STEPS
+    assert first[0]["count"] % 2 == 0  # an optimizer step has followed
+    resumed, uninterrupted = run({}, load=True), run({})
+    assert resumed[0]["count"] == 2 * STEPS - first[0]["count"]
+    assert not resumed[0]["stopped"]
+    for one, other in zip(resumed, uninterrupted, strict=True):
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
+
+
+def _train_here(folder: str, signals: dict[tuple[int, int], int], load: bool) -> dict[str, Any]:
+    return _train(folder, signals, load=load)
+
+
+_SCRIPT = """
+import os, sys
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from trainwright import Accelerator
+
+accelerator = Accelerator(cpu=True, seed=0)
+net = torch.nn.Linear(4, 1)
+loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=2)
+model, optimizer, loader = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+stopped, steps = False, 0
+while not stopped:
+    for (x,) in loader:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+        stopped = accelerator.should_stop
+        if steps == 1:
+            accelerator.wait_for_everyone()
+            print(f"pid {accelerator.process_index} {os.getpid()}", flush=True)
+        if stopped:
+            break
+accelerator.save_state(sys.argv[1])
+print(f"stopped {accelerator.process_index} {steps}", flush=True)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_under_torchrun_a_signal_to_one_process_ends_all_with_code_0(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    with subprocess.Popen(
+        [*command, str(script), str(tmp_path / "state")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pids = dict(process.stdout.readline().split()[1:] for _ in range(2))
+            os.kill(int(pids["1"]), signal.SIGTERM)
+            said = process.communicate(timeout=90)[0].split("\n")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    steps = dict(line.split()[1:] for line in said if line.startswith("stopped"))
+    assert steps["0"] == steps["1"]
+    assert process.returncode == 0
+    assert (tmp_path / "state" / "manifest.json").is_file()
+
+
+def _stops(accelerator: Accelerator) -> bool:
+    return accelerator.should_stop
+
+
+def _loop() -> tuple[Accelerator, torch.nn.Parameter]:
+    return Accelerator(cpu=True), torch.nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_handlers_are_set_when_it_is_read_call_the_users_and_are_restored() -> None:
+    called = []
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)
+    accelerator, weight = _loop()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert not _stops(accelerator)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not _stops(accelerator)  # until the next step
+    accelerator.backward(weight * 2)
+    assert _stops(accelerator)
+    assert called == [signal.SIGTERM]
+    pickle.dumps(accelerator)
+    accelerator.end_training()
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR1)) == before
+    assert _stops(accelerator)  # for the exit code
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_two_accelerators_both_stop_in_whichever_order_they_end() -> None:
+    called = []
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    before = signal.getsignal(signal.SIGTERM)
+    (first, weight), (second, _) = _loop(), _loop()
+    assert [_stops(first), _stops(second)] == [False, False]
+    os.kill(os.getpid(), signal.SIGTERM)
+    for accelerator in (first, second):
+        accelerator.backward(weight * 2)
+        assert _stops(accelerator)
+    first.end_training()
+    os.kill(os.getpid(), signal.SIGTERM)
+    second.end_training()
+    assert called == [signal.SIGTERM] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_outside_of_the_main_thread_it_warns() -> None:
+    accelerator = _loop()[0]
+    said: list[Any] = []
+
+    def read() -> None:
+        with pytest.warns(TrainwrightWarning, match="outside of the main thread") as found:
+            _stops(accelerator)
+        said.extend(found)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert len(said) == 1
+
+
+def _join() -> int:
+    accelerator = Accelerator()
+    net = Net()
+    model, optimizer = accelerator.prepare(net, make_optimizer(net))
+    num_batches = 2 + 15 * accelerator.process_index
+    assert not _stops(accelerator)
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(num_batches):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    if accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGTERM)
+    steps = 0
+    while not _stops(accelerator):
+        accelerator.backward(model(torch.ones(2, 4)).mean())
+        steps += 1
+    accelerator.end_training()
+    return steps
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_uneven_inputs_exchange_nothing() -> None:
+    first, second = run_distributed(_join, 2, init=False, timeout=60)
+    assert first == second
+
+
+def _read_late() -> str:
+    process_group._LATE_S = 0.1
+    accelerator, weight = _loop()
+    if not accelerator.is_main_process:
+        time.sleep(0.5)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert not _stops(accelerator)
+        accelerator.backward(weight * 2)
+    accelerator.end_training()
+    return said.getvalue()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_ranks_that_do_not_read_it_are_named() -> None:
+    first, second = run_distributed(_read_late, 2, init=False, timeout=60)
+    assert "rank 0 waits in accelerator.should_stop for rank 1" in first
+    assert not second

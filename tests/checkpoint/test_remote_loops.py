@@ -1,0 +1,221 @@
+"""States of user-written loops in remote folders: uploaded, deleted, interrupted, and continued on another machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.checkpoint.test_remote_runs import folders, names
+from tests.checkpoint.webhdfs_server import SERVED, FileServer
+from tests.contracts.test_own_loop import Net, data, make_optimizer
+from tests.helpers.distributed import run_distributed
+from tests.helpers.sources import ROOT
+from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.project import ProjectConfiguration
+from trainwright.checkpoint.remote import _Remote
+from trainwright.core.errors import CheckpointError, ConfigurationError
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+
+class Loop:
+    """A script on a machine whose disk is `root`."""
+
+    def __init__(self, root: Path, project: str | None, strategy: str = "auto", **options: Any) -> None:
+        root.mkdir(exist_ok=True)
+        os.chdir(root)
+        configuration = ProjectConfiguration(project, automatic_checkpoint_naming=project is not None, **options)
+        self.accelerator = Accelerator(cpu=True, seed=0, strategy=strategy, project_config=configuration)
+        torch.manual_seed(1)
+        net = Net()
+        loader = DataLoader(data(16), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(net, make_optimizer(net), loader)
+
+    def run(self, num_steps: int, *places: str, saves: bool = True) -> dict[str, torch.Tensor]:
+        """Train, and save after each step; return the weights."""
+        for count, (x, y, _) in enumerate(self.loader, 1):
+            self.accelerator.backward(torch.nn.functional.mse_loss(self.model(x), y))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            if saves:
+                self.accelerator.save_state(*places)
+            if count == num_steps:
+                break
+        return {name: value.clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
+
+
+def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
+    return Loop(root, None).run(6, saves=False)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Return to the working directory afterwards."""
+    monkeypatch.chdir(Path.cwd())
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_states_are_uploaded_limited_and_continued_exactly_on_another_machine(
+    url: str, tmp_path: Path, async_save: bool
+) -> None:
+    options = {"total_limit": 2, "async_save": async_save}
+    first = Loop(tmp_path / "a", url, **options)
+    first.run(3)
+    first.accelerator.end_training()
+    assert folders(f"{url}/checkpoints") == names(f"{url}/checkpoints") == ["checkpoint_1", "checkpoint_2"]
+    second = Loop(tmp_path / "b", url, **options)
+    second.accelerator.load_state()
+    weights = second.run(3)
+    second.accelerator.end_training()
+    torch.testing.assert_close(weights, uninterrupted(tmp_path / "c"), rtol=0, atol=0)
+    assert folders(f"{url}/checkpoints") == ["checkpoint_4", "checkpoint_5"]
+    # The first machine has older states than the remote folder.
+    third = Loop(tmp_path / "a", url, **options)
+    third.accelerator.load_state()
+    assert third.accelerator.save_iteration == 6
+    # The second one needs no download.
+    downloaded = list((tmp_path / "b" / "downloaded").iterdir())
+    Loop(tmp_path / "b", url).accelerator.load_state()
+    assert list((tmp_path / "b" / "downloaded").iterdir()) == downloaded
+
+
+def test_a_url_can_be_passed_and_its_state_is_replaced_by_the_same_run_only(memory: str, tmp_path: Path) -> None:
+    url = f"{memory}/states/last"
+    loop = Loop(tmp_path / "a", None)
+    loop.run(2, url)
+    other = Loop(tmp_path / "b", None)
+    with pytest.raises(CheckpointError, match="was not uploaded by this run"):
+        other.run(1, url)
+    other.accelerator.load_state(url)
+    torch.testing.assert_close(other.run(4, url), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
+    assert other.accelerator.save_state(url) == url
+
+
+def test_missing_and_taken_states_are_errors_that_say_so(memory: str, tmp_path: Path) -> None:
+    loop = Loop(tmp_path / "a", f"{memory}/run")
+    with pytest.raises(FileNotFoundError, match=f"no valid state in {memory}/run/checkpoints"):
+        loop.accelerator.load_state()
+    with pytest.raises(FileNotFoundError, match="no valid state in memory://"):
+        loop.accelerator.load_state(f"{memory}/nothing")
+    loop.run(1)
+    with pytest.raises(ConfigurationError, match="checkpoint_0 exists already"):
+        Loop(tmp_path / "b", f"{memory}/run").run(1)
+    assert not list((tmp_path / "b").iterdir())
+
+
+@SERVED
+def test_a_service_that_does_not_answer_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"could not list webhdfs://127\.0\.0\.1:9/run"):
+        Loop(tmp_path / "a", None).run(1, "webhdfs://127.0.0.1:9/run/state")
+    assert not list((tmp_path / "a").iterdir())
+
+
+def _end(loop: Loop) -> None:
+    loop.run(1)
+    loop.accelerator.end_training()
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_an_upload_that_fails_is_reported_and_the_earlier_states_stay(
+    url: str, tmp_path: Path, async_save: bool
+) -> None:
+    loop = Loop(tmp_path / "a", url, total_limit=2, async_save=async_save)
+    loop.run(2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        loop.accelerator._checkpoints.wait()
+        send, left = _Remote.send, iter(range(2))
+
+        def broken(remote: _Remote, *arguments: Any) -> None:
+            if next(left, None) is None:
+                raise CheckpointError(f"could not write {remote.url}: the network is gone")
+            send(remote, *arguments)
+
+        monkeypatch.setattr(_Remote, "send", broken)
+        with pytest.raises(CheckpointError, match="the network is gone"):
+            _end(loop)
+    assert names(f"{url}/checkpoints") == ["checkpoint_0", "checkpoint_1"]
+    other = Loop(tmp_path / "b", url, total_limit=2)
+    other.accelerator.load_state()
+    torch.testing.assert_close(other.run(4), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
+    assert folders(f"{url}/checkpoints") == ["checkpoint_4", "checkpoint_5"]
+    _end(loop)  # the loop itself may continue, too
+
+
+_KILLED = """
+import os, sys
+from pathlib import Path
+from tests.checkpoint.test_remote_loops import Loop
+from trainwright.checkpoint.remote import _Remote
+count, send = 0, _Remote.send
+def counted(self, *arguments):
+    global count
+    count += 1
+    if count > int(sys.argv[3]):
+        os._exit(9)
+    send(self, *arguments)
+_Remote.send = counted
+Loop(Path(sys.argv[1]), sys.argv[2], total_limit=2).run(3)
+"""
+
+
+@pytest.mark.distributed
+@SERVED
+def test_a_process_that_is_killed_while_it_uploads_leaves_what_another_machine_continues_from(
+    server: FileServer, tmp_path: Path
+) -> None:
+    url = f"{server.url}/run"
+    Loop(tmp_path / "w", f"{server.url}/full").run(1)
+    files = len([one for one in (server.root / "full" / "checkpoints" / "checkpoint_0").rglob("*.*") if one.is_file()])
+    script = [sys.executable, "-c", _KILLED, str(tmp_path / "a"), url, str(2 * files - 1)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 9, done.stderr
+    assert names(f"{url}/checkpoints")
+    found = len(names(f"{url}/checkpoints"))
+    assert len(folders(f"{url}/checkpoints")) == found + 1
+    loop = Loop(tmp_path / "b", url, total_limit=2)
+    loop.accelerator.load_state()
+    torch.testing.assert_close(loop.run(6 - found), uninterrupted(tmp_path / "c"), rtol=0, atol=0)
+    assert folders(f"{url}/checkpoints") == names(f"{url}/checkpoints") == ["checkpoint_4", "checkpoint_5"]
+
+
+def _on_ranks(root: str, project: str, strategy: str, async_save: bool) -> list[Any]:
+    found = []
+    for steps, load in ((2, False), (2, True)):
+        options: dict[str, Any] = {"total_limit": 2, "async_save": async_save}
+        loop = Loop(Path(root), project, strategy, **options)
+        if load:
+            loop.accelerator.load_state()
+        else:
+            with pytest.raises(FileNotFoundError):
+                loop.accelerator.load_state()
+        found.append(loop.run(steps))
+        loop.accelerator.end_training()
+    return [found, names(f"{project}/checkpoints")]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "async_save"), [("fsdp", True), pytest.param("ddp", False, marks=pytest.mark.exhaustive)]
+)
+def test_several_processes_share_a_remote_folder(strategy: str, async_save: bool, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/remote/run"
+    first, _ = run_distributed(_on_ranks, 2, str(tmp_path / "a"), url, strategy, async_save, init=False, timeout=120)
+    assert first[1] == ["checkpoint_2", "checkpoint_3"]
+    (full,) = run_distributed(_full, 2, str(tmp_path / "c"), strategy, init=False, timeout=120)[:1]
+    torch.testing.assert_close(first[0][1], full, rtol=0, atol=0)
+
+
+def _full(root: str, strategy: str) -> dict[str, torch.Tensor]:
+    loop = Loop(Path(root), None, strategy)
+    weights = loop.run(4, saves=False)
+    loop.accelerator.end_training()
+    return weights
