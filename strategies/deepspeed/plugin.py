@@ -58,6 +58,11 @@ class DeepSpeedPlugin(KwargsHandler):
             if self.zero_stage is None:
                 object.__setattr__(self, "zero_stage", 2)
 
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration. `"auto"` stands where `prepare` fills a value in."""
+        return self.strategy(1).config.content
+
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
         """Return the strategy with the same options.
 

@@ -41,7 +41,7 @@ from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Description, Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.state import FullState, state_dict_type_name
@@ -262,6 +262,13 @@ class DeepSpeedEngine(ParallelEngine):
 
     # User-written loops
 
+    def use(self, strategy: Description) -> None:
+        assert isinstance(strategy, DeepSpeedStrategy)
+        super().use(strategy)
+        self.config, self.stage = strategy.config_for(self.settings), strategy.stage
+        if self.stage > 0:
+            self.capabilities = strategy.capabilities  # some gradients or weights are sharded from now on
+
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
@@ -368,7 +375,7 @@ class DeepSpeedEngine(ParallelEngine):
             )
         (zero,) = own
         real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
-        if self.stage == 0:
+        if zero.stage == 0:
             return ReplicatedState(models, real, self.device, is_main=self.is_main, names=names)
         return self._zero_state(zero, models, real)
 

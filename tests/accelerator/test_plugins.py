@@ -18,6 +18,7 @@ from tests.contracts.test_own_loop import Block, Net, _loop, _reference
 from tests.helpers.distributed import run_distributed
 from trainwright import (
     Accelerator,
+    AcceleratorState,
     AutocastKwargs,
     DDPStrategy,
     DeepSpeedPlugin,
@@ -32,6 +33,7 @@ from trainwright import (
     TensorParallelStrategy,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
+    get_active_deepspeed_plugin,
 )
 from trainwright.accelerator.handlers import DynamoBackend
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -183,6 +185,23 @@ def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
     assert (plain.distributed_type, plain.is_fsdp2, plain.fsdp_plugin) == (DistributedType.NO, False, None)
 
 
+def test_another_accelerator_has_the_plugins_of_the_first() -> None:
+    with pytest.raises(ConfigurationError, match="no Accelerator has DeepSpeed plugins"):
+        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
+    plugins = {"a": DeepSpeedPlugin(zero_stage=1), "b": DeepSpeedPlugin(zero_stage=3)}
+    first, second = Accelerator(cpu=True, deepspeed_plugins=plugins), Accelerator(cpu=True)
+    plain = Accelerator(cpu=True, strategy="single")
+    first.state.select_deepspeed_plugin("b")
+    assert first.deepspeed_plugin is second.deepspeed_plugin is plugins["b"]
+    assert (plain.deepspeed_plugin, second.strategy) == (None, DeepSpeedStrategy.from_config({"zero_stage": 1}))
+    assert pickle.loads(pickle.dumps(first.state)).get_deepspeed_plugin("a") is plugins["a"]
+    with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'c'.* Known: a, b"):
+        first.state.select_deepspeed_plugin("c")
+    second.end_training()
+    first.end_training()
+    assert Accelerator(cpu=True).deepspeed_plugin is None
+
+
 def _with_warnings(make: Callable[[], Accelerator]) -> tuple[Strategy, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -238,7 +257,11 @@ _PLUGIN = FullyShardedDataParallelPlugin()
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=3)}, "fsdp_version=3 is unknown"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(use_orig_params=False)}, "use_orig_params=False"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRD")}, "Did you mean 'FULL_SHARD'"),
-        ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "builtins.dict. Pass one"),
+        ({"fsdp_plugin": {"a": _PLUGIN, "b": _PLUGIN}}, "fsdp_plugin has 2 plugins"),
+        ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": 1}}, "deepspeed_plugin is a builtins.int"),
+        ({"deepspeed_plugins": {}}, "deepspeed_plugin is a builtins.dict"),
+        ({"deepspeed_plugins": DeepSpeedPlugin(), "deepspeed_plugin": DeepSpeedPlugin()}, "are the same argument"),
+        ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin(enable_msamp=True)}}, "MS-AMP"),
         ({"deepspeed_plugin": DeepSpeedPlugin(enable_msamp=True)}, "MS-AMP"),
         ({"torch_tp_plugin": TorchTensorParallelPlugin(torch_device_mesh=1)}, "torch_device_mesh is not supported"),
         ({"dynamo_backend": "inducter"}, "Did you mean 'inductor'"),

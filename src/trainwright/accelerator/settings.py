@@ -40,7 +40,6 @@ _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator →
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
-    "deepspeed_plugins": "deepspeed_plugin=",
     "dataloader_config": "the DataLoader's own arguments: what is prepared keeps its workers, collation and pinning",
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
@@ -72,7 +71,9 @@ class LoopSettings:
         accumulation: how gradients are accumulated.
         cpu: use the CPU although there is an accelerator.
         handlers: what `kwargs_handlers` holds.
-        plugins: the engine plugin, by its argument; empty if there is none.
+        argument: the argument of the engine's plugins; None if there are none.
+        plugins: the engine's plugins by their names. The first one describes the selection.
+        strategies: the strategy of each plugin.
     """
 
     selection: Selection
@@ -80,7 +81,9 @@ class LoopSettings:
     accumulation: GradientAccumulationPlugin
     cpu: bool
     handlers: Handlers
+    argument: str | None
     plugins: Mapping[str, EnginePlugin]
+    strategies: Mapping[str, Strategy]
 
     @property
     def group_options(self) -> dict[str, Any]:
@@ -118,6 +121,7 @@ def read_settings(
     kwargs_handlers: Sequence[Any] | None,
     strategy: str | Strategy,
     plugins: Mapping[str, object],
+    shared: Mapping[str, EnginePlugin],
     dynamo_backend: DynamoBackend | str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
 ) -> LoopSettings:
@@ -128,7 +132,7 @@ def read_settings(
     """
     topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
-    choice = choose_for_loop(strategy, plugins, handlers.ddp)
+    choice = choose_for_loop(strategy, plugins, shared, handlers.ddp)
     if accumulation is None and steps == 1:
         steps = choice.accumulate or steps
     mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
@@ -143,18 +147,30 @@ def read_settings(
             f"{topology.world_size}, the number of processes."
         )
     casts = handlers.autocast is None or handlers.autocast.enabled
-    selection = select_for_loop(
-        choice.strategy,
+    select = partial(
+        select_for_loop,
         cpu=cpu,
         precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
         compile=dynamo.compile_options(),
         compile_blocks=bool(dynamo.use_regional_compilation),
         accumulate=accumulation.num_steps or 1,
     )
-    selection = replace(selection, strategy=_with_group_options(selection.strategy, handlers))
+    selections = []
+    for one in choice.strategies:
+        found = select(one)
+        selections.append(replace(found, strategy=_with_group_options(found.strategy, handlers)))
     for text in texts if topology.rank == 0 else ():
         warnings.warn(text, TrainwrightWarning, stacklevel=4)
-    return LoopSettings(selection, precision, accumulation, cpu, handlers, choice.plugins)
+    return LoopSettings(
+        selections[0],
+        precision,
+        accumulation,
+        cpu,
+        handlers,
+        choice.argument,
+        choice.plugins,
+        {name: one.strategy for name, one in zip(choice.plugins, selections, strict=False)},
+    )
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
