@@ -177,9 +177,14 @@ class LoopChoice:
     overridden: list[str]
 
     @property
-    def accumulate(self) -> int | None:
-        """Micro-batches of one optimizer step according to the plugin; None: it says nothing."""
-        return next((p.to_dict().get("gradient_accumulation_steps") for p in self.plugins.values()), None)
+    def accumulation(self) -> int | None:
+        """Micro-batches of one optimizer step according to the descriptions; None: they name none."""
+        return next(filter(None, (getattr(one, "stated_accumulation", None) for one in self.strategies)), None)
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """The mixed precision according to the descriptions; None: they name none."""
+        return next(filter(None, (getattr(one, "stated_precision", None) for one in self.strategies)), None)
 
 
 def choose_for_loop(

@@ -36,7 +36,7 @@ from trainwright.strategies.deepspeed.checks import (
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building
 from trainwright.strategies.deepspeed.library import join, leave, load_library
-from trainwright.strategies.deepspeed.options import read_options
+from trainwright.strategies.deepspeed.options import look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
@@ -86,6 +86,11 @@ class DeepSpeedStrategy(DataParallel):
         self.options = read_options(options)
         self.source = (config, self.options, dict(options))
         self.stage = stage = self.config.stage
+        content = self.config.content
+        steps = content.get("gradient_accumulation_steps")
+        self.stated_accumulation = steps if isinstance(steps, int) else None
+        enabled = (part for part in ("bf16", "fp16") if look_up(content, (part, "enabled")) is True)
+        self.stated_precision = next(enabled, None)
         gathers = stage == 3 or bool(self.options.frozen_modules)
         self.capabilities = Capabilities(
             gradients="full" if stage == 0 else "hidden",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -64,15 +68,15 @@ def _full(accelerator: Accelerator, model: nn.Module) -> dict[str, torch.Tensor]
 
 
 def _by_hand(
-    seed: int, *, rates: list[float], teacher: int | None = None, clip: float | None = None
+    seed: int, *, rates: list[float], teacher: int | None = None, clip: float | None = None, accumulate: int = 1
 ) -> dict[str, torch.Tensor]:
     """Train on one device with plain torch, with one learning rate for each step."""
     model, samples = Model(seed), _samples()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=_RATE, weight_decay=0.01)
-    rows = len(samples) // len(rates)
+    rows = _ROWS * _RANKS * accumulate
     for i, rate in enumerate(rates):
         optimizer.param_groups[0]["lr"] = rate
-        here = samples[i * rows : (i + 1) * rows]
+        here = samples[i * rows % len(samples) :][:rows]
         batch = {name: torch.stack([sample[name] for sample in here]) for name in here[0]}
         output = model(**batch)
         loss = output.loss
@@ -84,6 +88,165 @@ def _by_hand(
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+# "DeepSpeed"
+
+_OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+_SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto",
+    },
+}  # fmt: skip
+_STAGES = {
+    2: {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+    },
+    3: {
+        "stage": 3,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "sub_group_size": 1e9,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+}
+
+
+def _config(stage: int, **entries: Any) -> dict[str, Any]:
+    return {
+        "zero_optimization": _STAGES[stage],
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "steps_per_print": 2000,
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "wall_clock_breakdown": False,
+        **entries,
+    }
+
+
+def _config_file(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    file = Path(folder) / "zero_config.json"
+    file.write_text(json.dumps(config))
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=file))
+    assert (accelerator.distributed_type, accelerator.gradient_accumulation_steps) == ("DEEPSPEED", 2)
+    model: Any = Model(1)
+    assert accelerator.state.deepspeed_plugin is not None
+    optimizer_cls: Any = (
+        torch.optim.AdamW
+        if accelerator.state.deepspeed_plugin is None
+        or "optimizer" not in accelerator.state.deepspeed_plugin.deepspeed_config
+        else DummyOptim
+    )
+    optimizer: Any = optimizer_cls(model.parameters(), lr=_RATE, weight_decay=0.01)
+    lr_scheduler: Any
+    if (
+        accelerator.state.deepspeed_plugin is None
+        or "scheduler" not in accelerator.state.deepspeed_plugin.deepspeed_config
+    ):
+        lr_scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    else:
+        lr_scheduler = DummyScheduler(optimizer, total_num_steps=6, warmup_num_steps=2)
+    model, optimizer, dataloader, lr_scheduler = accelerator.prepare(model, optimizer, _loader(), lr_scheduler)
+    rates = []
+    for batch in itertools.chain(dataloader, dataloader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+    accelerator.save_model(model, f"{folder}/saved")
+    unwrapped_model = accelerator.unwrap_model(model)
+    found = _full(accelerator, model)
+    accelerator.end_training()
+    return {"weights": found, "rates": rates, "unwrapped": type(unwrapped_model).__name__}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "entries",
+    [{"optimizer": _OPTIMIZER, "scheduler": _SCHEDULER}, {"scheduler": _SCHEDULER}, {}],
+    ids=["optimizer and scheduler", "scheduler", "neither"],
+)
+def test_a_configuration_file_trains_as_by_hand(stage: int, entries: dict[str, Any], tmp_path: Path) -> None:
+    found, other = run_distributed(
+        _config_file, _RANKS, _config(stage, **entries), str(tmp_path), init=False, timeout=240
+    )
+    assert len(found["rates"]) == _STEPS
+    assert (found["rates"] == [_RATE] * _STEPS) == ("scheduler" not in entries)
+    assert max(found["rates"]) == pytest.approx(_RATE)
+    wanted = _by_hand(1, rates=found["rates"], clip=0.1, accumulate=2)
+    torch.testing.assert_close(found["weights"], wanted, rtol=1e-4, atol=1e-5)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    torch.testing.assert_close(saved, found["weights"], rtol=0, atol=0)
+    assert found["unwrapped"] == "Model"
+    assert (stage == 3) == (other["weights"] == {})  # the main process has the full weights
+
+
+def _refused() -> list[str]:
+    found = []
+    for case in ("scheduler of a DummyOptim", "no hidden_size", "another batch size"):
+        config = _config(2, optimizer=_OPTIMIZER)
+        if case == "another batch size":
+            config["train_micro_batch_size_per_gpu"] = 3
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model: Any = Model(1)
+        optimizer: Any = DummyOptim(model.parameters(), lr=_RATE)
+        objects = [model, optimizer, _loader()]
+        if case == "scheduler of a DummyOptim":
+            objects.append(torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0))
+        elif case == "no hidden_size":
+            del model.config
+        with pytest.raises(ConfigurationError) as caught:
+            accelerator.prepare(*objects)
+        found.append(str(caught.value))
+        accelerator.end_training()
+    return found
+
+
+def test_what_the_configuration_cannot_be_is_an_error() -> None:
+    for scheduler, hidden_size, batch_size in run_distributed(_refused, _RANKS, init=False, timeout=240):
+        assert "a ConstantLR of it, which would not change the real learning rate" in scheduler
+        assert '"auto" for zero_optimization.reduce_bucket_size, which follow from the hidden_size' in hidden_size
+        assert "train_micro_batch_size_per_gpu=3, and the training loader's batch_size=2" in batch_size
+
+
+def _infer() -> list[float]:
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    model, eval_dataloader = accelerator.prepare(Model(1), _loader())
+    losses = []
+    with torch.no_grad():
+        for batch in eval_dataloader:
+            losses += accelerator.gather_for_metrics(model(**batch).loss[None]).tolist()
+    accelerator.end_training()
+    return losses
+
+
+def test_a_sharded_model_infers() -> None:
+    samples = _samples()
+    wanted = [
+        Model(1)(
+            **{name: torch.stack([one[name] for one in samples[i : i + _ROWS]]) for name in samples[0]}
+        ).loss.item()
+        for i in range(0, len(samples), _ROWS)
+    ]
+    for losses in run_distributed(_infer, _RANKS, init=False, timeout=240):
+        assert losses == pytest.approx(wanted)
 
 
 # "Using multiple models with DeepSpeed"

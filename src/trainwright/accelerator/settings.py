@@ -133,10 +133,16 @@ def read_settings(
     topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
     choice = choose_for_loop(strategy, plugins, shared, handlers.ddp)
-    if accumulation is None and steps == 1:
-        steps = choice.accumulate or steps
     mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
+    mixed_precision = choice.mixed_precision if mixed_precision is None else mixed_precision
     accumulation = accumulation_of(steps, accumulation)
+    if choice.accumulation not in (None, accumulation.num_steps):
+        if accumulation.num_steps not in (None, 1):
+            texts.append(
+                f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
+                f'DeepSpeed, which has {choice.accumulation}. Write "auto" there to use the Accelerator\'s.'
+            )
+        accumulation = replace(accumulation, num_steps=choice.accumulation)
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
