@@ -44,7 +44,7 @@ from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.engine import Description, Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.state import FullState, state_dict_type_name
+from trainwright.strategies.state import FullState, JointState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
@@ -364,25 +364,28 @@ class DeepSpeedEngine(ParallelEngine):
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
-        """Return the state of a loop with one model in an engine, or without any.
-
-        Raises:
-            ConfigurationError: There are several.
-        """
-        inside = [forward.zero for forward in self._forwards]
-        own = [zero for zero in inside if zero.model is models]
-        if not inside:
-            return super().loop_state(models, optimizers, names)
-        if not own or (optimizers and len(inside) > 1):
-            raise ConfigurationError(
-                "a state of several models, each with an engine of DeepSpeed, cannot be saved as one. Save each with "
-                "get_state_dict() or save_model(), or train them with strategy='fsdp'."
-            )
-        (zero,) = own
+        is_container = type(models) is nn.Module
+        parts = [
+            (f"{name}." if is_container else "", self._state_of(model, optimizers))
+            for name, model in (models.named_children() if is_container else [("", models)])
+        ]
+        others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
+        if others:
+            parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
+        if len(parts) == 1:
+            return parts[0][1]
         real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
+        return JointState(models, real, self.device, is_main=self.is_main, parts=parts)
+
+    def _state_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
+        """Return the state of one model of a loop, with the optimizer that its engine steps."""
+        zero = next((forward.zero for forward in self._forwards if forward.zero.model is model), None)
+        if zero is None:
+            return FullState(model, [], self.device, is_main=self.is_main)
+        own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
         if zero.stage == 0:
-            return ReplicatedState(models, real, self.device, is_main=self.is_main, names=names)
-        return self._zero_state(zero, models, real)
+            return ReplicatedState(model, own, self.device, is_main=self.is_main)
+        return self._zero_state(zero, model, own)
 
     # Precision
 
