@@ -179,12 +179,14 @@ class LoopChoice:
     @property
     def accumulation(self) -> int | None:
         """Micro-batches of one optimizer step according to the descriptions; None: they name none."""
-        return next(filter(None, (getattr(one, "stated_accumulation", None) for one in self.strategies)), None)
+        return next(
+            filter(None, (one.stated_accumulation for one in self.strategies if isinstance(one, Strategy))), None
+        )
 
     @property
     def mixed_precision(self) -> str | None:
         """The mixed precision according to the descriptions; None: they name none."""
-        return next(filter(None, (getattr(one, "stated_precision", None) for one in self.strategies)), None)
+        return next(filter(None, (one.stated_precision for one in self.strategies if isinstance(one, Strategy))), None)
 
 
 def choose_for_loop(
