@@ -366,7 +366,7 @@ class DeepSpeedEngine(ParallelEngine):
     ) -> FullState:
         is_container = type(models) is nn.Module
         parts = [
-            (f"{name}." if is_container else "", self._state_of(model, optimizers))
+            (f"{name}." if is_container else "", _state_of(self, model, optimizers))
             for name, model in (models.named_children() if is_container else [("", models)])
         ]
         others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
@@ -376,16 +376,6 @@ class DeepSpeedEngine(ParallelEngine):
             return parts[0][1]
         real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
         return JointState(models, real, self.device, is_main=self.is_main, parts=parts)
-
-    def _state_of(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
-        """Return the state of one model of a loop, with the optimizer that its engine steps."""
-        zero = next((forward.zero for forward in self._forwards if forward.zero.model is model), None)
-        if zero is None:
-            return FullState(model, [], self.device, is_main=self.is_main)
-        own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
-        if zero.stage == 0:
-            return ReplicatedState(model, own, self.device, is_main=self.is_main)
-        return self._zero_state(zero, model, own)
 
     # Precision
 
@@ -450,3 +440,14 @@ class DeepSpeedEngine(ParallelEngine):
             leave(library)
             gc.collect()
         super().close()
+
+
+def _state_of(engine: DeepSpeedEngine, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
+    """Return the state of one model of a loop, with the optimizer that its engine steps."""
+    zero = next((forward.zero for forward in engine._forwards if forward.zero.model is model), None)
+    if zero is None:
+        return FullState(model, [], engine.device, is_main=engine.is_main)
+    own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
+    if zero.stage == 0:
+        return ReplicatedState(model, own, engine.device, is_main=engine.is_main)
+    return engine._zero_state(zero, model, own)

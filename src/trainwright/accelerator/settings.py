@@ -136,13 +136,7 @@ def read_settings(
     mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
     mixed_precision = choice.mixed_precision if mixed_precision is None else mixed_precision
     accumulation = accumulation_of(steps, accumulation)
-    if choice.accumulation not in (None, accumulation.num_steps):
-        if accumulation.num_steps not in (None, 1):
-            texts.append(
-                f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
-                f'DeepSpeed, which has {choice.accumulation}. Write "auto" there to use the Accelerator\'s.'
-            )
-        accumulation = replace(accumulation, num_steps=choice.accumulation)
+    accumulation = _stated(accumulation, choice.accumulation, texts)
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
@@ -177,6 +171,20 @@ def read_settings(
         choice.plugins,
         {name: one.strategy for name, one in zip(choice.plugins, selections, strict=False)},
     )
+
+
+def _stated(
+    accumulation: GradientAccumulationPlugin, stated: int | None, texts: list[str]
+) -> GradientAccumulationPlugin:
+    """Return the accumulation with the number of micro-batches that the engine's configuration states."""
+    if stated not in (None, accumulation.num_steps):
+        if accumulation.num_steps not in (None, 1):
+            texts.append(
+                f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
+                f'DeepSpeed, which has {stated}. Write "auto" there to use the Accelerator\'s.'
+            )
+        accumulation = replace(accumulation, num_steps=stated)
+    return accumulation
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
