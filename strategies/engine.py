@@ -321,6 +321,13 @@ class Engine(LightningMembers):
 
     # For user-written training loops
 
+    def use(self, strategy: Description) -> None:
+        """Prepare the models that follow by another description of the same engine. Not collective.
+
+        The models that are prepared already keep theirs.
+        """
+        self.strategy = strategy
+
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:

@@ -38,6 +38,8 @@ PLUGINS: Registry[Any] = Registry(
 )
 """Arguments of an Accelerator that describe an engine → their classes."""
 
+_ONLY = "default"  # the name of a plugin that is not in a dict, as in Accelerate
+
 ENGINE_VARIABLES = {"ACCELERATE_USE_FSDP": "fsdp_plugin", "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin"}
 """Variables that select an engine whose options are variables too → the argument that they replace."""
 
@@ -163,66 +165,84 @@ class LoopChoice:
     """The strategy of a user-written loop, before it is checked against the hardware.
 
     Attributes:
-        strategy: a name or a description.
-        plugins: the plugin that it was made from, by its argument; empty if there is none.
+        strategies: names or descriptions: of each plugin, or else one. The first one is that of the engine.
+        argument: the argument of the plugins; None if there are none.
+        plugins: the plugins by their names.
         overridden: a text for each environment variable that says something else.
     """
 
-    strategy: str | Strategy
+    strategies: list[str | Strategy]
+    argument: str | None
     plugins: dict[str, EnginePlugin]
     overridden: list[str]
 
     @property
-    def accumulate(self) -> int | None:
-        """Micro-batches of one optimizer step according to the plugin; None: it says nothing."""
-        return next((p.to_dict().get("gradient_accumulation_steps") for p in self.plugins.values()), None)
+    def accumulation(self) -> int | None:
+        """Micro-batches of one optimizer step according to the descriptions; None: they name none."""
+        return next(
+            filter(None, (one.stated_accumulation for one in self.strategies if isinstance(one, Strategy))), None
+        )
+
+    @property
+    def mixed_precision(self) -> str | None:
+        """The mixed precision according to the descriptions; None: they name none."""
+        return next(filter(None, (one.stated_precision for one in self.strategies if isinstance(one, Strategy))), None)
 
 
 def choose_for_loop(
-    strategy: str | Strategy, plugins: Mapping[str, object], ddp: DistributedDataParallelKwargs | None
+    strategy: str | Strategy,
+    plugins: Mapping[str, object],
+    shared: Mapping[str, EnginePlugin],
+    ddp: DistributedDataParallelKwargs | None,
 ) -> LoopChoice:
     """Choose the strategy of a user-written loop from the arguments that may select it, or else from variables.
 
     Args:
         strategy: `"auto"` says nothing.
         plugins: the value of each argument of `PLUGINS`; None says nothing.
+        shared: the DeepSpeed plugins of the script's other Accelerators, which are used if no argument says anything.
         ddp: options of replicas, which a variable overrides; None says nothing.
 
     Raises:
         ConfigurationError: a plugin is not of its class, or two arguments select an engine.
     """
     num_processes = detect().world_size
-    given = {name: _checked_plugin(name, value) for name, value in plugins.items() if value is not None}
+    given = {name: _checked_plugins(name, value) for name, value in plugins.items() if value is not None}
     origins = [*given, *([f"strategy={strategy!r}"] if strategy != "auto" else [])]
     options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
     if len(origins + options) > 1:
         raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
     said = {argument: name for name, argument in ENGINE_VARIABLES.items() if read_variable(name, as_flag)}
     overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
-    if not origins and said:
+    if not origins and not options and shared:
+        given = {"deepspeed_plugin": dict(shared)}
+    elif not origins and said:
         if len(said) > 1:
             raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
-        given = {argument: PLUGINS.get(argument)() for argument in said}
+        given = {argument: {_ONLY: PLUGINS.get(argument)()} for argument in said}
         overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
-    for argument, plugin in given.items():
-        strategy = plugin.strategy(num_processes)
-        overridden += plugin.overridden(argument)
+    argument, named = next(iter(given.items()), (None, {}))
+    for plugin in named.values():
+        overridden += plugin.overridden(str(argument))
     if ddp is not None and not given and num_processes > 1:
         strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
-    return LoopChoice(strategy, given, overridden)
+    strategies: list[str | Strategy] = [plugin.strategy(num_processes) for plugin in named.values()]
+    return LoopChoice(strategies or [strategy], argument, named, overridden)
 
 
-def _checked_plugin(name: str, value: object) -> EnginePlugin:
-    kind = PLUGINS.get(name)
-    if isinstance(value, dict) and len(value) == 1:
-        value = next(iter(value.values()))
-    if not isinstance(value, kind):
-        raise ConfigurationError(
-            f"{name} is a {type(value).__module__}.{type(value).__name__}. Pass one trainwright.{kind.__name__}, which "
-            "takes the same arguments."
-        )
-    found: EnginePlugin = value
-    return found
+def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:
+    """Return the plugins of an argument by their names."""
+    kind = PLUGINS.get(argument)
+    named: dict[str, Any] = dict(value) if isinstance(value, dict) and value else {_ONLY: value}
+    if len(named) > 1 and argument != "deepspeed_plugin":
+        raise ConfigurationError(f"{argument} has {len(named)} plugins. Pass one: only DeepSpeed takes several.")
+    for one in named.values():
+        if not isinstance(one, kind):
+            raise ConfigurationError(
+                f"{argument} is a {type(one).__module__}.{type(one).__name__}. Pass one trainwright.{kind.__name__}, "
+                "which takes the same arguments."
+            )
+    return named
 
 
 def select_for_loop(

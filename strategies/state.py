@@ -164,6 +164,66 @@ class FullState:
         return whole(tensor, self._device, keep=keep)
 
 
+class JointState(FullState):
+    """The state of several models, each with a state of its own, as one checkpoint.
+
+    Weights are loaded, and single tensors are read, through the states of the models.
+
+    Args:
+        task: A module whose children are the models.
+        optimizers: All optimizers, each of which belongs to one part.
+        device, is_main: see `FullState`.
+        parts: The states, each with the prefix of its names in the checkpoint.
+    """
+
+    def __init__(
+        self,
+        task: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        *,
+        is_main: bool,
+        parts: Sequence[tuple[str, FullState]],
+    ) -> None:
+        super().__init__(task, optimizers, device, is_main=is_main)
+        self._parts = parts
+
+    @property
+    def saves_pieces(self) -> bool:
+        return any(part.saves_pieces for _, part in self._parts)
+
+    def in_pieces(self, tree: Any) -> Any:
+        for _, part in self._parts:
+            tree = part.in_pieces(tree)
+        return tree
+
+    def model_state(self) -> dict[str, Any]:
+        return {prefix + name: value for prefix, part in self._parts for name, value in part.model_state().items()}
+
+    def optimizer_states(self) -> list[dict[str, Any]]:
+        found = {
+            id(optimizer): _renamed(state, add=prefix)
+            for prefix, part in self._parts
+            for optimizer, state in zip(part.optimizers, part.optimizer_states(), strict=True)
+        }
+        return [found[id(optimizer)] for optimizer in self._optimizers]
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        for prefix, part in self._parts:
+            if any(optimizer is own for own in part.optimizers):
+                part.load_optimizer_state(optimizer, _renamed(state, remove=prefix))
+
+
+def _renamed(state: Mapping[str, Any], *, remove: str = "", add: str = "") -> dict[str, Any]:
+    """Return the state of an optimizer with another prefix of the names of parameters."""
+
+    def renamed(name: str) -> str:
+        return add + name.removeprefix(remove)
+
+    groups = [{**group, "params": [renamed(name) for name in group["params"]]} for group in state["groups"]]
+    return {**state, "groups": groups, "state": {renamed(name): value for name, value in state["state"].items()}}
+
+
 def shard_like(value: Any, like: Any) -> Any:
     """Shard a full tensor as `like` is sharded; other values are returned as they are. Not collective."""
     if isinstance(value, torch.Tensor) and is_cut(like) and value.shape == like.shape and like.dim():

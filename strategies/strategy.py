@@ -25,6 +25,8 @@ class Strategy:
         capabilities: what the engine can do; see `Capabilities`.
         is_distributed: the engine can join several processes.
         distributed_type: what `Accelerator.distributed_type` is; None: the kind of the process group.
+        stated_accumulation: micro-batches of one optimizer step that its own configuration names; None: it names none.
+        stated_precision: `"bf16"` or `"fp16"` if its own configuration enables mixed precision; None: it does not.
         sync_each_batch: gradients are averaged over ranks after every micro-batch of a step.
     """
 
@@ -32,6 +34,8 @@ class Strategy:
     is_distributed: ClassVar[bool] = False
     distributed_type: ClassVar[DistributedType | None] = None
     sync_each_batch: bool = False
+    stated_accumulation: int | None = None
+    stated_precision: str | None = None
     _given: dict[str, Any]
 
     def check(self, settings: EngineSettings) -> None:

@@ -15,6 +15,8 @@ from trainwright.accelerator.accelerated_loader import AcceleratedLoader as Acce
 from trainwright.accelerator.accelerated_model import AcceleratedModel as AcceleratedModel
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
+from trainwright.accelerator.accelerator_state import AcceleratorState as AcceleratorState
+from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend

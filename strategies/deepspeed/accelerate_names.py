@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.deepspeed.config import AUTO, read_config
 
 _ELSEWHERE = {
     "deepspeed_hostfile": "the launcher that starts the processes reads it",
@@ -66,8 +67,10 @@ def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
             content = value
         elif name in _VALUES:
             values[name] = value
-    if not isinstance(content, Mapping) and values:
-        raise ConfigurationError(
-            f"{', '.join(values)} beside the file {str(content)!r}, which says it too. Leave it out here."
-        )
-    return {"config": content if not values else {**content, **values}, **found}
+    content = read_config(content) if values else content
+    for name, value in values.items():
+        if content.get(name) not in (None, AUTO, value):
+            raise ConfigurationError(
+                f'{name}={value!r}, and the configuration has {content[name]!r}. Leave one out, or write "auto" there.'
+            )
+    return {"config": content | values, **found} if values else {"config": content, **found}

@@ -63,7 +63,7 @@ class EngineConfig:
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
     ) -> None:
         self.origin = f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
-        self.content = _read(config)
+        self.content = read_config(config)
         self._options = options
         if config is None:
             for path, value in defaults(options).items():
@@ -258,7 +258,12 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "train_micro_batch_size_per_gpu": 1}
 
 
-def _read(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
+def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a copy of a configuration, or the content of its file; empty for None.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or is not a JSON object.
+    """
     if config is None:
         return {}
     if isinstance(config, Mapping):

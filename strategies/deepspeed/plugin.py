@@ -7,25 +7,38 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable, read_variable
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.strategies.deepspeed.config import AUTO, read_config
+from trainwright.strategies.deepspeed.options import look_up
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
-_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+# Where DeepSpeed's own configuration has what a field says.
+_PATHS = {
+    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
+    "gradient_clipping": ("gradient_clipping",),
+    "zero_stage": ("zero_optimization", "stage"),
+    "offload_optimizer_device": ("zero_optimization", "offload_optimizer", "device"),
+    "offload_param_device": ("zero_optimization", "offload_param", "device"),
+    "offload_optimizer_nvme_path": ("zero_optimization", "offload_optimizer", "nvme_path"),
+    "offload_param_nvme_path": ("zero_optimization", "offload_param", "nvme_path"),
+    "zero3_save_16bit_model": ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+}
 
 
 @dataclass(frozen=True)
 class DeepSpeedPlugin(KwargsHandler):
     """Options of `DeepSpeedStrategy`, with the names of Hugging Face Accelerate.
 
-    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …), unless
-    `hf_ds_config` is given, which contains everything. A plugin does not change: `dataclasses.replace` returns another
-    one.
+    A field that is None takes the value of its environment variable (`ACCELERATE_DEEPSPEED_ZERO_STAGE`, …). A plugin
+    does not change: `dataclasses.replace` returns another one.
 
     Attributes:
-        hf_ds_config: DeepSpeed's own configuration, a dict or the path of a JSON file.
+        hf_ds_config: DeepSpeed's own configuration, a dict or the path of a JSON file. The other fields fill in its
+            `"auto"` values and what it leaves out; a field that differs from it is an error.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the Accelerator's.
         gradient_clipping: Largest norm of the gradients. Default: they are not clipped.
-        zero_stage: 0, 1, 2 or 3. Default: 2.
+        zero_stage: 0, 1, 2 or 3. Default: the stage in `hf_ds_config`, or else 2.
         is_train_batch_min: Accepted; makes no difference.
         offload_optimizer_device, offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_optimizer_nvme_path, offload_param_nvme_path: One folder for both.
@@ -35,7 +48,7 @@ class DeepSpeedPlugin(KwargsHandler):
         enable_msamp, msamp_opt_level: Not supported; only False.
     """
 
-    hf_ds_config: str | Path | Mapping[str, Any] | None = from_variable(_FILE)
+    hf_ds_config: str | Path | Mapping[str, Any] | None = from_variable("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float | None = from_variable("ACCELERATE_GRADIENT_CLIPPING", float)
     zero_stage: int | None = from_variable("ACCELERATE_DEEPSPEED_ZERO_STAGE", int)
@@ -51,19 +64,32 @@ class DeepSpeedPlugin(KwargsHandler):
     msamp_opt_level: str = "O1"
 
     def __post_init__(self) -> None:
-        if self.hf_ds_config is None:
-            object.__setattr__(self, "hf_ds_config", read_variable(_FILE, str))
-        if self.hf_ds_config is None:
-            super().__post_init__()
-            if self.zero_stage is None:
-                object.__setattr__(self, "zero_stage", 2)
+        super().__post_init__()
+        if self.hf_ds_config is None and self.zero_stage is None:
+            object.__setattr__(self, "zero_stage", 2)
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration. `"auto"` stands where `prepare` fills a value in."""
+        return self.strategy(1).config.content
 
     def strategy(self, num_processes: int) -> DeepSpeedStrategy:
         """Return the strategy with the same options.
 
         Raises:
-            ConfigurationError: An option is unknown, or the strategy does not support it.
+            ConfigurationError: An option is unknown, the strategy does not support it, or `hf_ds_config` differs.
         """
+        content = read_config(self.hf_ds_config)
+        different = [
+            f"{name}={own!r} ({'.'.join(path)}={found!r})"
+            for name, path in _PATHS.items()
+            if (own := getattr(self, name)) is not None and (found := look_up(content, path)) not in (None, AUTO, own)
+        ]
+        if different:
+            raise ConfigurationError(
+                f"these fields of DeepSpeedPlugin, or their environment variables, differ from hf_ds_config (in "
+                f'parentheses): {", ".join(different)}. Leave them out, or write "auto" in the configuration.'
+            )
         config = {one.name: getattr(self, one.name) for one in fields(self)}
         if not self.enable_msamp:
             del config["enable_msamp"], config["msamp_opt_level"]

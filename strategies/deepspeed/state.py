@@ -80,7 +80,10 @@ class ZeroState(FullState):
 
     @property
     def saves_pieces(self) -> bool:
-        return self._writes_pieces and self._pieces is not None
+        # Without an optimizer, stage 3 shards weights all the same.
+        return self._writes_pieces and (
+            self._pieces is not None or any(is_partitioned(parameter) for parameter in self._parameters.values())
+        )
 
     def in_pieces(self, tree: Any) -> Any:
         return map_tensors(self._saved, tree)

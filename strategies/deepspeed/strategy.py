@@ -36,15 +36,15 @@ from trainwright.strategies.deepspeed.checks import (
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building
 from trainwright.strategies.deepspeed.library import join, leave, load_library
-from trainwright.strategies.deepspeed.options import read_options
+from trainwright.strategies.deepspeed.options import look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
-from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
+from trainwright.strategies.engine import Description, Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.precision import Precision
-from trainwright.strategies.state import FullState, state_dict_type_name
+from trainwright.strategies.state import FullState, JointState, state_dict_type_name
 from trainwright.strategies.steps.binding import StepModule
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.steps.transfer import move_task
@@ -86,6 +86,11 @@ class DeepSpeedStrategy(DataParallel):
         self.options = read_options(options)
         self.source = (config, self.options, dict(options))
         self.stage = stage = self.config.stage
+        content = self.config.content
+        steps = content.get("gradient_accumulation_steps")
+        self.stated_accumulation = steps if isinstance(steps, int) else None
+        enabled = (part for part in ("bf16", "fp16") if look_up(content, (part, "enabled")) is True)
+        self.stated_precision = next(enabled, None)
         gathers = stage == 3 or bool(self.options.frozen_modules)
         self.capabilities = Capabilities(
             gradients="full" if stage == 0 else "hidden",
@@ -262,6 +267,13 @@ class DeepSpeedEngine(ParallelEngine):
 
     # User-written loops
 
+    def use(self, strategy: Description) -> None:
+        assert isinstance(strategy, DeepSpeedStrategy)
+        super().use(strategy)
+        self.config, self.stage = strategy.config_for(self.settings), strategy.stage
+        if self.stage > 0:
+            self.capabilities = strategy.capabilities  # some gradients or weights are sharded from now on
+
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
@@ -352,25 +364,18 @@ class DeepSpeedEngine(ParallelEngine):
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
-        """Return the state of a loop with one model in an engine, or without any.
-
-        Raises:
-            ConfigurationError: There are several.
-        """
-        inside = [forward.zero for forward in self._forwards]
-        own = [zero for zero in inside if zero.model is models]
-        if not inside:
-            return super().loop_state(models, optimizers, names)
-        if not own or (optimizers and len(inside) > 1):
-            raise ConfigurationError(
-                "a state of several models, each with an engine of DeepSpeed, cannot be saved as one. Save each with "
-                "get_state_dict() or save_model(), or train them with strategy='fsdp'."
-            )
-        (zero,) = own
+        is_container = type(models) is nn.Module
+        parts = [
+            (f"{name}." if is_container else "", _state_of(self, model, optimizers))
+            for name, model in (models.named_children() if is_container else [("", models)])
+        ]
+        others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
+        if others:
+            parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
+        if len(parts) == 1:
+            return parts[0][1]
         real = [one.optimizer if isinstance(one, ZeroOptimizer) else one for one in optimizers]
-        if self.stage == 0:
-            return ReplicatedState(models, real, self.device, is_main=self.is_main, names=names)
-        return self._zero_state(zero, models, real)
+        return JointState(models, real, self.device, is_main=self.is_main, parts=parts)
 
     # Precision
 
@@ -435,3 +440,14 @@ class DeepSpeedEngine(ParallelEngine):
             leave(library)
             gc.collect()
         super().close()
+
+
+def _state_of(engine: DeepSpeedEngine, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
+    """Return the state of one model of a loop, with the optimizer that its engine steps."""
+    zero = next((forward.zero for forward in engine._forwards if forward.zero.model is model), None)
+    if zero is None:
+        return FullState(model, [], engine.device, is_main=engine.is_main)
+    own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
+    if zero.stage == 0:
+        return ReplicatedState(model, own, engine.device, is_main=engine.is_main)
+    return engine._zero_state(zero, model, own)

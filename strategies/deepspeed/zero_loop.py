@@ -149,7 +149,7 @@ class ZeroOptimizer(Optimizer):
     """
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
-        self.optimizer, self._model, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
+        self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step through the engine, which frees the gradients.
@@ -159,7 +159,7 @@ class ZeroOptimizer(Optimizer):
         """
         if closure is not None:
             raise ConfigurationError("step(closure): an engine of DeepSpeed runs no closures. Leave it out.")
-        model = self._model
+        model = self.zero
         model.holds_gradients = model.is_complete = False
         if self._clipping is not None:
             if model.pieces is None:
@@ -170,8 +170,8 @@ class ZeroOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that no step has used; the engine frees the others in its step."""
-        if self._model.holds_gradients:
-            self._gradients.free(self._model.model.parameters())
+        if self.zero.holds_gradients:
+            self._gradients.free(self.zero.model.parameters())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

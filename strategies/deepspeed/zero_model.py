@@ -87,6 +87,7 @@ class ZeroModel:
 
     Attributes:
         engine: DeepSpeed's; None once it is closed.
+        stage: of ZeRO, 0 to 3.
         optimizer: the optimizer that the engine steps; None if the model is not trained.
         pieces: how gradients and states are sharded; None if they are not.
         holds_gradients: backward has run since the last step of a user-written loop.
@@ -108,7 +109,8 @@ class ZeroModel:
         device: torch.device,
         dp_size: int,
     ) -> None:
-        self.model, self._library, self._device, stage = model, library, device, config.stage
+        self.model, self._library, self._device, self.stage = model, library, device, config.stage
+        stage = self.stage
         names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
         given = _groups_of(optimizer)
         members = [[names[p] for p in group["params"]] for group in given]

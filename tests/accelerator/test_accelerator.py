@@ -335,7 +335,6 @@ def test_a_step_adds_few_calls_to_one_by_hand() -> None:
         ({"mixed_precision": "fp8"}, "not served"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
         ({"log_with": "wandb"}, "tracker's own interface"),
-        ({"deepspeed_plugins": {"a": 1}}, "deepspeed_plugin="),
         ({"megatron_lm_plugin": 1}, r"Trainer\(strategy='tp'\)"),
         ({"mixed_precison": "fp16"}, "Did you mean 'mixed_precision'"),
         ({"kwargs_handlers": [3]}, "holds a int"),

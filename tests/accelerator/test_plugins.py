@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.contracts.test_own_loop import Block, Net, _loop, _reference
 from tests.helpers.distributed import run_distributed
 from trainwright import (
     Accelerator,
+    AcceleratorState,
     AutocastKwargs,
     DDPStrategy,
     DeepSpeedPlugin,
@@ -32,6 +34,7 @@ from trainwright import (
     TensorParallelStrategy,
     TorchDynamoPlugin,
     TorchTensorParallelPlugin,
+    get_active_deepspeed_plugin,
 )
 from trainwright.accelerator.handlers import DynamoBackend
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
@@ -122,6 +125,19 @@ def test_an_fsdp_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyPatch
     assert pickle.loads(pickle.dumps(plugin)) == plugin
 
 
+_AUTO = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": "auto",
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+        "offload_optimizer": {"device": "auto"},
+        "offload_param": {"device": "auto"},
+    },
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     "defaults": ({}, {}, {"zero_stage": 2}),
     "fields": (
@@ -148,8 +164,36 @@ _DEEPSPEED: dict[str, tuple[dict[str, Any], dict[str, str], dict[str, Any]]] = {
     ),
     "a configuration": (
         {"hf_ds_config": {"zero_optimization": {"stage": 1}}},
-        {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
-        {"hf_ds_config": {"zero_optimization": {"stage": 1}}},
+        {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"},
+        {"hf_ds_config": {"zero_optimization": {"stage": 1}}, "zero_stage": 1},
+    ),
+    "auto values": (
+        {"hf_ds_config": _AUTO, "gradient_accumulation_steps": 5},
+        {
+            "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+            "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+            "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme",
+            "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        },
+        {
+            "hf_ds_config": {
+                "bf16": {"enabled": "auto"},
+                "zero_optimization": {
+                    "stage": 3,
+                    "stage3_gather_16bit_weights_on_model_save": True,
+                    "offload_optimizer": {"device": "nvme"},
+                    "offload_param": {"device": "cpu"},
+                },
+                "gradient_clipping": 1.0,
+                "train_batch_size": "auto",
+                "train_micro_batch_size_per_gpu": "auto",
+                "gradient_accumulation_steps": 5,
+            },
+            "zero_stage": 3,
+            "offload_optimizer_device": "nvme",
+            "offload_param_device": "cpu",
+        },
     ),
 }
 
@@ -162,6 +206,42 @@ def test_a_deepspeed_plugin_is_a_strategy(name: str, monkeypatch: pytest.MonkeyP
     found, expected = DeepSpeedPlugin(**fields).strategy(2), DeepSpeedStrategy.from_config(config)
     assert (found.stage, found.options) == (expected.stage, expected.options)
     assert found.config.content == expected.config.content
+
+
+def test_variables_that_differ_from_the_configuration_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text(
+        '{"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}, "gradient_clipping": 1}'
+    )
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config),
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "1.0",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError) as caught:
+        Accelerator(cpu=True)
+    expected = "zero_stage=3 (zero_optimization.stage=2), offload_param_device='cpu' "
+    assert f"{expected}(zero_optimization.offload_param.device='none'). Leave them out" in str(caught.value)
+    assert "gradient_clipping" not in str(caught.value)
+
+
+def test_the_configuration_determines_accumulation_and_precision() -> None:
+    config = {"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 10, "bf16": {"enabled": True}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    with pytest.warns(TrainwrightWarning, match="gradient_accumulation_steps=4 is overridden .* which has 10"):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, deepspeed_plugin=plugin)
+    assert (accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == (10, "bf16")
+    assert "optimizer" not in plugin.deepspeed_config
+    accelerator.end_training()
+    assert Accelerator(cpu=True, strategy=DeepSpeedStrategy(config)).gradient_accumulation_steps == 10
+    with pytest.raises(ConfigurationError, match=r"config has bf16\.enabled=True"):
+        Accelerator(cpu=True, mixed_precision="no", deepspeed_plugin=plugin)
 
 
 def test_a_tensor_parallel_plugin_splits_over_all_ranks_or_some(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +261,23 @@ def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
     PartialState._reset_state()
     plain = Accelerator(cpu=True)
     assert (plain.distributed_type, plain.is_fsdp2, plain.fsdp_plugin) == (DistributedType.NO, False, None)
+
+
+def test_another_accelerator_has_the_plugins_of_the_first() -> None:
+    with pytest.raises(ConfigurationError, match="no Accelerator has DeepSpeed plugins"):
+        get_active_deepspeed_plugin(AcceleratorState(cpu=True))
+    plugins = {"a": DeepSpeedPlugin(zero_stage=1), "b": DeepSpeedPlugin(zero_stage=3)}
+    first, second = Accelerator(cpu=True, deepspeed_plugins=plugins), Accelerator(cpu=True)
+    plain = Accelerator(cpu=True, strategy="single")
+    first.state.select_deepspeed_plugin("b")
+    assert first.deepspeed_plugin is second.deepspeed_plugin is plugins["b"]
+    assert (plain.deepspeed_plugin, second.strategy) == (None, DeepSpeedStrategy.from_config({"zero_stage": 1}))
+    assert pickle.loads(pickle.dumps(first.state)).get_deepspeed_plugin("a") is plugins["a"]
+    with pytest.raises(ConfigurationError, match=r"no DeepSpeed plugin 'c'.* Known: a, b"):
+        first.state.select_deepspeed_plugin("c")
+    second.end_training()
+    first.end_training()
+    assert Accelerator(cpu=True).deepspeed_plugin is None
 
 
 def _with_warnings(make: Callable[[], Accelerator]) -> tuple[Strategy, list[str]]:
@@ -238,7 +335,11 @@ _PLUGIN = FullyShardedDataParallelPlugin()
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=3)}, "fsdp_version=3 is unknown"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(use_orig_params=False)}, "use_orig_params=False"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRD")}, "Did you mean 'FULL_SHARD'"),
-        ({"deepspeed_plugin": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}}, "builtins.dict. Pass one"),
+        ({"fsdp_plugin": {"a": _PLUGIN, "b": _PLUGIN}}, "fsdp_plugin has 2 plugins"),
+        ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": 1}}, "deepspeed_plugin is a builtins.int"),
+        ({"deepspeed_plugins": {}}, "deepspeed_plugin is a builtins.dict"),
+        ({"deepspeed_plugins": DeepSpeedPlugin(), "deepspeed_plugin": DeepSpeedPlugin()}, "are the same argument"),
+        ({"deepspeed_plugins": {"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin(enable_msamp=True)}}, "MS-AMP"),
         ({"deepspeed_plugin": DeepSpeedPlugin(enable_msamp=True)}, "MS-AMP"),
         ({"torch_tp_plugin": TorchTensorParallelPlugin(torch_device_mesh=1)}, "torch_device_mesh is not supported"),
         ({"dynamo_backend": "inducter"}, "Did you mean 'inductor'"),

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.contracts.test_own_loop import Net, data, make_optimizer
 from tests.helpers.distributed import run_distributed
 from tests.helpers.runs import quiet_trainer
-from trainwright import TaskModule
+from trainwright import DeepSpeedPlugin, TaskModule
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.checkpoint import read_checkpoint
@@ -114,6 +114,80 @@ def test_an_asynchronous_save_is_the_same(name: str, saved: Any, tmp_path: Path)
     rest = _run(name, load=str(tmp_path / "later"), steps=_STEPS - _STEPS // 2)
     again = _run(name, load=str(saved(name)[0]), steps=_STEPS - _STEPS // 2)
     torch.testing.assert_close(rest, again, rtol=0, atol=0)
+
+
+_PLUGINS = {"first": DeepSpeedPlugin(zero_stage=2), "second": DeepSpeedPlugin(zero_stage=3)}
+
+
+def _train_several(name: str, path: str, *, saves: bool) -> dict[str, Any]:
+    """Train two models after each other with a frozen third; save after half of the steps, or load and do the rest."""
+    engine: dict[str, Any] = {"deepspeed_plugins": _PLUGINS} if name == "deepspeed" else {"strategy": name}
+    accelerator = Accelerator(seed=0, **engine)
+    nets = [Net(), Net(), Net().requires_grad_(False)]
+    nets[1].head.bias.data += 1.0
+    nets[2].head.bias.data += 1.0 if saves else 5.0  # the checkpoint has its weights too
+    optimizers: list[Any] = [make_optimizer(net) for net in nets[:2]]
+    scale = nn.Parameter(torch.ones(()))
+    of_scale = accelerator.prepare(torch.optim.SGD([scale], lr=0.1, momentum=0.9))
+    size = _GLOBAL_BATCH // accelerator.num_processes
+    loader: Any = accelerator.prepare(DataLoader(data(_GLOBAL_BATCH * _STEPS), batch_size=size, shuffle=True))
+    models: list[Any] = []
+    for i, net in enumerate(nets):
+        if name == "deepspeed":
+            accelerator.state.select_deepspeed_plugin("first" if i == 0 else "second")
+        if i < 2:
+            net, optimizers[i] = accelerator.prepare(net, optimizers[i])
+        else:
+            net = accelerator.prepare(net)
+        models.append(net)
+    if not saves:
+        accelerator.load_state(path)
+    losses: list[float] = []
+    for x, y, _ in loader:
+        with torch.no_grad():
+            target = y + 0.1 * models[2](x)
+        for model, optimizer, sign in zip(models[:2], optimizers, (1.0, -1.0), strict=True):
+            loss = nn.functional.mse_loss(model(x), sign * target)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        scale.grad = torch.ones(())
+        of_scale.step()
+        if len(losses) == _STEPS:  # half of them: each step has two losses
+            break
+    if saves:
+        accelerator.save_state(path)
+    momentum = float(of_scale.state[scale]["momentum_buffer"])
+    weights = [{k: v.clone() for k, v in accelerator.get_state_dict(model).items()} for model in models]
+    accelerator.end_training()
+    return {"losses": losses, "weights": weights, "momentum": momentum}
+
+
+def _several(name: str, path: str, *, saves: bool) -> dict[str, Any]:
+    ranks = 1 if name == "single" else 2
+    found: dict[str, Any] = run_distributed(_several_here, ranks, name, path, saves, init=False, timeout=240)[0]
+    return found
+
+
+def _several_here(name: str, path: str, saves: bool) -> dict[str, Any]:
+    return _train_several(name, path, saves=saves)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*holds no parameter of a prepared model")
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("deepspeed", "deepspeed"), ("deepspeed", "single"), ("single", "deepspeed"), ("deepspeed", "fsdp")],
+)
+def test_several_models_continue_under_any_strategy(writer: str, reader: str, tmp_path: Path) -> None:
+    first = _several(writer, str(tmp_path / "half"), saves=True)
+    rest = _several(reader, str(tmp_path / "half"), saves=False)
+    _several("single", str(tmp_path / "expected"), saves=True)
+    wanted = _several("single", str(tmp_path / "expected"), saves=False)
+    torch.testing.assert_close(rest, wanted, rtol=1e-4, atol=1e-5)
+    assert rest["momentum"] > first["momentum"]
 
 
 class _Task(TaskModule):

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.accelerated_model import unwrapped
 from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.handlers import AutocastKwargs, DynamoBackend, TorchDynamoPlugin
@@ -56,7 +57,6 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
 from trainwright.processes.devices import DistributedType
-from trainwright.processes.partial_state import PartialState
 from trainwright.processes.signals import LoopSignal
 from trainwright.strategies.select import PLUGINS
 from trainwright.strategies.steps.gradients import GradientClip
@@ -91,7 +91,10 @@ class Accelerator:
         kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `AutocastKwargs` and `InitProcessGroupKwargs`.
         fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
-        deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`.
+        deepspeed_plugin: a `DeepSpeedPlugin`, instead of `strategy=DeepSpeedStrategy(…)`; or a dict of several with
+            their names, of which `state.select_deepspeed_plugin(name)` selects the one for the next `prepare`. The
+            first one is selected at first. Default: the plugins of the script's other Accelerators, if there are any.
+        deepspeed_plugins: another name of it.
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
@@ -135,6 +138,7 @@ class Accelerator:
         kwargs_handlers: Sequence[Any] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -143,6 +147,8 @@ class Accelerator:
         strategy: str | Strategy = "auto",
         seed: int | None = None,
     ) -> None:
+        if deepspeed_plugins is not None and deepspeed_plugin is not None:
+            raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
         self._settings = settings = read_settings(
             split_batches=split_batches,
             mixed_precision=mixed_precision,
@@ -153,13 +159,16 @@ class Accelerator:
             strategy=strategy,
             plugins={
                 "fsdp_plugin": fsdp_plugin,
-                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
                 "torch_tp_plugin": torch_tp_plugin,
             },
+            shared=AcceleratorState.shared_plugins(),
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
         )
-        self.state = PartialState(cpu=settings.cpu, **settings.group_options)
+        self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)
+        if settings.argument == "deepspeed_plugin":
+            self.state.share_deepspeed_plugins(cast("dict[str, DeepSpeedPlugin]", settings.plugins))
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         self.device_placement, self.split_batches = device_placement, split_batches
@@ -204,6 +213,15 @@ class Accelerator:
     def distributed_type(self) -> DistributedType:
         """The engine's kind, or else the kind of the process group."""
         return self.strategy.distributed_type or self.state.distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The selected DeepSpeed plugin; None if there are none."""
+        return self.state.deepspeed_plugin if self._settings.argument == "deepspeed_plugin" else None
+
+    def _use_selected_plugin(self) -> None:
+        if self._settings.argument == "deepspeed_plugin":
+            self.engine.use(self._settings.strategies.get(self.state.selected_plugin or "", self.strategy))
 
     @property
     def is_fsdp2(self) -> bool:
@@ -341,13 +359,13 @@ class Accelerator:
             self._begin(seed, num_steps, warns=self.state.is_main_process)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the plugin of an engine by the name of its argument, or else an attribute of `PartialState`:
+        """Return the plugin of an engine by the name of its argument, or else an attribute of `AcceleratorState`:
         `num_processes`, `is_main_process`, `wait_for_everyone`, `print`, …
         """
         if name.startswith("_") or "state" not in vars(self):
             raise AttributeError(name)
         if name in PLUGINS:
-            return self._settings.plugins.get(name)
+            return next(iter(self._settings.plugins.values())) if name == self._settings.argument else None
         try:
             return getattr(self.state, name)
         except AttributeError:
@@ -373,6 +391,7 @@ class Accelerator:
             raise ConfigurationError(
                 f"device_placement has {len(placements)} entries for {len(args)} objects. Give as many, or one."
             )
+        self._use_selected_plugin()
         placed = [self._is_placed(placement) for placement in placements]
         found = self._prepared.prepare(args, placed, steps_with_optimizer=self.step_scheduler_with_optimizer)
         return found[0] if len(found) == 1 else tuple(found)
@@ -393,6 +412,7 @@ class Accelerator:
                 the constructor's.
             evaluation_mode: it is not trained: its backward does not communicate. Default: False.
         """
+        self._use_selected_plugin()
         placed = [self._is_placed(device_placement)]
         return self._prepared.prepare_models([model], placed, evaluation_mode=evaluation_mode)[0]
 
@@ -881,6 +901,7 @@ class Accelerator:
         if self._signal is not None:
             self._signal.close()
         self.engine.close()
+        self.state.remove_deepspeed_plugins()
         self.state.destroy_process_group()
 
     def clear(self, *objects: object) -> list[Any]:

@@ -40,7 +40,6 @@ _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator →
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
-    "deepspeed_plugins": "deepspeed_plugin=",
     "dataloader_config": "the DataLoader's own arguments: what is prepared keeps its workers, collation and pinning",
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
@@ -70,7 +69,9 @@ class LoopSettings:
         accumulation: how gradients are accumulated.
         cpu: use the CPU although there is an accelerator.
         handlers: what `kwargs_handlers` holds.
-        plugins: the engine plugin, by its argument; empty if there is none.
+        argument: the argument of the engine's plugins; None if there are none.
+        plugins: the engine's plugins by their names. The first one describes the selection.
+        strategies: the strategy of each plugin.
     """
 
     selection: Selection
@@ -78,7 +79,9 @@ class LoopSettings:
     accumulation: GradientAccumulationPlugin
     cpu: bool
     handlers: Handlers
+    argument: str | None
     plugins: Mapping[str, EnginePlugin]
+    strategies: Mapping[str, Strategy]
 
     @property
     def group_options(self) -> dict[str, Any]:
@@ -116,6 +119,7 @@ def read_settings(
     kwargs_handlers: Sequence[Any] | None,
     strategy: str | Strategy,
     plugins: Mapping[str, object],
+    shared: Mapping[str, EnginePlugin],
     dynamo_backend: DynamoBackend | str | None,
     dynamo_plugin: TorchDynamoPlugin | None,
 ) -> LoopSettings:
@@ -126,11 +130,11 @@ def read_settings(
     """
     topology = detect()
     handlers = sort_handlers(kwargs_handlers or ())
-    choice = choose_for_loop(strategy, plugins, handlers.ddp)
-    if accumulation is None and steps == 1:
-        steps = choice.accumulate or steps
+    choice = choose_for_loop(strategy, plugins, shared, handlers.ddp)
     mixed_precision, steps, cpu, texts = read_launcher_variables(mixed_precision, steps, accumulation, cpu)
+    mixed_precision = choice.mixed_precision if mixed_precision is None else mixed_precision
     accumulation = accumulation_of(steps, accumulation)
+    accumulation = _stated(accumulation, choice.accumulation, texts)
     dynamo = read_dynamo(dynamo_backend, dynamo_plugin)
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
@@ -141,18 +145,44 @@ def read_settings(
             f"{topology.world_size}, the number of processes."
         )
     casts = handlers.autocast is None or handlers.autocast.enabled
-    selection = select_for_loop(
-        choice.strategy,
+    select = partial(
+        select_for_loop,
         cpu=cpu,
         precision=precision if casts else Precision.parse("32-true"),  # a sharded model would be cast all the same
         compile=dynamo.compile_options(),
         compile_blocks=bool(dynamo.use_regional_compilation),
         accumulate=accumulation.num_steps or 1,
     )
-    selection = replace(selection, strategy=_with_group_options(selection.strategy, handlers))
+    selections = []
+    for one in choice.strategies:
+        found = select(one)
+        selections.append(replace(found, strategy=_with_group_options(found.strategy, handlers)))
     for text in texts if topology.rank == 0 else ():
         warnings.warn(text, TrainwrightWarning, stacklevel=4)
-    return LoopSettings(selection, precision, accumulation, cpu, handlers, choice.plugins)
+    return LoopSettings(
+        selections[0],
+        precision,
+        accumulation,
+        cpu,
+        handlers,
+        choice.argument,
+        choice.plugins,
+        {name: one.strategy for name, one in zip(choice.plugins, selections, strict=False)},
+    )
+
+
+def _stated(
+    accumulation: GradientAccumulationPlugin, stated: int | None, texts: list[str]
+) -> GradientAccumulationPlugin:
+    """Return the accumulation with the number of micro-batches that the engine's configuration states."""
+    if stated not in (None, accumulation.num_steps):
+        if accumulation.num_steps not in (None, 1):
+            texts.append(
+                f"gradient_accumulation_steps={accumulation.num_steps} is overridden by the configuration of "
+                f'DeepSpeed, which has {stated}. Write "auto" there to use the Accelerator\'s.'
+            )
+        accumulation = replace(accumulation, num_steps=stated)
+    return accumulation
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:

@@ -110,7 +110,7 @@ class PartialState:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled, (self._cpu, self._options)
+        return _unpickled, (type(self), self._cpu, self._options)
 
     def __repr__(self) -> str:
         kind = f"{self.distributed_type}" + (f"  Backend: {self.backend}" if self.backend else "")
@@ -431,9 +431,9 @@ def _flag(name: str) -> bool:
     return (variable(name) or "").strip().lower() in ("1", "true", "t", "yes", "y", "on")
 
 
-def _unpickled(cpu: bool, options: _GroupOptions) -> PartialState:
+def _unpickled(kind: type[PartialState], cpu: bool, options: _GroupOptions) -> PartialState:
     """Return the unpickling process's own state. It connects to the others when needed."""
-    state = object.__new__(PartialState)
+    state = object.__new__(kind)
     state.__dict__ = PartialState._shared_state
     if not state.initialized:
         state.__dict__.update(_place(cpu, options))

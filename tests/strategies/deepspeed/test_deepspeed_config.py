@@ -158,7 +158,7 @@ def test_accelerates_names_are_understood() -> None:
     [
         ({"zero_stages": 2}, "Did you mean 'zero_stage'"),
         ({"deepspeed_hostfile": "hosts"}, "launcher"),
-        ({"deepspeed_config_file": "zero.json", "gradient_clipping": 1.0}, "gradient_clipping beside the file"),
+        ({"deepspeed_config_file": {"gradient_clipping": 2}, "gradient_clipping": 1.0}, "the configuration has 2"),
         ({"offload_param_nvme_path": "/a", "offload_optimizer_nvme_path": "/b"}, "differ"),
     ],
 )

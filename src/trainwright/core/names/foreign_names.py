@@ -131,7 +131,7 @@ _ACCELERATE = {
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
-    **_each("AcceleratorState GradientState", "its values are attributes of Accelerator, and of PartialState."),
+    "GradientState": "its values are attributes of Accelerator.",
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
     "skip_first_batches": "call accelerator.skip_first_batches(loader, n).",
     **_each("synchronize_rng_states synchronize_rng_state", "prepared loaders draw the same order on every process."),
@@ -155,7 +155,7 @@ _ACCELERATE = {
         "write the file's name; a checkpoint here is a folder (docs/checkpoint-format.md).",
     ),
     **_each(
-        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper get_active_deepspeed_plugin",
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
         "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
     "is_bf16_available": "call torch.cuda.is_bf16_supported(); the CPU computes in bf16 always.",

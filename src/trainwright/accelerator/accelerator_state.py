@@ -1,0 +1,102 @@
+"""The state that all Accelerators of a script share: its processes, and the DeepSpeed plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.processes.partial_state import PartialState
+
+if TYPE_CHECKING:
+    from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
+
+
+class AcceleratorState(PartialState):
+    """The state of the processes (see `PartialState`), and the DeepSpeed plugins of the script's Accelerators.
+
+    All instances share it. `Accelerator(deepspeed_plugins=…)` stores the plugins, and `end_training` removes them.
+    """
+
+    _plugins: dict[str, DeepSpeedPlugin]
+    _selected: str
+
+    @classmethod
+    def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:
+        """Return the plugins, also before there is a state."""
+        return dict(cls._shared_state.get("_plugins", {}))
+
+    @property
+    def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin]:
+        """The plugins by their names; a single one is called `"default"`. Empty without DeepSpeed plugins."""
+        return self.shared_plugins()
+
+    @property
+    def selected_plugin(self) -> str | None:
+        """The name of the selected plugin; None without DeepSpeed plugins."""
+        return vars(self).get("_selected")
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The selected plugin, at first the first one; None without DeepSpeed plugins."""
+        return None if self.selected_plugin is None else self._plugins[self.selected_plugin]
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """Return the plugin with a name.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
+        found = self.deepspeed_plugins
+        if name not in found:
+            raise ConfigurationError(
+                f"there is no DeepSpeed plugin {name!r}.{nearest(name, found)} Known: {', '.join(found) or 'none'}. "
+                "Pass it in Accelerator(deepspeed_plugins={name: plugin, …})."
+            )
+        return found[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use a plugin for the models that the script's Accelerators prepare from now on.
+
+        Not collective, but every process must select the same one.
+
+        Raises:
+            ConfigurationError: There is no plugin with this name.
+        """
+        self.get_deepspeed_plugin(name)
+        self._selected = name
+
+    def share_deepspeed_plugins(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
+        """Store the plugins of an Accelerator. The first one is selected, unless these plugins are stored already.
+
+        Raises:
+            ConfigurationError: Another Accelerator has stored other ones.
+        """
+        stored = self.deepspeed_plugins
+        if stored and stored != plugins:
+            raise ConfigurationError(
+                f"this Accelerator has the DeepSpeed plugins {list(plugins)}, and an earlier one has others: "
+                f"{list(stored)}. Pass all plugins to the first one as deepspeed_plugins={{name: plugin, …}}, or call "
+                "its end_training() first."
+            )
+        if not stored:
+            self._plugins, self._selected = dict(plugins), next(iter(plugins))
+
+    def remove_deepspeed_plugins(self) -> None:
+        """Remove all plugins. Not collective."""
+        for name in ("_plugins", "_selected"):
+            vars(self).pop(name, None)
+
+
+def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
+    """Return the selected DeepSpeed plugin.
+
+    Args:
+        state: `accelerator.state`.
+
+    Raises:
+        ConfigurationError: There are no DeepSpeed plugins.
+    """
+    if state.deepspeed_plugin is None:
+        raise ConfigurationError("no Accelerator has DeepSpeed plugins. Pass Accelerator(deepspeed_plugins=…).")
+    return state.deepspeed_plugin
