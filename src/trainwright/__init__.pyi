@@ -11,9 +11,6 @@ from trainwright import strategies as strategies
 from trainwright import templates as templates
 from trainwright import trainer as trainer
 from trainwright import utilities as utilities
-from trainwright.accelerator.accelerated_loader import AcceleratedLoader as AcceleratedLoader
-from trainwright.accelerator.accelerated_model import AcceleratedModel as AcceleratedModel
-from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
 from trainwright.accelerator.accelerator_state import AcceleratorState as AcceleratorState
 from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
@@ -24,8 +21,11 @@ from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwarg
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD
+from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader as AcceleratedLoader
+from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel as AcceleratedModel
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer as AcceleratedOptimizer
+from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
-from trainwright.accelerator.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
 from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params

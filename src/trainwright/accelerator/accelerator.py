@@ -24,9 +24,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
-from trainwright.accelerator.accelerated_model import unwrapped
-from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
@@ -39,9 +36,12 @@ from trainwright.accelerator.loop_checkpoints import (
     SaveHook,
 )
 from trainwright.accelerator.loss_scale import LossScale
-from trainwright.accelerator.prepare import PreparedObjects
+from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.accelerator.prepared.accelerated_model import unwrapped
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.prepare import PreparedObjects
+from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration, StateFolders
-from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.accelerator.settings import (
     compare_precision,
     project_of,

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from trainwright.accelerator.accelerated_loader import AcceleratedLoader
-from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.loss_scale import LossScale
+from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
 from trainwright.accelerator.project import StateFolders
-from trainwright.accelerator.scheduler import AcceleratedScheduler
 from trainwright.checkpoint import AsyncWriter, Snapshot, read_checkpoint, write_checkpoint
 from trainwright.checkpoint.disk.durable import hidden, make_folder
 from trainwright.checkpoint.format.staging import remove_folder

@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
 
 
 class AcceleratedScheduler:

@@ -18,12 +18,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright.accelerator.accelerated_loader import AcceleratedLoader, SkippedStart
-from trainwright.accelerator.accelerated_model import AcceleratedModel
-from trainwright.accelerator.accelerated_optimizer import AcceleratedOptimizer
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.loss_scale import LossScale
-from trainwright.accelerator.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
+from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
+from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
+from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_cut

@@ -1,0 +1,1 @@
+"""The objects of a loop as `Accelerator.prepare` returns them."""
