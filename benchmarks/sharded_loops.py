@@ -22,10 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainwright import DeepSpeedStrategy, TaskModule, TensorParallelStrategy, Trainer
+from trainwright import Accelerator, DeepSpeedStrategy, FSDPStrategy, TaskModule, TensorParallelStrategy, Trainer
 
 WORLD_SIZE = 2
 WIDTH, NUM_LAYERS, NUM_HEADS, VOCABULARY, CONTEXT, BATCH_SIZE = 512, 6, 8, 2048, 64, 2  # 19,996,672 parameters
@@ -104,6 +105,11 @@ def loader_of(batches: list[Tensor]) -> DataLoader[Any]:
     return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]  # a list is a data set
 
 
+def ddp_by_hand(batches: list[Tensor], watch: Stopwatch) -> float:
+    """Train with the loop that everyone writes over `DistributedDataParallel`."""
+    return _steps_by_hand(DistributedDataParallel(make_net()), batches, watch)
+
+
 def fsdp_by_hand(batches: list[Tensor], watch: Stopwatch) -> float:
     """Train with the loop that everyone writes over `fully_shard`."""
     net: Any = make_net()
@@ -125,6 +131,12 @@ def split_plan() -> dict[str, Any]:
     """Return torch's own plan for the blocks."""
     columns = {f"blocks.*.{name}": ColwiseParallel() for name in COLUMNS}
     return columns | {f"blocks.*.{name}": RowwiseParallel() for name in ROWS}
+
+
+def plan_by_names(prefix: str = "") -> dict[str, Any]:
+    """Return the same plan in Trainwright's names of styles."""
+    columns = {f"{prefix}blocks.*.{name}": "colwise" for name in COLUMNS}
+    return columns | {f"{prefix}blocks.*.{name}": "rowwise" for name in ROWS}
 
 
 def _steps_by_hand(net: Any, batches: list[Tensor], watch: Stopwatch) -> float:
@@ -198,8 +210,7 @@ def task_over(base: Any, watch: Stopwatch) -> Any:
             return self.net.blocks
 
         def tensor_parallel_plan(self, mesh: Any) -> Any:
-            columns = {f"net.blocks.*.{name}": "colwise" for name in COLUMNS}
-            return columns | {f"net.blocks.*.{name}": "rowwise" for name in ROWS}
+            return plan_by_names("net.")
 
         def configure_optimizers(self) -> Optimizer:
             return make_optimizer(self)
@@ -232,6 +243,22 @@ def with_trainwright(strategy: Any, batches: list[Tensor], watch: Stopwatch) -> 
         made = strategy() if callable(strategy) else strategy
         Trainer(strategy=made, **_BARE).fit(task, loader_of(batches))
     return float(task.last)
+
+
+def with_accelerator(strategy: Callable[[], Any], batches: list[Tensor], watch: Stopwatch) -> float:
+    """Train with a hand-written loop over our Accelerator, in the process group that exists."""
+    accelerator = Accelerator(strategy=strategy())
+    net = make_net()
+    net, optimizer = accelerator.prepare(net, make_optimizer(net))
+    watch.start()
+    for batch in batches:
+        loss = net(batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    watch.stop()
+    accelerator.free_memory()
+    return float(loss.detach())
 
 
 def fsdp_with_lightning(batches: list[Tensor], watch: Stopwatch) -> float:
@@ -270,23 +297,31 @@ def _with_lightning(split: Callable[[Any], None], batches: list[Tensor], watch: 
     return float(task.last)
 
 
-# engine → the loops that are compared; the first one is the base, the second one ours
-HAND, OURS = "hand-written loop", "Trainwright"
+# engine → the loops that are compared; the first one is the base, the second and third are ours
+HAND, OURS, OUR_LOOP = "hand-written loop", "Trainwright, Trainer", "Trainwright, Accelerator"
 CONTENDERS: dict[str, dict[str, Loop]] = {
+    "ddp": {
+        HAND: ddp_by_hand,
+        OURS: partial(with_trainwright, "ddp"),
+        OUR_LOOP: partial(with_accelerator, lambda: "ddp"),
+    },
     "fsdp": {
         HAND: fsdp_by_hand,
         OURS: partial(with_trainwright, "fsdp"),
+        OUR_LOOP: partial(with_accelerator, partial(FSDPStrategy, auto_wrap_policy=(Block,))),
         "Lightning, ModelParallelStrategy": fsdp_with_lightning,
     },
     "tp": {
         HAND: tp_by_hand,
         # As the others, leaving the weights split when the stage is over.
         OURS: partial(with_trainwright, partial(TensorParallelStrategy, weights_after_stage="none")),
+        OUR_LOOP: partial(with_accelerator, partial(TensorParallelStrategy, tensor_parallel_plan=plan_by_names())),
         "Lightning, ModelParallelStrategy": tp_with_lightning,
     },
     "deepspeed": {
         HAND: deepspeed_by_hand,
         OURS: partial(with_trainwright, partial(DeepSpeedStrategy, DEEPSPEED)),
+        OUR_LOOP: partial(with_accelerator, partial(DeepSpeedStrategy, DEEPSPEED)),
         "Accelerate": deepspeed_with_accelerate,
     },
 }
