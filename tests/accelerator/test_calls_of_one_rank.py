@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,12 @@ from trainwright.accelerator.accelerator import Accelerator
 from trainwright.processes import process_group
 
 
+def _elsewhere() -> None:
+    time.sleep(2.0)
+
+
 def _call(call: str, folder: str) -> str:
-    """Make a call on rank 0, and half a second later on the other one."""
+    """Make a call on rank 0, and two seconds later on the other one."""
     process_group._LATE_S = 0.1
     accelerator = Accelerator(strategy="fsdp")
     net = Net()
@@ -31,7 +36,7 @@ def _call(call: str, folder: str) -> str:
         "clip_grad_norm_": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
     }
     if not accelerator.is_main_process:
-        time.sleep(0.5)
+        _elsewhere()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         calls[call]()
     optimizer.zero_grad()
@@ -46,4 +51,7 @@ def test_the_ranks_that_do_not_make_it_are_named(call: str, tmp_path: Path) -> N
     first, second = run_distributed(_call, 2, call, str(tmp_path / "saved"), init=False, timeout=120)
     assert f"rank 0 waits in accelerator.{call}() for rank 1" in first
     assert "Call it on every rank" in first
+    program = Path(__file__).name
+    assert re.search(rf"rank 0: .*{program}:\d+ in ", first)
+    assert re.search(rf"rank 1: .*{program}:\d+ in _elsewhere", first)
     assert call not in second

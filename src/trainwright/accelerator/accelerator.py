@@ -169,6 +169,7 @@ class Accelerator:
         self.state = AcceleratorState(cpu=settings.cpu, **settings.group_options)
         if settings.argument == "deepspeed_plugin":
             self.state.share_deepspeed_plugins(cast("dict[str, DeepSpeedPlugin]", settings.plugins))
+        self.state.processes.watch_calls()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         self.device_placement, self.split_batches = device_placement, split_batches

@@ -20,6 +20,7 @@ from trainwright.core.errors import CheckpointError, ConfigurationError, Missing
 from trainwright.core.process import STARTED_BY_TRAINER, Topology, check_address, variable
 from trainwright.processes.hang_detector import HangDetector
 from trainwright.processes.hang_report import ranks_text
+from trainwright.processes.late_calls import LateCalls
 from trainwright.processes.launcher import failure_of_started
 from trainwright.processes.standing import Position
 
@@ -127,6 +128,9 @@ class Processes:
             TimeoutError: ranks did not come within `timeout`.
         """
 
+    def watch_calls(self) -> None:
+        """Let this rank answer from now on where its thread is while another one waits in `meet`. Not collective."""
+
     def on_main_rank(self, work: Callable[[], T], what: str, helpers: Helpers | None = None) -> T:
         """Run `work` on rank 0, such as reading or writing a checkpoint, and share the result with every rank.
         Collective.
@@ -210,6 +214,7 @@ class ProcessGroup(Processes):
         self._others_end = False
         self._num_meetings = 0
         self._meeting: Any = None
+        self._late_calls: LateCalls | None = None
 
     def open(self, device: torch.device) -> None:
         global _groups_made
@@ -293,6 +298,9 @@ class ProcessGroup(Processes):
         self._detector.close()
 
     def close(self) -> None:
+        if self._late_calls is not None:
+            self._late_calls.close()
+            self._late_calls = None
         if self._made_here and dist.is_initialized():
             if self._failed:
                 _abandon_groups()
@@ -321,12 +329,10 @@ class ProcessGroup(Processes):
             for key in ("arrived", "everyone", *map(str, range(self.world_size))) if earlier is not None else ():
                 earlier.delete_key(key)  # all have left the meeting before this one
             store.set("everyone", "")
-        while True:
-            try:
-                store.wait(["everyone"], datetime.timedelta(seconds=min(_LATE_S, 1.0)))  # Ctrl-C works between two
-                return
-            except dist.DistStoreError:
-                waited_s = time.monotonic() - start_s
+        look_s = 0.0005
+        while not store.check(["everyone"]):
+            time.sleep(look_s)
+            look_s, waited_s = min(2 * look_s, _LONGEST_LOOK_S), time.monotonic() - start_s
             if waited_s < _LATE_S or (is_told and waited_s < self.timeout.total_seconds()):
                 continue
             missing = ranks_text([rank for rank in range(self.world_size) if not store.check([str(rank)])])
@@ -337,7 +343,12 @@ class ProcessGroup(Processes):
             if waited_s >= self.timeout.total_seconds():
                 raise TimeoutError(f"{text} Waited for {self.timeout}.")
             is_told = True
-            sys.stderr.write(f"trainwright: {text}\n")
+            places = [] if self._late_calls is None else self._late_calls.ask(PrefixStore("late", self._store))
+            sys.stderr.write("\n  ".join([f"trainwright: {text}", *places]) + "\n")
+
+    def watch_calls(self) -> None:
+        if self._made_here and self._late_calls is None:
+            self._late_calls = LateCalls(PrefixStore("late", self._store.clone()), self.rank, self.world_size)
 
     def own_store(self, corner: str) -> Any:
         # Torch has no public name for the store of a group that the user has created.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -59,6 +60,7 @@ class Bytes(Callback):
         self.seen: dict[str, int] = {}
 
     def _count(self, when: str, task: Any) -> None:
+        time.sleep(0.05)  # gloo's threads release what they have sent a moment after it is received
         gc.collect()
         storages = [tensor.untyped_storage() for tensor in tensors(task) if tensor.device.type == "cpu"]
         self.seen[when] = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
