@@ -10,6 +10,8 @@ from typing import Any, Self
 import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.processes.devices import DistributedType
+from trainwright.processes.partial_state import PartialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,18 @@ _KNOWN: dict[str, Precision] = {
     "16-mixed": _HALF_MIXED, "16": _HALF_MIXED, "fp16": _HALF_MIXED,
     "bf16-mixed": _BFLOAT_MIXED, "bf16": _BFLOAT_MIXED,
 }  # fmt: skip
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """Return a scaler of float16 losses.
+
+    Args:
+        distributed_type: With FSDP, one that finds non-finite gradients in the shards of any rank. Default: None.
+        kwargs: Of torch's `GradScaler`.
+    """
+    device = PartialState().device
+    if distributed_type != DistributedType.FSDP:
+        return torch.amp.GradScaler(device.type, **kwargs)
+    from trainwright.strategies.fsdp.sharded_gradients import ShardedGradients
+
+    return ShardedGradients(device).make_scaler(**kwargs)

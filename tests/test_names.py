@@ -12,6 +12,8 @@ LIKE_FILES = {
     "registry": "the short names of a kind of plug-in, over core's Registry",
     "strategy": "the Strategy contract, and an engine's own in its folder",
     "plugin": "an engine's options by Accelerate's names, in its folder",
+    "constants": "file names and choices, and Accelerate's path to them",
+    "memory": "the memory of the host, and Accelerate's path to it",
     "settings": "what the arguments of a Trainer, of an Accelerator, say",
     "options": "what a user may set of the folder's thing",
     "step": "a step, and an engine's own in its folder",

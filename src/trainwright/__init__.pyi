@@ -11,6 +11,7 @@ from trainwright import strategies as strategies
 from trainwright import templates as templates
 from trainwright import trainer as trainer
 from trainwright import utilities as utilities
+from trainwright import utils as utils
 from trainwright.accelerator.accelerator import Accelerator as Accelerator
 from trainwright.accelerator.accelerator_state import AcceleratorState as AcceleratorState
 from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin

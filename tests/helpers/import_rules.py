@@ -24,6 +24,7 @@ _MAY_IMPORT = {
     "bigmodels": _BELOW_TRAINER,
     "accelerator": _BELOW_TRAINER | {"accelerator"},
     "trainer": _BELOW_TRAINER | {"trainer"},
+    "utils": _BELOW_TRAINER | {"accelerator"},
     "cli": _BELOW_TRAINER | {"accelerator", "trainer", "cli"},
     "templates": set(PARTS),
 }

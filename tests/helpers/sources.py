@@ -20,6 +20,7 @@ PARTS = {
     "accelerator": "src/trainwright/accelerator",
     "cli": "src/trainwright/cli",
     "utilities": "src/trainwright/utilities",
+    "utils": "src/trainwright/utils",
     "callbacks": "callbacks",
     "loggers": "loggers",
     "strategies": "strategies",

@@ -183,6 +183,7 @@ class Accelerator:
         self._signal: LoopSignal | None = None  # until should_stop is read
         self._joins = False  # within join_uneven_inputs
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
+        self.state.set_mixed_precision(self.mixed_precision)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""

@@ -1,4 +1,4 @@
-"""The state that all Accelerators of a script share: its processes, and the DeepSpeed plugins."""
+"""The state that all Accelerators of a script share: its processes, the precision, and the DeepSpeed plugins."""
 
 from __future__ import annotations
 
@@ -13,13 +13,24 @@ if TYPE_CHECKING:
 
 
 class AcceleratorState(PartialState):
-    """The state of the processes (see `PartialState`), and the DeepSpeed plugins of the script's Accelerators.
+    """The state of the processes (see `PartialState`), and what the script's Accelerators share.
 
     All instances share it. `Accelerator(deepspeed_plugins=…)` stores the plugins, and `end_training` removes them.
     """
 
+    _precision: str
     _plugins: dict[str, DeepSpeedPlugin]
     _selected: str
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"fp16"` or `"bf16"`: that of the newest Accelerator; `"no"` without one."""
+        found: str = vars(self).get("_precision", "no")
+        return found
+
+    def set_mixed_precision(self, precision: str) -> None:
+        """Store the precision of an Accelerator."""
+        self._precision = precision
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:

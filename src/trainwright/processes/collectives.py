@@ -11,9 +11,10 @@ torch's backends (a crash, a hang, or wrong values).
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from trainwright.core.errors import ConfigurationError, unknown
 from trainwright.core.tree import is_container, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
+
+P = ParamSpec("P")
 
 _REDUCTIONS = ("mean", "sum", "none")
 _UNEVEN = "For unequal lengths there are accelerator.gather_for_metrics and pad_across_processes."
@@ -311,6 +314,47 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
         return padded
 
     return recursively_apply(pad_one, tensor)
+
+
+def slice_tensors(
+    data: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return nested tensors, each cut to a slice of its first dimension; views. Not collective.
+
+    Args:
+        data: Tensors in lists, tuples and mappings.
+        tensor_slice: The slice.
+        process_index, num_processes: Accepted for Accelerate's sake.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+    """
+    del process_index, num_processes
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data, error_on_other_type=True)
+
+
+def listify(data: object) -> Any:
+    """Return nested tensors as lists of numbers (of float32 for bfloat16). Waits for the device."""
+    return recursively_apply(
+        lambda tensor: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().tolist(), data
+    )
+
+
+def convert_to_fp32(tensor: object) -> Any:
+    """Return nested tensors with those of float16 and bfloat16 in float32; other leaves are unchanged."""
+    return recursively_apply(
+        lambda leaf: leaf.float() if leaf.dtype in (torch.float16, torch.bfloat16) else leaf, tensor
+    )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[P, Any]) -> Callable[P, Any]:
+    """Return a function that calls another one and returns its outputs by `convert_to_fp32`."""
+
+    @functools.wraps(model_forward)
+    def forward(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward
 
 
 def _tensors(operation: str, tree: object) -> list[torch.Tensor]:

@@ -191,6 +191,25 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@contextlib.contextmanager
+def patch_environment(**variables: object) -> Iterator[None]:
+    """Set environment variables during a `with` block. Names are written in capitals, values as text."""
+    with _variables({name.upper(): str(value) for name, value in variables.items()}):
+        yield
+
+
+@contextlib.contextmanager
+def clear_environment() -> Iterator[None]:
+    """Remove all environment variables during a `with` block; changes of the block are lost."""
+    before = environment()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def _serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
     import cloudpickle
 

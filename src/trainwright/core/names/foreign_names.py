@@ -24,6 +24,14 @@ _CANONICAL = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lig
 MODULES: Mapping[str, str | None] = {
     "accelerate": "trainwright",
     "accelerate.accelerator": "trainwright.accelerator",
+    "accelerate.big_modeling": "trainwright.big_modeling",
+    "accelerate.hooks": "trainwright.hooks",
+    "accelerate.local_sgd": "trainwright.local_sgd",
+    "accelerate.logging": "trainwright.logging",
+    "accelerate.optimizer": "trainwright.optimizer",
+    "accelerate.scheduler": "trainwright.scheduler",
+    "accelerate.state": "trainwright.state",
+    "accelerate.utils": "trainwright.utils",
     "lightning": "trainwright",
     "lightning.fabric": None,
     "lightning.pytorch": "trainwright",
@@ -61,9 +69,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
             "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType", "typing.Any"
         ),
     },
-    "Accelerate": {
-        "set_seed": "trainwright.seed_everything",
-    },
+    "Accelerate": {},
 }
 """Library → its name → the full name here, if it differs or is in another module than in `MODULES`."""
 
@@ -131,39 +137,26 @@ _ACCELERATE = {
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
     "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
-    "GradientState": "its values are attributes of Accelerator.",
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
     "skip_first_batches": "call accelerator.skip_first_batches(loader, n).",
-    **_each("synchronize_rng_states synchronize_rng_state", "prepared loaders draw the same order on every process."),
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
-        "SwanLabTracker TrackioTracker LoggerType",
+        "SwanLabTracker TrackioTracker",
         "use a logger of trainwright.loggers: start(), log_metrics(), finish().",
     ),
-    "get_logger": "use logging.getLogger, and PartialState().is_main_process to write once.",
     **_each(
         "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler",
         "prepare() divides the data; ShardedIterable divides an iterable data set.",
     ),
     "prepare_data_loader": "call accelerator.prepare_data_loader(loader).",
-    "extract_model_from_parallel": "call accelerator.unwrap_model(model).",
     "merge_fsdp_weights": "run `trainwright checkpoint export`.",
     **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
-    **_each(
-        "MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SCALER_NAME RNG_STATE_NAME WEIGHTS_NAME WEIGHTS_INDEX_NAME "
-        "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_INDEX_NAME",
-        "write the file's name; a checkpoint here is a folder (docs/checkpoint-format.md).",
-    ),
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
         "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
-    "is_bf16_available": "call torch.cuda.is_bf16_supported(); the CPU computes in bf16 always.",
     **_each(
-        "ComputeEnvironment SageMakerDistributedType PrecisionType RNGType "
-        "is_mps_available is_torch_version install_xla listify convert_model convert_outputs_to_fp32 convert_to_fp32 "
-        "get_grad_scaler get_mixed_precision_context_manager clear_environment patch_environment slice_tensors "
-        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading is_rich_available",
+        "install_xla convert_model disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
         "it has no replacement; delete the use, or write the few lines yourself.",
     ),
 }

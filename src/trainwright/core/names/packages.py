@@ -1,0 +1,144 @@
+"""Which packages and devices there are, under the names of Hugging Face Accelerate. Imports no torch until asked."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+
+_OPERATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+}  # fmt: skip
+
+
+def _is_there(package: str) -> Callable[[], bool]:
+    def is_available() -> bool:
+        """Return whether the package is installed."""
+        return importlib.util.find_spec(package) is not None
+
+    return is_available
+
+
+is_aim_available = _is_there("aim")
+is_bnb_available = _is_there("bitsandbytes")
+is_boto3_available = _is_there("boto3")
+is_clearml_available = _is_there("clearml")
+is_comet_ml_available = _is_there("comet_ml")
+is_datasets_available = _is_there("datasets")
+is_deepspeed_available = _is_there("deepspeed")
+is_dvclive_available = _is_there("dvclive")
+is_ipex_available = _is_there("intel_extension_for_pytorch")
+is_megatron_lm_available = _is_there("megatron")
+is_mlflow_available = _is_there("mlflow")
+is_msamp_available = _is_there("msamp")
+is_pandas_available = _is_there("pandas")
+is_peft_available = _is_there("peft")
+is_rich_available = _is_there("rich")
+is_sagemaker_available = _is_there("sagemaker")
+is_schedulefree_available = _is_there("schedulefree")
+is_swanlab_available = _is_there("swanlab")
+is_tensorboard_available = _is_there("tensorboard")
+is_timm_available = _is_there("timm")
+is_torchao_available = _is_there("torchao")
+is_torchdata_available = _is_there("torchdata")
+is_torchvision_available = _is_there("torchvision")
+is_tqdm_available = _is_there("tqdm")
+is_trackio_available = _is_there("trackio")
+is_transformer_engine_available = _is_there("transformer_engine")
+is_transformers_available = _is_there("transformers")
+is_triton_available = _is_there("triton")
+is_wandb_available = _is_there("wandb")
+
+
+def _has_device(kind: str) -> Callable[..., bool]:
+    def is_available(check_device: bool = False) -> bool:
+        """Return whether torch sees a device of this kind.
+
+        Args:
+            check_device: Accepted for Accelerate's sake; the device is always looked for. Default: False.
+        """
+        import torch
+
+        del check_device
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found is not None and found.type == kind
+
+    return is_available
+
+
+is_cuda_available = _has_device("cuda")
+is_hpu_available = _has_device("hpu")
+is_mlu_available = _has_device("mlu")
+is_mps_available = _has_device("mps")
+is_musa_available = _has_device("musa")
+is_npu_available = _has_device("npu")
+is_xpu_available = _has_device("xpu")
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Return whether torch_xla is installed.
+
+    Args:
+        check_is_tpu, check_is_gpu: Ask also for a device of this kind, which starts torch_xla. Default: False.
+    """
+    if not _is_there("torch_xla")():
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind == "TPU" if check_is_tpu else kind in ("CUDA", "GPU")
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Return whether the device of this machine computes in bfloat16; the CPU does.
+
+    Args:
+        ignore_tpu: Accepted for Accelerate's sake. Default: False.
+    """
+    import torch
+
+    del ignore_tpu
+    return torch.cuda.is_bf16_supported() if is_cuda_available() else not is_mps_available()
+
+
+def is_fp16_available() -> bool:
+    """Return whether the device of this machine trains in float16: an accelerator does, the CPU does not."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
+    """Compare the version of an installed package, or a version, with another one.
+
+    Args:
+        library_or_version: The package's name, or a version.
+        operation: `"=="`, `"!="`, `"<"`, `"<="`, `">"` or `">="`.
+        requirement_version: What it is compared with; local parts (`+cpu`) are ignored.
+
+    Raises:
+        ConfigurationError: The operation is unknown.
+        importlib.metadata.PackageNotFoundError: The package is not installed.
+    """
+    if operation not in _OPERATIONS:
+        raise ConfigurationError(f"operation={operation!r}: write one of {', '.join(_OPERATIONS)}.")
+    text = str(library_or_version)
+    version = text if text[:1].isdigit() else importlib.metadata.version(text)
+    own, other = _numbers(version), _numbers(requirement_version)
+    length = max(len(own), len(other))
+    return _OPERATIONS[operation](own + (0,) * (length - len(own)), other + (0,) * (length - len(other)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of torch with another one; see `compare_versions`."""
+    return compare_versions("torch", operation, version)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found.group().split("."))) if found else ()

@@ -1,0 +1,13 @@
+from trainwright.bigmodels.dispatch.align import AlignDevicesHook as AlignDevicesHook
+from trainwright.bigmodels.dispatch.attach import attach_align_device_hook as attach_align_device_hook
+from trainwright.bigmodels.dispatch.attach import (
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+)
+from trainwright.bigmodels.dispatch.attach import attach_execution_device_hook as attach_execution_device_hook
+from trainwright.bigmodels.dispatch.model_hooks import CpuOffload as CpuOffload
+from trainwright.bigmodels.dispatch.model_hooks import ModelHook as ModelHook
+from trainwright.bigmodels.dispatch.model_hooks import SequentialHook as SequentialHook
+from trainwright.bigmodels.dispatch.model_hooks import UserCpuOffloadHook as UserCpuOffloadHook
+from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module as add_hook_to_module
+from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_module as remove_hook_from_module
+from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules as remove_hook_from_submodules

@@ -1,0 +1,1 @@
+from trainwright.accelerator.local_sgd_block import LocalSGD as LocalSGD

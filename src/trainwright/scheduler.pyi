@@ -1,0 +1,1 @@
+from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler

@@ -1,0 +1,2 @@
+from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
+from trainwright.bigmodels.quantization.quantization import load_and_quantize_model as load_and_quantize_model

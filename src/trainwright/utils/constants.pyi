@@ -1,0 +1,11 @@
+from trainwright.core.names.constants import MODEL_NAME as MODEL_NAME
+from trainwright.core.names.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
+from trainwright.core.names.constants import RNG_STATE_NAME as RNG_STATE_NAME
+from trainwright.core.names.constants import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from trainwright.core.names.constants import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from trainwright.core.names.constants import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from trainwright.core.names.constants import SAMPLER_NAME as SAMPLER_NAME
+from trainwright.core.names.constants import SCALER_NAME as SCALER_NAME
+from trainwright.core.names.constants import SCHEDULER_NAME as SCHEDULER_NAME
+from trainwright.core.names.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from trainwright.core.names.constants import WEIGHTS_NAME as WEIGHTS_NAME

@@ -1,0 +1,3 @@
+from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
+from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler

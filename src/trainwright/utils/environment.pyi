@@ -1,0 +1,2 @@
+from trainwright.processes.launcher import clear_environment as clear_environment
+from trainwright.processes.launcher import patch_environment as patch_environment

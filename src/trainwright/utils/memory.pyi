@@ -1,0 +1,3 @@
+from trainwright.core.host.memory import clear_device_cache as clear_device_cache
+from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
+from trainwright.core.host.memory import release_memory as release_memory

@@ -1,0 +1,6 @@
+from trainwright.bigmodels.weights.weights_map import OffloadedWeightsLoader as OffloadedWeightsLoader
+from trainwright.bigmodels.weights.weights_map import PrefixedDataset as PrefixedDataset
+from trainwright.bigmodels.weights.weights_map import load_offloaded_weight as load_offloaded_weight
+from trainwright.bigmodels.weights.weights_map import offload_state_dict as offload_state_dict
+from trainwright.bigmodels.weights.weights_map import offload_weight as offload_weight
+from trainwright.bigmodels.weights.weights_map import save_offload_index as save_offload_index

@@ -1,0 +1,3 @@
+from trainwright.processes.random_states import set_seed as set_seed
+from trainwright.processes.random_states import synchronize_rng_state as synchronize_rng_state
+from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states

@@ -1,0 +1,131 @@
+"""The module paths of Hugging Face Accelerate, and the names that each has here.
+
+    python -m tests.pinned.module_paths
+
+writes the modules anew: each re-exports names lazily from the files where they are defined.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.helpers.sources import ROOT
+from trainwright.core.names import lazy_names
+
+PACKAGE = ROOT / "src/trainwright"
+# Names that are not in the package's own list, by the module where they are defined.
+_HOMES = {
+    "accelerator.accumulation": "GradientState",
+    "accelerator.functions": "extract_model_from_parallel get_mixed_precision_context_manager",
+    "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
+    "core.names.constants": (
+        "ComputeEnvironment LoggerType MODEL_NAME OPTIMIZER_NAME PrecisionType RNGType RNG_STATE_NAME SAFE_MODEL_NAME "
+        "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME SageMakerDistributedType "
+        "WEIGHTS_INDEX_NAME WEIGHTS_NAME"
+    ),
+    "core.names.packages": " ".join(
+        re.findall(r"^(?:def )?([a-z]\w+)(?: = _|\()", (PACKAGE / "core/names/packages.py").read_text(), re.MULTILINE)
+    ),
+    "processes.collectives": "convert_outputs_to_fp32 convert_to_fp32 listify slice_tensors",
+    "processes.launcher": "clear_environment patch_environment",
+    "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
+    "strategies.precision": "get_grad_scaler",
+}
+_CONSTANTS = " ".join(name for name in _HOMES["core.names.constants"].split() if name.isupper())
+_CHOICES = " ".join(name for name in _HOMES["core.names.constants"].split() if not name.isupper())
+_HOOKS = (
+    "AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook add_hook_to_module "
+    "attach_align_device_hook attach_align_device_hook_on_blocks attach_execution_device_hook remove_hook_from_module "
+    "remove_hook_from_submodules"
+)
+_UTILS = {
+    "bnb": "BnbQuantizationConfig load_and_quantize_model",
+    "constants": _CONSTANTS,
+    "dataclasses": (
+        f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType DeepSpeedPlugin "
+        "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
+        "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration TorchDynamoPlugin "
+        "TorchTensorParallelPlugin"
+    ),
+    "deepspeed": "DummyOptim DummyScheduler get_active_deepspeed_plugin",
+    "environment": "clear_environment patch_environment",
+    "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
+    "memory": "clear_device_cache find_executable_batch_size release_memory",
+    "modeling": (
+        "CustomDtype align_module_device calculate_maximum_sizes check_device_map clean_device_map "
+        "compute_module_sizes compute_module_total_buffer_size find_tied_parameters get_balanced_memory "
+        "get_max_layer_size get_max_memory has_offloaded_params infer_auto_device_map "
+        "get_mixed_precision_context_manager get_grad_scaler load_checkpoint_in_model load_offloaded_weights "
+        "load_state_dict retie_parameters "
+        "set_module_tensor_to_device"
+    ),
+    "offload": (
+        "OffloadedWeightsLoader PrefixedDataset load_offloaded_weight offload_state_dict offload_weight "
+        "save_offload_index"
+    ),
+    "operations": (
+        "broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 gather gather_object "
+        "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
+    ),
+    "other": (
+        "clear_environment convert_file_size_to_int extract_model_from_parallel patch_environment wait_for_everyone"
+    ),
+    "random": "set_seed synchronize_rng_state synchronize_rng_states",
+    "versions": "compare_versions is_torch_version",
+}
+PATHS: dict[str, str] = {
+    "big_modeling": (
+        f"{_HOOKS} attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
+        "init_empty_weights init_on_device load_checkpoint_and_dispatch"
+    ),
+    "hooks": _HOOKS,
+    "local_sgd": "LocalSGD",
+    "logging": "MultiProcessAdapter get_logger",
+    "optimizer": "AcceleratedOptimizer",
+    "scheduler": "AcceleratedScheduler",
+    "state": "AcceleratorState GradientState PartialState",
+    "utils": " ".join([*_UTILS.values(), "tqdm"]),
+    **{f"utils.{name}": names for name, names in _UTILS.items()},
+}
+"""Module of Accelerate, without the name of the package → its names here."""
+
+
+def homes() -> dict[str, str]:
+    """Return the module of ours that defines each name."""
+    listed = {name: home for home, name in lazy_names._LINE.findall((PACKAGE / "__init__.pyi").read_text())}
+    own = {name: f"trainwright.{home}" for home, names in _HOMES.items() for name in names.split()}
+    return listed | own
+
+
+def files() -> dict[Path, str]:
+    """Return the files of all modules, with their texts."""
+    found = {}
+    of_name = homes()
+    for path, names in PATHS.items():
+        place = PACKAGE / path.replace(".", "/")
+        place = place / "__init__" if path == "utils" else place
+        found[place.with_suffix(".py")] = (
+            f'"""The names of `accelerate.{path}`, imported on first use."""\n\nfrom __future__ import annotations\n\n'
+            "from trainwright.core.names.lazy_names import lazy_names\n\n"
+            "__getattr__, __dir__ = lazy_names(__name__, __file__)\n"
+        )
+        ordered = sorted(set(names.split()), key=lambda name: (of_name[name], _kind(name), name))
+        found[place.with_suffix(".pyi")] = "".join(_line(of_name[name], name) for name in ordered)
+    return found
+
+
+def _kind(name: str) -> int:
+    """Return the place of constants, classes and functions in a sorted import."""
+    return 0 if name.isupper() else 1 if name[0].isupper() else 2
+
+
+def _line(home: str, name: str) -> str:
+    line = f"from {home} import {name} as {name}\n"
+    return line if len(line) <= 121 else f"from {home} import (\n    {name} as {name},\n)\n"
+
+
+if __name__ == "__main__":
+    for file, text in files().items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
