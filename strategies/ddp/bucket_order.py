@@ -35,7 +35,8 @@ class BucketOrder:
         self.names = []
         for name, parameter in task.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(_on_gradient(parameter, partial(self._note, replica, name)))
+                hook = parameter.register_post_accumulate_grad_hook  # type: ignore[attr-defined]  # of leaves only
+                self._handles.append(hook(partial(self._note, replica, name)))
 
     def _note(self, replica: DistributedDataParallel, name: str, parameter: torch.Tensor) -> None:
         if replica.require_backward_grad_sync:
@@ -64,7 +65,3 @@ class BucketOrder:
             torch.autograd.backward(trained[name], torch.zeros_like(trained[name]))
         for parameter in trained.values():
             parameter.grad = None
-
-
-def _on_gradient(parameter: Any, hook: Any) -> Any:
-    return parameter.register_post_accumulate_grad_hook(hook)

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -307,13 +308,12 @@ class DDPEngine(ParallelEngine):
             flat = torch.cat([*(g.reshape(-1) for g in grads), has_grad.to(self.device)])
             dist.all_reduce(flat)
             flat /= self.data_ranks.size
-            offset = 0
             used = flat[-len(parameters) :].tolist()
-            for parameter, grad, anywhere in zip(parameters, grads, used, strict=True):
+            means = _unflatten_dense_tensors(flat[: -len(parameters)], grads)
+            for parameter, grad, mean, anywhere in zip(parameters, grads, means, used, strict=True):
                 if anywhere > 0:
-                    grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+                    grad.copy_(mean)
                     parameter.grad = grad
-                offset += grad.numel()
 
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""
