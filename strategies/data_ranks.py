@@ -81,11 +81,12 @@ class DataRanks:
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace tensors by their mean over all ranks, in place. Collective."""
-        for chunk in _take_tensors(tensors, _CHUNK_BYTES):
-            flat = _flatten_dense_tensors(chunk)
+        for chunk in _take_tensors(tensors, _CHUNK_BYTES):  # type: ignore[no-untyped-call]  # torch has no types here
+            flat = _flatten_dense_tensors(chunk)  # type: ignore[no-untyped-call]  # torch has no types here
             dist.all_reduce(flat)
             flat /= self.processes.world_size
-            for tensor, mean in zip(chunk, _unflatten_dense_tensors(flat, chunk), strict=True):
+            means = _unflatten_dense_tensors(flat, chunk)  # type: ignore[no-untyped-call]  # torch has no types here
+            for tensor, mean in zip(chunk, means, strict=True):
                 tensor.copy_(mean)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
