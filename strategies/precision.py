@@ -54,7 +54,7 @@ class Precision:
                 "accelerator='cpu'."
             )
 
-    def default_dtype(self) -> AbstractContextManager[Any]:
+    def default_dtype(self) -> AbstractContextManager[None]:
         """Return a context that creates floating-point tensors in `param_dtype`, so that `torch.zeros(n)` fits the
         model.
         """

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.names.foreign_names import check_class, check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
@@ -90,11 +90,7 @@ def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin |
         return TorchDynamoPlugin(backend)
     if backend is not None:
         raise ConfigurationError(f"dynamo_backend={backend!r} and dynamo_plugin both select a compiler. Pass one.")
-    if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigurationError(
-            f"dynamo_plugin is a {type(plugin).__module__}.{type(plugin).__name__}. Pass a "
-            "trainwright.TorchDynamoPlugin, which takes the same arguments."
-        )
+    check_class("dynamo_plugin", plugin, TorchDynamoPlugin)
     return plugin
 
 

@@ -95,11 +95,7 @@ class LocalSGD:
 
 
 def _check(accelerator: Accelerator) -> None:
-    """Check that replicas can be trained apart and averaged.
-
-    Raises:
-        ConfigurationError: They cannot.
-    """
+    """Check that replicas can be trained apart and averaged."""
     name, engine = type(accelerator.strategy).__name__, accelerator.engine
     if not engine.capabilities.lone_steps:
         raise ConfigurationError(
