@@ -53,11 +53,10 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
             raise refused
         of_ranks = [shapes] * processes.world_size
     else:
-        text = str(refused) if refused else f"{len(leaves)} tensors"
-        told = processes.gather_object(((operation, text), shapes))
-        calls, of_ranks = [call for call, _ in told], [of_rank for _, of_rank in told]
+        calls = processes.gather_object((operation, str(refused) if refused else f"{len(leaves)} tensors"))
         if any(call != calls[0] for call in calls):
             raise refused or different_calls(calls, _HINT)
+        of_ranks = processes.gather_object(shapes)
     counts = [_rows_of_ranks(of_tensor) for of_tensor in zip(*of_ranks, strict=True)]
     of_tensors = iter(counts)
 
