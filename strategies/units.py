@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -18,6 +18,14 @@ fsdp.wrap`, such as `ModuleWrapPolicy({Block})` or `partial(size_based_auto_wrap
 LARGE_NUM_PARAMS = 100_000_000
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+@runtime_checkable
+class NamesUnits(Protocol):
+    """A model that names its units, as every task does; see `TaskModule.shard_units`."""
+
+    def shard_units(self) -> Iterable[nn.Module] | None:
+        """Return the units; None: the strategy's arguments define them."""
 
 
 def find_units(task: nn.Module, policy: WrapPolicy | None, min_num_params: int | None) -> list[nn.Module]:
@@ -101,12 +109,11 @@ def matching(task: nn.Module, policy: WrapPolicy, argument: str) -> list[nn.Modu
 
 
 def _own_choice(task: nn.Module) -> list[nn.Module]:
-    named: Any = getattr(task, "shard_units", None)
-    if named is None:
+    if not isinstance(task, NamesUnits):
         # Classes of blocks, as models of transformers name them.
         blocks = set(getattr(task, "_no_split_modules", None) or ())
         return [module for module in task.modules() if type(module).__name__ in blocks]
-    units: list[Any] = list(named() or [])
+    units = list(task.shard_units() or [])
     inside = {id(module) for module in task.modules()}
     for unit in units:
         if not isinstance(unit, nn.Module) or id(unit) not in inside or isinstance(unit, _WITHOUT_FORWARD):
