@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from trainwright.loggers.metric_slot import is_metric_object
 from trainwright.processes.process_group import Processes
@@ -80,14 +81,13 @@ class DataRanks:
     @torch.no_grad()
     def average(self, tensors: Iterable[torch.Tensor]) -> None:
         """Replace tensors by their mean over all ranks, in place. Collective."""
-        for chunk in _chunks(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
+        for chunk in _take_tensors(tensors, _CHUNK_BYTES):  # type: ignore[no-untyped-call]  # torch has no types here
+            flat = _flatten_dense_tensors(chunk)  # type: ignore[no-untyped-call]  # torch has no types here
             dist.all_reduce(flat)
             flat /= self.processes.world_size
-            offset = 0
-            for tensor in chunk:
-                tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
-                offset += tensor.numel()
+            means = _unflatten_dense_tensors(flat, chunk)  # type: ignore[no-untyped-call]  # torch has no types here
+            for tensor, mean in zip(chunk, means, strict=True):
+                tensor.copy_(mean)
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool = False) -> torch.Tensor:
         """Return every data-parallel rank's tensor (all of one shape) along a new first dimension. Collective.
@@ -107,20 +107,6 @@ class DataRanks:
         found = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(found, tensor.contiguous(), group=self.group)
         return torch.stack(found)
-
-
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Divide tensors into lists of one dtype and of a bounded size, in their order."""
-    chunk: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if chunk and (tensor.dtype is not chunk[0].dtype or size + tensor.nbytes > _CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
-        size += tensor.nbytes
-    if chunk:
-        yield chunk
 
 
 @contextmanager

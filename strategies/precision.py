@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -57,30 +56,21 @@ class Precision:
                 "accelerator='cpu'."
             )
 
-    @contextlib.contextmanager
-    def default_dtype(self) -> Iterator[Self]:
-        """Create floating-point tensors in `param_dtype` inside, so that `torch.zeros(n)` in a step fits the model."""
-        if self.param_dtype is None:
-            yield self
-            return
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(self.param_dtype)
-        try:
-            yield self
-        finally:
-            torch.set_default_dtype(before)
+    def default_dtype(self) -> AbstractContextManager[None]:
+        """Return a context that creates floating-point tensors in `param_dtype`, so that `torch.zeros(n)` fits the
+        model.
+        """
+        return nullcontext() if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
     def forward_context(self, device_type: str) -> Any | None:
         """Return a reusable context for forward passes on this type of device, or None when none is needed."""
         if self.autocast_dtype is not None:
             return torch.autocast(device_type, dtype=self.autocast_dtype)
-        if self.param_dtype is not None:
-            return _DefaultDtype(self.param_dtype)
-        return None
+        return None if self.param_dtype is None else _DefaultDtype(self.param_dtype)
 
 
-class _DefaultDtype:
-    """A re-usable, cheap form of `Precision.default_dtype` for the step."""
+class _DefaultDtype(AbstractContextManager[None]):
+    """A reusable context with another default dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.names.foreign_names import check_class, check_owner
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
 from trainwright.core.process import Topology, detect
 from trainwright.core.registry import Registry
@@ -237,11 +237,7 @@ def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:
     if len(named) > 1 and argument != "deepspeed_plugin":
         raise ConfigurationError(f"{argument} has {len(named)} plugins. Pass one: only DeepSpeed takes several.")
     for one in named.values():
-        if not isinstance(one, kind):
-            raise ConfigurationError(
-                f"{argument} is a {type(one).__module__}.{type(one).__name__}. Pass one trainwright.{kind.__name__}, "
-                "which takes the same arguments."
-            )
+        check_class(argument, one, kind)
     return named
 
 

@@ -80,13 +80,9 @@ def _read(saved: SavedTensor, like: DTensor) -> torch.Tensor:
     boxes = boxes_of(like)
     if len(boxes) == 1:
         return saved.read(boxes[0][0])
-    found: torch.Tensor | None = None
+    found = torch.empty(like.to_local().shape, dtype=saved.dtype)
     for box, place in boxes:
-        values = saved.read(box)
-        if found is None:
-            found = torch.empty(like.to_local().shape, dtype=values.dtype)
-        found[place].copy_(values)
-    assert found is not None  # there is a box, though it may be empty
+        found[place] = saved.read(box)
     return found
 
 

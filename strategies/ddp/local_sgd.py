@@ -136,21 +136,23 @@ class LocalSGDEngine(ParallelEngine):
         # Gradients are the mean over what this rank consumed.
         parts = replace(parts, ranks=DataRanks.of(Processes()))
         if self.task.automatic_optimization:
-            return LocalStep(parts, self.data_ranks.size, self._count_step, self._come_apart)
-        return LocalManualStep(parts, self._count_step, self._come_apart)
+            return LocalStep(parts, self)
+        return LocalManualStep(parts, self)
 
     def _note_step(self) -> None:
-        self._come_apart()
+        self.come_apart()
         if any_trained(self._frozen):
             self._frozen = [parameter for parameter in self._frozen if not parameter.requires_grad]
 
-    def _count_step(self) -> None:
+    def count_step(self) -> None:
+        """Record a step of the task, and average the replicas if it is time. Collective then."""
         self._note_step()
         # Counted by the run's own clock, which a resume and a rehearsal put back: the step is not in it yet.
         if (self.step.run.state.step + 1) % self.strategy.local_sgd_steps == 0:
             self._average_parameters()
 
-    def _come_apart(self) -> None:
+    def come_apart(self) -> None:
+        """Record that the replicas may differ."""
         self._apart = self._states_apart = True
 
     @contextmanager
@@ -205,18 +207,11 @@ class LocalSGDEngine(ParallelEngine):
 
 
 class LocalStep(AutomaticStep):
-    """A step whose gradients and loss are this rank's own.
+    """A step whose gradients and loss are this rank's own; the `ranks` of its parts are this one alone."""
 
-    Args:
-        parts: what it is made of; its `ranks` are this one alone.
-        num_ranks: how many there are.
-        done: called after each optimizer step.
-        left: called when gradients are discarded: a trial may put weights back that were either alike or not.
-    """
-
-    def __init__(self, parts: StepParts, num_ranks: int, done: Callable[[], None], left: Callable[[], None]) -> None:
+    def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)
-        self._num_ranks, self._done, self._left = num_ranks, done, left
+        self._engine = engine
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         if group.weights is not None:  # they make the mean over all ranks; padding still counts for nothing
@@ -224,39 +219,33 @@ class LocalStep(AutomaticStep):
         return super().forward_backward(group)
 
     def _leave_out(self, skipped: list[int], group: Group, weights: Any, total: Any) -> Any:
-        if self._num_ranks > 1:  # they count steps, and exchange weights after so many
+        if self._engine.data_ranks.size > 1:  # they count steps, and exchange weights after so many
             raise without_loss(type(self.task).__name__, self.parts.rank)
         return super()._leave_out(skipped, group, weights, total)
 
     def optimizer_step(self, clip: GradientClip | None) -> torch.Tensor | None:
         norm = super().optimizer_step(clip)
-        self._done()
+        self._engine.count_step()
         return norm
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self._left()
+        self._engine.come_apart()  # a trial may restore weights of a time before or after an average
 
 
 class LocalManualStep(ManualStep):
-    """Likewise, of a task that optimizes by hand.
+    """The same for a task with manual optimization. Groups in which an optimizer has stepped are counted."""
 
-    Args:
-        parts: what it is made of.
-        done: called after each group in which an optimizer has stepped.
-        left: called when gradients are discarded.
-    """
-
-    def __init__(self, parts: StepParts, done: Callable[[], None], left: Callable[[], None]) -> None:
+    def __init__(self, parts: StepParts, engine: LocalSGDEngine) -> None:
         super().__init__(parts)
-        self._done, self._left = done, left
+        self._engine = engine
 
     def forward_backward(self, group: Group) -> torch.Tensor | None:
         super().forward_backward(group)
         if self.stepped:
-            self._done()
+            self._engine.count_step()
         return None
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self._left()
+        self._engine.come_apart()

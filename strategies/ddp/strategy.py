@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -23,7 +25,6 @@ from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.task import TaskModule
 from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
-from trainwright.strategies.ddp.bucket_order import BucketOrder
 from trainwright.strategies.ddp.comm_hooks import (
     CommHook,
     DDPCommunicationHookType,
@@ -307,13 +308,12 @@ class DDPEngine(ParallelEngine):
             flat = torch.cat([*(g.reshape(-1) for g in grads), has_grad.to(self.device)])
             dist.all_reduce(flat)
             flat /= self.data_ranks.size
-            offset = 0
             used = flat[-len(parameters) :].tolist()
-            for parameter, grad, anywhere in zip(parameters, grads, used, strict=True):
+            means = _unflatten_dense_tensors(flat[: -len(parameters)], grads)  # type: ignore[no-untyped-call]  # torch has no types here
+            for parameter, grad, mean, anywhere in zip(parameters, grads, means, used, strict=True):
                 if anywhere > 0:
-                    grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+                    grad.copy_(mean)
                     parameter.grad = grad
-                offset += grad.numel()
 
     def _unwrap(self) -> None:
         """Let go of the replica and of its hooks on the parameters."""
@@ -329,3 +329,56 @@ class DDPEngine(ParallelEngine):
     def close(self) -> None:
         self._unwrap()
         super().close()
+
+
+class BucketOrder:
+    """The order in which a replica's gradients came in its first synchronizing backward.
+
+    In this order DistributedDataParallel rebuilds its buckets after the first step. The place of a gradient in a bucket
+    determines in which order three or more ranks are summed, and so its last bits. The order is saved in checkpoints.
+    Before its first step a resumed run sends gradients of zero in that order.
+
+    Attributes:
+        names: of parameters; complete after the first step.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._handles: list[Any] = []
+
+    def record(self, replica: DistributedDataParallel, task: TaskModule) -> None:
+        """Write down the order in the next backward that synchronizes; later ones cost nothing."""
+        self.stop()
+        self.names = []
+        for name, parameter in task.named_parameters():
+            if parameter.requires_grad:
+                note = partial(self._note, replica, name)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]  # torch has no types here
+
+    def _note(self, replica: DistributedDataParallel, name: str, parameter: torch.Tensor) -> None:
+        if replica.require_backward_grad_sync:
+            self.names.append(name)
+            if len(self.names) == len(self._handles):
+                self.stop()
+
+    def stop(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def replay(self, replica: DistributedDataParallel, task: TaskModule, names: Sequence[str]) -> None:
+        """Let gradients of zero come in an order, so that the next forward lays buckets out accordingly. Collective.
+
+        Nothing happens unless the names are those of the parameters that are trained.
+        """
+        trained = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+        if set(names) != set(trained):
+            return
+        self.stop()
+        self.names = list(names)
+        replica("named_parameters")  # a forward, after which the replica waits for a backward
+        for name in names:
+            torch.autograd.backward(trained[name], torch.zeros_like(trained[name]))
+        for parameter in trained.values():
+            parameter.grad = None

@@ -22,8 +22,7 @@ from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.offload.advice import read_ahead
 from trainwright.strategies.offload.homes import PLACES, Home
-from trainwright.strategies.offload.portions import can_be_split, portions_of, step_in_portions
-from trainwright.strategies.offload.step import OffloadStep
+from trainwright.strategies.offload.step import OffloadStep, can_be_split, portions_of, step_in_portions
 from trainwright.strategies.offload.streaming import WeightStream
 from trainwright.strategies.steps.step import Step, StepParts
 from trainwright.strategies.strategy import Strategy
@@ -223,18 +222,12 @@ class OffloadEngine(Engine):
         return optimizer
 
     def weights_changed(self) -> None:
-        """Take note that copies on the device may be out of date."""
+        """Record that copies on the device may be out of date; callbacks of evaluations and saves may write weights."""
         step = vars(self).get("step")
         if isinstance(step, OffloadStep):
             step.weights_changed()
 
-    def begin_evaluation(self) -> None:
-        """Bring the present weights for evaluation, and again afterwards: listeners may change them."""
-        self.weights_changed()
-
-    def begin_save(self) -> None:
-        """Bring the present weights again afterwards: listeners may change them."""
-        self.weights_changed()
+    begin_evaluation = begin_save = weights_changed
 
     def close(self) -> None:
         """Leave the task whole on the host."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from trainwright.data import pad_to, trim
 from trainwright.processes.collectives import compare_calls, different_calls, recursively_apply, same_on_all_ranks
 from trainwright.processes.process_group import Processes
 
-_MAX_DIMS = 8
 _HINT = "Gather the same on every rank."
 
 
@@ -32,7 +31,7 @@ def gather_objects(values: list[Any], processes: Processes) -> list[Any]:
 def gather_real(tree: object, is_padding: bool, processes: Processes, operation: str = "gather_for_metrics") -> Any:
     """Return `tree` with each tensor's rows of all ranks, one rank after the other, without the rows of padding.
 
-    Collective: one number from each rank on the host, sizes too where they differ, and values for each tensor.
+    Collective: one number from each rank on the host, shapes too where they differ, and values for each tensor.
 
     Args:
         tree: the same on every rank but for the number of rows; a tensor without dimensions has one row.
@@ -47,16 +46,18 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
         return tree
     leaves: list[torch.Tensor] = []
     refused = _collect(tree, leaves, operation)
-    described = str(refused) if refused else [(tuple(leaf.shape), leaf.dtype, is_padding) for leaf in leaves]
+    shapes = [(tuple(leaf.shape) or (1,), leaf.dtype, is_padding) for leaf in leaves]
+    described = str(refused) if refused else shapes
     if same_on_all_ranks(processes, (operation, described)):
         if refused:
             raise refused
-        counts = [[0 if is_padding else _num_rows(leaf)] * processes.world_size for leaf in leaves]
+        of_ranks = [shapes] * processes.world_size
     else:
         calls = processes.gather_object((operation, str(refused) if refused else f"{len(leaves)} tensors"))
         if any(call != calls[0] for call in calls):
             raise refused or different_calls(calls, _HINT)
-        counts = _exchange([_shape(leaf, is_padding) for leaf in leaves], processes)
+        of_ranks = processes.gather_object(shapes)
+    counts = [_rows_of_ranks(of_tensor) for of_tensor in zip(*of_ranks, strict=True)]
     of_tensors = iter(counts)
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,11 +77,8 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
     for_metrics = operation == "gather_for_metrics"
 
     def note(leaf: object) -> None:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() <= _MAX_DIMS:
+        if isinstance(leaf, torch.Tensor):
             leaves.append(leaf)
-        elif isinstance(leaf, torch.Tensor):
-            message = f"a tensor of {leaf.dim()} dimensions cannot be gathered, only up to {_MAX_DIMS}."
-            wrong.append(ConfigurationError(message))
         elif for_metrics:
             message = (
                 f"gather_for_metrics got tensors and a {type(leaf).__name__} beside them, which would stay this "
@@ -95,32 +93,17 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
     return wrong[0] if wrong else None
 
 
-def _num_rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
-
-
-def _shape(tensor: torch.Tensor, is_padding: bool) -> list[int]:
-    """Return the number of rows, the other dimensions, -1 for those that there are not, and a number for the dtype."""
-    shape = list(tensor.shape) or [1]
-    dtype = zlib.crc32(str(tensor.dtype).encode())
-    return [0 if is_padding else shape[0], *shape[1:], *[-1] * (_MAX_DIMS - len(shape)), dtype]
-
-
-def _exchange(shapes: list[list[int]], processes: Processes) -> list[list[int]]:
-    """Return for each tensor the number of rows of every rank, which are all that may differ."""
-    width = _MAX_DIMS + 1
-    flat = processes.gather_integers([size for shape in shapes for size in shape])
-    of_ranks = [[row[i : i + width] for i in range(0, len(row), width)] for row in flat]
-    for of_tensor in zip(*of_ranks, strict=True):
-        if any(shape[1:] != of_tensor[0][1:] for shape in of_tensor):
-            sizes = [tuple(size for size in shape[1:-1] if size >= 0) for shape in of_tensor]
-            if len(set(sizes)) == 1:
-                raise ConfigurationError(
-                    "ranks gather tensors of different dtypes or numbers of dimensions. Convert them to one dtype with "
-                    "tensor.to(dtype), and to one number of dimensions, first."
-                )
-            raise ConfigurationError(
-                f"ranks gather tensors whose rows have different shapes: {sizes}. Bring them to one with "
-                "accelerator.pad_across_processes(tensor, dim=…) first."
-            )
-    return [[shape[0] for shape in of_tensor] for of_tensor in zip(*of_ranks, strict=True)]
+def _rows_of_ranks(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
+    """Return each rank's rows of one tensor from the (shape, dtype, is_padding) of all. Only the rows may differ."""
+    sizes = [shape[1:] for shape, _, _ in of_ranks]
+    if len(set(sizes)) > 1:
+        raise ConfigurationError(
+            f"ranks gather tensors whose rows have different shapes: {sizes}. Bring them to one with "
+            "accelerator.pad_across_processes(tensor, dim=…) first."
+        )
+    if len({dtype for _, dtype, _ in of_ranks}) > 1:
+        raise ConfigurationError(
+            "ranks gather tensors of different dtypes or numbers of dimensions. Convert them to one dtype with "
+            "tensor.to(dtype), and to one number of dimensions, first."
+        )
+    return [0 if is_padding else shape[0] for shape, _, is_padding in of_ranks]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.core.names.foreign_names import check_owner
+from trainwright.core.names.foreign_names import check_class, check_owner
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
@@ -90,11 +90,7 @@ def read_dynamo(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin |
         return TorchDynamoPlugin(backend)
     if backend is not None:
         raise ConfigurationError(f"dynamo_backend={backend!r} and dynamo_plugin both select a compiler. Pass one.")
-    if not isinstance(plugin, TorchDynamoPlugin):
-        raise ConfigurationError(
-            f"dynamo_plugin is a {type(plugin).__module__}.{type(plugin).__name__}. Pass a "
-            "trainwright.TorchDynamoPlugin, which takes the same arguments."
-        )
+    check_class("dynamo_plugin", plugin, TorchDynamoPlugin)
     return plugin
 
 
@@ -147,12 +143,7 @@ class Handlers:
     processes: InitProcessGroupKwargs | None = None
 
 
-_KINDS: dict[str, type[KwargsHandler]] = {
-    "ddp": DistributedDataParallelKwargs,
-    "scaler": GradScalerKwargs,
-    "autocast": AutocastKwargs,
-    "processes": InitProcessGroupKwargs,
-}
+_KINDS = (DistributedDataParallelKwargs, GradScalerKwargs, AutocastKwargs, InitProcessGroupKwargs)
 
 
 def sort_handlers(handlers: Sequence[Any]) -> Handlers:
@@ -161,14 +152,14 @@ def sort_handlers(handlers: Sequence[Any]) -> Handlers:
     Raises:
         ConfigurationError: One is of another kind, or two are of the same.
     """
-    found: dict[str, Any] = {}
+    found: dict[Any, Any] = {}
     for handler in handlers:
-        name = next((name for name, kind in _KINDS.items() if isinstance(handler, kind)), None)
-        if name is None:
+        kind = next((kind for kind in _KINDS if isinstance(handler, kind)), None)
+        if kind is None:
             check_owner(handler)
-            known = ", ".join(kind.__name__ for kind in _KINDS.values())
+            known = ", ".join(kind.__name__ for kind in _KINDS)
             raise ConfigurationError(f"kwargs_handlers holds a {type(handler).__name__}. Pass objects of: {known}.")
-        if name in found:
+        if kind in found:
             raise ConfigurationError(f"kwargs_handlers holds two {type(handler).__name__}. Pass one.")
-        found[name] = handler
-    return Handlers(**found)
+        found[kind] = handler
+    return Handlers(*(found.get(kind) for kind in _KINDS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,19 +14,6 @@ from trainwright.core.errors import TaskError, TrainwrightWarning
 from trainwright.core.tree import WAITED_FOR
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.steps.gradients import stack_counts
-
-
-@dataclass(slots=True)
-class _StepItems:
-    """Items that the current optimizer step has consumed on this rank.
-
-    Attributes:
-        total: items.
-        micro_batch: the number of the last one.
-    """
-
-    total: Any
-    micro_batch: int
 
 
 class ItemCounts:
@@ -46,7 +32,8 @@ class ItemCounts:
     def __init__(self, accumulation: Accumulation, engine: Engine, *, scaled: bool) -> None:
         self._accumulation = accumulation
         self._engine = engine
-        self._steps: dict[tuple[int, ...], _StepItems] = {}
+        # Models → items that their current step has consumed on this rank, and the number of its last micro-batch.
+        self._steps: dict[tuple[int, ...], tuple[Any, int]] = {}
         self._unit: float | None = None if scaled else 1.0
         self._warns = True  # of a step without items
         self._due: Any = None  # a factor for the gradients after the last backward
@@ -71,18 +58,18 @@ class ItemCounts:
             count = 0
         key = tuple(map(id, accumulation.models))
         step = self._steps.get(key)
-        if step is not None and step.micro_batch == accumulation.num_micro_batches:
+        if step is not None and step[1] == accumulation.num_micro_batches:
             raise TaskError(
                 "backward(num_items=…) was called twice for one micro-batch: its items would count twice. Call "
                 "backward once: add the losses up, each as a mean over its items."
             )
         if accumulation.starts_group:  # a group that was left is over
             step = None
-        total = count if step is None else step.total + count
+        total = count if step is None else step[0] + count
         if self._unit is None:
             self._unit = self._agreed_unit(count)
         if not accumulation.sync_gradients:
-            self._steps[key] = _StepItems(total, accumulation.num_micro_batches)
+            self._steps[key] = (total, accumulation.num_micro_batches)
             summed: torch.Tensor = loss * self._as_factor(count, self._unit, loss)
             return summed
         self._steps.pop(key, None)

@@ -9,6 +9,7 @@ from typing import Self
 from torch import nn
 
 from trainwright.accelerator.accelerator import Accelerator
+from trainwright.accelerator.accumulation import check_steps
 from trainwright.core.errors import ConfigurationError
 from trainwright.strategies.ddp.replicas import average_replicas
 
@@ -44,8 +45,7 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int = 8, enabled: bool = True
     ) -> None:
-        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
-            raise ConfigurationError(f"local_sgd_steps={local_sgd_steps!r}: write a whole number of at least 1.")
+        check_steps("local_sgd_steps", local_sgd_steps)
         if enabled:
             _check(accelerator)
         self.enabled = enabled and accelerator.engine.data_ranks.size > 1
@@ -95,11 +95,7 @@ class LocalSGD:
 
 
 def _check(accelerator: Accelerator) -> None:
-    """Check that replicas can be trained apart and averaged.
-
-    Raises:
-        ConfigurationError: They cannot.
-    """
+    """Check that replicas can be trained apart and averaged."""
     name, engine = type(accelerator.strategy).__name__, accelerator.engine
     if not engine.capabilities.lone_steps:
         raise ConfigurationError(

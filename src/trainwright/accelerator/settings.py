@@ -23,6 +23,7 @@ from trainwright.accelerator.handlers import (
 )
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
+from trainwright.core.names.foreign_names import check_class
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
@@ -186,11 +187,7 @@ def _stated(
 
 
 def _with_group_options(strategy: Strategy, handlers: Handlers) -> Strategy:
-    """Return the strategy with the options of the process group.
-
-    Raises:
-        ConfigurationError: It has others.
-    """
+    """Return the strategy with the options of the process group, unless it has others."""
     given = {} if handlers.processes is None else handlers.processes.to_kwargs()
     for name, attribute in (("timeout", "timeout"), ("backend", "process_group_backend")):
         if name not in given or not hasattr(strategy, attribute):
@@ -214,11 +211,7 @@ def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
     check_steps("gradient_accumulation_steps", steps)
     if plugin is None:
         return GradientAccumulationPlugin(steps)
-    if not isinstance(plugin, GradientAccumulationPlugin):
-        raise ConfigurationError(
-            f"gradient_accumulation_plugin is a {type(plugin).__module__}.{type(plugin).__name__}. Pass a "
-            "trainwright.GradientAccumulationPlugin, which takes the same arguments."
-        )
+    plugin = check_class("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
     if steps != 1:
         raise ConfigurationError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin both say the number of "
@@ -248,11 +241,7 @@ def project_of(
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:
-    """Refuse an option of `save_state` or `load_state` that other libraries have.
-
-    Raises:
-        ConfigurationError: always.
-    """
+    """Refuse an option of `save_state` or `load_state` that other libraries have."""
     raise ConfigurationError(
         f"{method} does not take {name}=: options of engines' and torch's own savers do nothing here, where a state is "
         "a folder of safetensors and JSON. Remove it."

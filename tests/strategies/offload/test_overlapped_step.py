@@ -21,7 +21,7 @@ from trainwright import OffloadStrategy
 from trainwright.callbacks import EMAWeightAveraging
 from trainwright.callbacks.callback import Callback
 from trainwright.strategies.offload import prefetch, streaming
-from trainwright.strategies.offload.portions import can_be_split
+from trainwright.strategies.offload.step import can_be_split
 
 
 @pytest.fixture

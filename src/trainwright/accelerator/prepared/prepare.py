@@ -182,11 +182,7 @@ class PreparedObjects:
         return LoopPlan(configs, self._accumulation.num_steps, next(iter(sizes), None))
 
     def _compare(self, models: Sequence[nn.Module]) -> None:
-        """Check that all ranks prepare the same models. Collective.
-
-        Raises:
-            ConfigurationError: They do not; on every rank.
-        """
+        """Raise on every rank unless all prepare the same models. Collective."""
         processes = self._state.joined()
         described = [
             [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
@@ -205,11 +201,7 @@ class PreparedObjects:
         )
 
     def _check_placement(self, model: nn.Module, placed: bool, evaluation_mode: bool) -> bool:
-        """Return whether `dispatch_model` has placed the model.
-
-        Raises:
-            ConfigurationError: Several processes train it, and it is not to be on this process's device.
-        """
+        """Return whether `dispatch_model` has placed the model, which only one process may train then."""
         dispatched = len(set(getattr(model, "hf_device_map", {}).values())) > 1
         if self._state.num_processes > 1 and not evaluation_mode and (dispatched or not placed):
             raise ConfigurationError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from trainwright.core.errors import ConfigurationError, nearest
 
@@ -47,6 +48,8 @@ MODULES: Mapping[str, str | None] = {
     "lightning.pytorch.utilities": "trainwright.utilities",
 }
 """Module (and its sub-modules) → the module with equal names here; None: equal names have another meaning."""
+
+_T = TypeVar("_T")
 
 
 def _each(names: str, answer: str) -> dict[str, str]:
@@ -223,6 +226,20 @@ def check_owner(value: object) -> None:
     told = foreign_object(value)
     if told is not None:
         raise ConfigurationError(told)
+
+
+def check_class(argument: str, value: object, kind: type[_T]) -> _T:
+    """Return the value of an argument that takes objects of one class.
+
+    Raises:
+        ConfigurationError: It is of another class.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{argument} is a {type(value).__module__}.{type(value).__name__}. Pass one trainwright.{kind.__name__}, "
+            "which takes the same arguments."
+        )
+    return value
 
 
 def _foreign_text(given: type, cls: type, library: str) -> str:
