@@ -31,11 +31,7 @@ KNOWN = ("zero_stage", *_DEVICES, *_PATHS, *_VALUES, *_FILES, *_CLASSES, *_HARML
 
 
 def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `DeepSpeedStrategy`'s arguments for what Accelerate's names say.
-
-    Raises:
-        ConfigurationError: a name that is unknown or belongs elsewhere, or two that exclude each other.
-    """
+    """Return `DeepSpeedStrategy`'s arguments for what Accelerate's names say."""
     found: dict[str, Any] = {}
     content: Any = {
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",

@@ -1,7 +1,7 @@
 """DeepSpeed's configuration: one source, made of what the user wrote in a file or dict and as arguments.
 
-Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error that names
-both. `"auto"` in the file takes the argument's value.
+Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error (a
+ConfigurationError) that names both. `"auto"` in the file takes the argument's value.
 """
 
 from __future__ import annotations
@@ -54,9 +54,6 @@ class EngineConfig:
         config: the user's: a dict, or the path of a JSON file.
         options: the arguments and their defaults.
         given: the arguments that the user gave.
-
-    Raises:
-        ConfigurationError: the file cannot be read; it and the arguments differ; or they ask for what there is not.
     """
 
     def __init__(
@@ -90,11 +87,7 @@ class EngineConfig:
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
     def state(self, path: Path, value: Any, origin: str, *, overrides: bool = False) -> None:
-        """Take a value that something else than the user's configuration has said.
-
-        Raises:
-            ConfigurationError: the configuration says something else.
-        """
+        """Take a value that something else than the user's configuration has said."""
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
@@ -128,11 +121,7 @@ class EngineConfig:
     # What the Trainer says
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Compare with the Trainer's accumulation and clipping.
-
-        Raises:
-            ConfigurationError: they differ.
-        """
+        """Compare with the Trainer's accumulation and clipping."""
         found = look_up(self.content, ("gradient_accumulation_steps",))
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
@@ -153,11 +142,7 @@ class EngineConfig:
         return None if found in (None, AUTO, 0) else float(found)
 
     def check_hardware(self, device_type: str, world_size: int) -> None:
-        """Check what only some devices and numbers of processes can do.
-
-        Raises:
-            ConfigurationError: this one cannot.
-        """
+        """Check what only some devices and numbers of processes can do."""
         zero = self.content.get("zero_optimization", {})
         for name in _QUANTIZED:
             if zero.get(name) and device_type == "cpu":
@@ -173,11 +158,7 @@ class EngineConfig:
             )
 
     def set_precision(self, precision: Precision, device_type: str) -> None:
-        """Settle on the number format.
-
-        Raises:
-            ConfigurationError: DeepSpeed does not have it here, or the configuration names another one.
-        """
+        """Settle on the number format."""
         name, stage = precision.name, self.stage
         if name == "64-true":
             raise ConfigurationError("precision='64-true': DeepSpeed computes in 32 or 16 bits. Use '32-true'.")
@@ -218,15 +199,7 @@ class EngineConfig:
     # For the engine
 
     def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
-        """Return the configuration with every `"auto"` filled in, as Accelerate documents them.
-
-        Args:
-            facts: what they are made of.
-            trains: False: without optimizer and scheduler.
-
-        Raises:
-            ConfigurationError: there is nothing to fill one in from, or the batch size is another one.
-        """
+        """Return the configuration with every `"auto"` filled in, as Accelerate documents them."""
         config = copy.deepcopy(self.content)
         if not trains:
             for part in ("optimizer", "scheduler"):
@@ -259,11 +232,7 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a configuration, or the content of its file; empty for None.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or is not a JSON object.
-    """
+    """Return a copy of a configuration, or the content of its file; empty for None."""
     if config is None:
         return {}
     if isinstance(config, Mapping):

@@ -16,15 +16,7 @@ _NOT_THEIRS = ("optimizer", "scheduler")
 
 
 class FrozenEngines:
-    """Cuts frozen modules into pieces, which each of them gathers when it is called.
-
-    Args:
-        task: that they are parts of.
-        names: their classes, or the names of these.
-
-    Raises:
-        ConfigurationError: there is none, or one is trained or holds another.
-    """
+    """Cuts frozen modules into pieces, which each of them gathers when it is called."""
 
     def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
         self._task = task
@@ -43,12 +35,7 @@ class FrozenEngines:
                 )
 
     def start(self, library: Any, config: Mapping[str, Any]) -> None:
-        """Make an engine of each. Collective.
-
-        Args:
-            library: DeepSpeed.
-            config: of the run's engine, with every value filled in.
-        """
+        """Make an engine of each. Collective."""
         own = copy.deepcopy({key: value for key, value in config.items() if key not in _NOT_THEIRS})
         zero = own.get("zero_optimization", {})
         own["zero_optimization"] = {**{k: v for k, v in zero.items() if k.startswith("stage3_")}, "stage": 3}

@@ -23,12 +23,7 @@ _own_linear: Callable[..., torch.Tensor] = nn.functional.linear
 
 
 def load_library(device_type: str, logging_level: int = logging.WARNING) -> Any:
-    """Import DeepSpeed for one type of device; it is bound to the first one in a process.
-
-    Raises:
-        MissingPackageError: it is not installed.
-        ConfigurationError: this process uses it on another type of device already.
-    """
+    """Import DeepSpeed for one type of device; it is bound to the first one in a process."""
     set_variable("DS_ACCELERATOR", device_type)  # it would take an accelerator that it finds, whatever was asked for
     with quiet_imports():
         library: Any = require_package("deepspeed", purpose="DeepSpeedStrategy")

@@ -103,11 +103,7 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Read arguments.
-
-    Raises:
-        ConfigurationError: one that there is not, or a value that is none.
-    """
+    """Read arguments."""
     for name in given.keys() - set(NAMES):
         refuse_removed("DeepSpeedStrategy", _REMOVED)(name, given[name], ["config", *NAMES])
     options = ZeroOptions(**given)

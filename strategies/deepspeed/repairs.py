@@ -13,9 +13,6 @@ def keep_own_adagrad(engine: Any) -> None:
     Torch's Adagrad makes its states when it is constructed. DeepSpeed 0.19.8 constructs another one over its vectors,
     all in one group and with the defaults of the first: rates of groups are lost, with several groups the first step
     fails, and schedules move what nothing steps.
-
-    Args:
-        engine: whose optimizer has just been made. One with another optimizer stays as it is.
     """
     given, zero = engine.basic_optimizer, engine.optimizer
     made = getattr(zero, "optimizer", None)
@@ -34,9 +31,6 @@ def keep_unaligned_gradients(zero: Any) -> None:
     DeepSpeed 0.19.8 cuts the end off a gradient whose length is no multiple of 256 elements, and reads it back to where
     it lay in its group's vector. Where that place is in the middle of a block, as behind a bias, the read goes wrong
     and nothing is said: weights of layers 1,500 wide are off by whole steps of Adam.
-
-    Args:
-        zero: the engine's optimizer, of stage 3. One without a disk stays as it is.
     """
     swapper = getattr(zero, "optimizer_swapper", None)
     if swapper is None:

@@ -327,11 +327,7 @@ class ZeroState(FullState):
     # The end
 
     def release(self) -> dict[int, nn.Parameter]:
-        """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective.
-
-        Returns:
-            For each parameter's id one that is not the engine's, on the host.
-        """
+        """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective."""
         # The states come first: once they are whole, their pieces go, and make room for the weights.
         whole = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}

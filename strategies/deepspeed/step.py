@@ -97,12 +97,7 @@ class EngineStep(AutomaticStep):
 
 
 class EngineOptimizer:
-    """An optimizer as a task's own `optimizer_step` sees it: its step is the engine's. All else is its own.
-
-    Args:
-        optimizer: the real one.
-        engine: DeepSpeed's.
-    """
+    """An optimizer as a task's own `optimizer_step` sees it: its step is the engine's. All else is its own."""
 
     def __init__(self, optimizer: Optimizer, engine: Any) -> None:
         self.optimizer = optimizer

@@ -123,11 +123,7 @@ class DeepSpeedStrategy(DataParallel):
         return EngineConfig(*self.source)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
-        """Return DeepSpeed's configuration for a run.
-
-        Raises:
-            ConfigurationError: It contradicts the settings.
-        """
+        """Return DeepSpeed's configuration for a run."""
         found = self.config
         found.check_hardware(settings.device_type, settings.num_processes)
         found.set_precision(settings.precision, settings.device_type)

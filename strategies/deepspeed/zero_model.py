@@ -28,11 +28,7 @@ _COME_IN_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd
 
 
 class Traces:
-    """Remembers modules and parameters as they were before an engine took them.
-
-    Args:
-        root: the outermost module.
-    """
+    """Remembers modules and parameters as they were before an engine took them."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -182,16 +178,7 @@ class ZeroModel:
 
 
 def take_schedule(schedule: Any, plan: TrainingPlan, origin: str) -> None:
-    """Connect DeepSpeed's scheduler with the stand-in for it.
-
-    Args:
-        schedule: what DeepSpeed has made; None: nothing.
-        plan: of the training.
-        origin: of the configuration, for messages.
-
-    Raises:
-        ConfigurationError: One of the two is missing, or a real schedule moves a stand-in.
-    """
+    """Connect DeepSpeed's scheduler with the stand-in for it."""
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
         if isinstance(config.scheduler, DummyScheduler):
@@ -229,15 +216,7 @@ def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Collect what the configuration asks for, and nothing else: to know the data, it has to be loaded.
-
-    Args:
-        model: may name its width.
-        plan: knows the data.
-        config: the user's, with its `"auto"`.
-        optimizer: what `configure_optimizers` returned; None where nothing is trained.
-        dp_size: number of processes that see different data.
-    """
+    """Collect what the configuration asks for, and nothing else: to know the data, it has to be loaded."""
     trains = optimizer is not None
     batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)

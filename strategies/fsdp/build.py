@@ -18,23 +18,14 @@ from trainwright.strategies.units import replace_parameters
 
 
 class MetaBuilding:
-    """Builds a task's model without memory where that is wished, and knows what still has to be loaded.
-
-    Args:
-        everywhere: on all ranks.
-        others: on all ranks but rank 0.
-    """
+    """Builds a task's model without memory where that is wished, and knows what still has to be loaded."""
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
         self._everywhere, self._others = everywhere, others
         self.awaited: set[str] = set()
 
     def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:
-        """Return the context of `configure_model` on this rank. Not collective.
-
-        Raises:
-            ConfigurationError: the task builds nothing there.
-        """
+        """Return the context of `configure_model` on this rank. Not collective."""
         if (self._everywhere or self._others) and not overrides(task, "configure_model", TaskModule):
             name = "meta_init" if self._everywhere else "cpu_ram_efficient_loading"
             raise ConfigurationError(
@@ -52,11 +43,7 @@ class MetaBuilding:
         return [] if self.awaited else names
 
     def check(self, task: TaskModule) -> None:
-        """Check that every weight has a value by now. Not collective.
-
-        Raises:
-            ConfigurationError: the task had given its weights up, and no checkpoint has brought them.
-        """
+        """Check that every weight has a value by now. Not collective."""
         if self.awaited:
             give_up(task)  # what stands in its pieces now is no value, and a checkpoint may still come
             raise ConfigurationError(
@@ -74,9 +61,6 @@ def materialize(task: nn.Module, module: nn.Module, built: list[str], device: to
         module: a unit, or what is around all units. What lies in pieces is left as it is.
         built: names of the tensors that no rank has values for: their modules' `reset_parameters` says how they begin.
         device: where they are trained.
-
-    Raises:
-        ConfigurationError: a module without `reset_parameters` holds one of `built`.
     """
     _allocate(task, module, built, device)
     for tensor in [*module.parameters(), *module.buffers()]:

@@ -64,11 +64,7 @@ def give_up(task: TaskModule) -> None:
 
 
 def check_not_given_up(task: nn.Module) -> None:
-    """Check that there is something to save. Not collective.
-
-    Raises:
-        CheckpointError: the task gave its weights up when its stage was over.
-    """
+    """Check that there is something to save. Not collective."""
     if vars(task).get(GIVEN_UP):
         raise CheckpointError(
             f"{type(task).__name__} gave its weights up when its stage was over (weights_after_stage='none'). Save "

@@ -39,11 +39,7 @@ from trainwright.strategies.units import check_compilable
 
 
 class ShardTraces:
-    """Remembers modules as they were before `fully_shard`, whose class, attributes and hooks it changes in place.
-
-    Args:
-        root: the outermost module that will be sharded.
-    """
+    """Remembers modules as they were before `fully_shard`, whose class, attributes and hooks it changes in place."""
 
     def __init__(self, root: nn.Module) -> None:
         self._before = [(module, type(module), set(vars(module))) for module in root.modules()]
@@ -87,10 +83,6 @@ class Usage:
 
     `fully_shard` sums the gradients of a unit as one vector of those that there are. A rank that has left one out adds
     the others to places where they do not belong, and torch 2.13 does not notice.
-
-    Args:
-        model: sharded.
-        processes: this rank among the others.
     """
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
@@ -106,12 +98,7 @@ class Usage:
             self.check()
 
     def check(self) -> None:
-        """Compare with the other ranks. Collective, on the host.
-
-        Raises:
-            TaskError: on every rank, where some have used other parameters than this one, in this step or another since
-                the last comparison.
-        """
+        """Compare with the other ranks; if any differ, all raise a TaskError. Collective, on the host."""
         marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
         if len(set(marks)) > 1:
             unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
@@ -255,11 +242,6 @@ def _take_compiled_off(units: list[nn.Module]) -> None:
 
 class ParallelModel:
     """A sharded model: runs its forwards, and removes everything but the shards from it again.
-
-    Args:
-        model, root, units, mesh, ranks: See `parallelize`.
-        undo: takes off again what was put around the modules.
-        outputs_split: whether layers are split so that training outputs are in pieces; None: no layer is split.
 
     Attributes:
         is_together: False once `take_apart` was called.

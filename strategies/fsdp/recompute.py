@@ -29,9 +29,6 @@ class Recomputed:
     Args:
         choice: which: see `FSDPStrategy`.
         save: what is kept within them.
-
-    Raises:
-        ConfigurationError: `save` without `choice`, a choice that means nothing, or an operator that is unknown.
     """
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
@@ -50,11 +47,7 @@ class Recomputed:
         self._wrapped: list[tuple[nn.Module, nn.Module]] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Return the units with the wrappers in the places of those that are wrapped. Not collective.
-
-        Raises:
-            ConfigurationError: a class that no module has; or units are to be computed anew and there are too few.
-        """
+        """Return the units with the wrappers in the places of those that are wrapped. Not collective."""
         if self._choice is False:
             return units
         options: dict[str, Any] = {}

@@ -120,9 +120,6 @@ def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
     """Let optimizers step parameters of several kinds one after the other: torch 2.13 takes no two kinds at once.
 
     Changes `foreach`, which torch sets to True by itself on accelerators, in the groups that need it.
-
-    Raises:
-        ConfigurationError: `foreach=True` or `fused=True` asks for what torch cannot do.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

@@ -13,11 +13,7 @@ from trainwright.strategies.fsdp.layers.ready import find_plan
 
 
 class PlannedMesh:
-    """What a `DeviceMesh` that does not exist yet will say of its sizes.
-
-    Args:
-        lengths: name of an axis → how many ranks lie along it.
-    """
+    """What a `DeviceMesh` that does not exist yet will say of its sizes."""
 
     def __init__(self, lengths: Mapping[str, int]) -> None:
         self.mesh_dim_names = tuple(lengths)
@@ -40,14 +36,6 @@ def check_plan(task: nn.Module, given: Plan | None, lengths: Mapping[str, int]) 
     """Check that there is a plan, that it names modules of the task, and that what it splits is divisible.
 
     Not collective, and nothing is touched. A plan that asks its mesh for more than sizes is checked once there is one.
-
-    Args:
-        task: built.
-        given: the strategy's argument.
-        lengths: of the axes of the mesh.
-
-    Raises:
-        ConfigurationError: see `find_plan` and `SplitLayers`.
     """
     mesh: Any = PlannedMesh(lengths)
     try:

@@ -24,11 +24,7 @@ from trainwright.strategies.fsdp.layers.styles import (
 
 
 def check_tp_size(tp: Any) -> int:
-    """Return `tp`.
-
-    Raises:
-        ConfigurationError: it is not a number of ranks.
-    """
+    """Return `tp`."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ConfigurationError(f"tp={tp!r}: write over how many ranks layers are split, such as 2.")
     return tp
@@ -65,10 +61,6 @@ class SplitLayers:
         plan: see `Plan`. Patterns match whole names as `named_modules` gives them; `*` stands for one part between
             dots, or for some of its characters.
         mesh: the axis over which layers are split, 1-D.
-
-    Raises:
-        ConfigurationError: a pattern that matches no module, an unknown style, a layer that a style cannot split, or
-            whose width is not divisible by the number of ranks.
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -96,9 +88,6 @@ class SplitLayers:
         """Split the layers within a part that are not yet; their weights are whole, and the same on every rank.
 
         Not collective. A tied weight is one piece afterwards, as it was one weight.
-
-        Raises:
-            ConfigurationError: layers that share a weight are split in different ways.
         """
         for module in list(part.modules()):
             styles = self._styles.pop(id(module), None)

@@ -65,16 +65,7 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
-    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective.
-
-    Args:
-        task: built.
-        given: the strategy's argument.
-        mesh: the axes of the run.
-
-    Raises:
-        ConfigurationError: there is none; or see `ready_plan`.
-    """
+    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective."""
     plan = given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -89,11 +80,7 @@ def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
 
 
 def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
-    """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
-
-    Raises:
-        ConfigurationError: see `ready_plan`.
-    """
+    """Return the ready plans for all models of transformers that a task holds; None if there is no such model."""
     found: dict[str, Any] = {}
     inside: list[str] = []
     for name, module in task.named_modules():
