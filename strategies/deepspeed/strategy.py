@@ -27,14 +27,13 @@ from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
-from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.checks import (
     check_full,
     check_optimizers,
     check_task,
     check_unbuilt,
 )
-from trainwright.strategies.deepspeed.config import EngineConfig, for_building
+from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
 from trainwright.strategies.deepspeed.library import join, leave, load_library
 from trainwright.strategies.deepspeed.options import look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
@@ -237,11 +236,10 @@ class DeepSpeedEngine(ParallelEngine):
             model,
             root,
             optimizer,
-            config=self.config,
-            options=self.strategy.options,
-            plan=plan,
-            device=self.device,
-            dp_size=self.data_ranks.size,
+            self.config,
+            plan,
+            self.device,
+            self.data_ranks.size,
         )
         self.resolved_config = found.resolved_config
         return found
@@ -253,7 +251,8 @@ class DeepSpeedEngine(ParallelEngine):
         return self._zero_state(self._model, self.task, self.optimizers)
 
     def _zero_state(self, model: ZeroModel, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
-        return model.state(
+        return ZeroState(
+            model,
             module,
             optimizers,
             is_main=self.is_main,
@@ -393,7 +392,7 @@ class DeepSpeedEngine(ParallelEngine):
             inputs = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
             parts = replace(parts, inputs=inputs)
         parts = replace(parts, synchronize=self.engine.set_gradient_accumulation_boundary)
-        return EngineStep(parts, self.engine, self._model.pieces, self._model.trained, self.config.clipping)
+        return EngineStep(parts, self._model, self.config.clipping)
 
     # Evaluation
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,15 +63,9 @@ class ShardedState(FullState):
 
     def model_state(self) -> dict[str, Any]:
         check_not_given_up(self._task)
-        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
-        found = {}
-        for name, value in self._task.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in known:
-                    known[id(value)] = self._to_save(value).detach()
-                value = known[id(value)]
-            found[name] = value
-        return found
+        convert = cache(self._to_save)  # tied weights are one tensor, also in a checkpoint
+        found = self._task.state_dict(keep_vars=True)
+        return {name: convert(v).detach() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self._task.state_dict().items()}
