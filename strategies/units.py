@@ -180,6 +180,15 @@ def check_can_be_cut(task: nn.Module) -> None:
     check_no_sparse(task)
 
 
+def check_no_shards(model: nn.Module, is_shard: Callable[[nn.Parameter], bool]) -> None:
+    """Check that a model does not hold shards of an earlier run, which raises a ConfigurationError."""
+    if any(map(is_shard, model.parameters())):
+        raise ConfigurationError(
+            f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
+            "load a checkpoint to continue."
+        )
+
+
 def check_no_sparse(task: nn.Module) -> None:
     """Check that no layer makes sparse gradients, which torch cannot cut into pieces.
 

@@ -15,7 +15,7 @@ from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import need_closure
-from trainwright.strategies.units import check_no_sparse
+from trainwright.strategies.units import check_no_shards, check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
 _WHOLE_MATRICES = ("Adafactor", "Muon")  # what they do to an element depends on the rows and columns around it
@@ -36,11 +36,7 @@ def check_task(task: TaskModule, *, trains: bool) -> None:
 
 def check_full(model: nn.Module) -> None:
     """Check that a model does not hold shards of an earlier run."""
-    if any(is_partitioned(parameter) for parameter in model.parameters()):
-        raise ConfigurationError(
-            f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
-            "load a checkpoint to continue."
-        )
+    check_no_shards(model, is_partitioned)
 
 
 def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:

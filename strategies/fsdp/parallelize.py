@@ -182,18 +182,13 @@ def parallelize(
     values, is split, and sharded. No device ever holds more than its shards and one full part.
 
     Args:
-        model: Changed in place.
         root: The outermost module whose forward is called: the model, or a module around it.
-        units: its parts that are gathered one by one, inner ones first.
-        mesh: all the axes of the run, by name.
-        plan: the strategy's argument; used where the mesh has the axis `tp`.
-        recomputed: wraps what is computed anew.
-        compile_options: of units; None: they are not compiled.
-        building: knows what was built on `meta`.
-        sharding: None: nothing is cut over ranks that see different data.
-        ranks: those.
-        device: where it is trained.
-        context: makes the context of a forward outside of a step.
+        units: The parts that are gathered one by one, inner ones first.
+        mesh: All the axes of the run, by name.
+        plan: The strategy's argument; used if the mesh has the axis `tp`.
+        compile_options: None: units are not compiled.
+        sharding: None: nothing is sharded over the data-parallel `ranks`.
+        context: Creates the context of a forward outside of a step.
 
     Raises:
         ConfigurationError: a plan, a policy or an option that does not fit the model; nothing has been sharded then.

@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
-from trainwright.strategies.fsdp.build import MetaBuilding
-from trainwright.strategies.fsdp.make_whole import check_not_given_up
+from trainwright.strategies.fsdp.build import MetaBuilding, check_not_given_up
 from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import pieces_of
 from trainwright.strategies.state import FullState

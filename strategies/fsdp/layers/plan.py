@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -61,6 +61,9 @@ class SplitLayers:
         plan: see `Plan`. Patterns match whole names as `named_modules` gives them; `*` stands for one part between
             dots, or for some of its characters.
         mesh: the axis over which layers are split, 1-D.
+
+    Attributes:
+        splits_loss: logits stay in pieces (see `LossParallel`).
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
@@ -68,21 +71,16 @@ class SplitLayers:
         self._styles: dict[int, list[ParallelStyle]] = {}
         self._left: list[tuple[nn.Module, dict[str, Any], dict[str, set[int]]]] = []
         modules = dict(task.named_modules())
-        names = {id(module): name for name, module in modules.items()}
         for pattern, wanted in plan.items():
             for module in _matching(modules, pattern):
-                styles = [_style(entry, module, pattern) for entry in _several(wanted)]
+                entries = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+                styles = [_style(entry, module, pattern) for entry in entries]
                 self._styles.setdefault(id(module), []).extend(styles)
-        for module in modules.values():
+        for name, module in modules.items():
             for style in self._styles.get(id(module), ()):
-                _check_width(names[id(module)], module, style, mesh.size())
+                _check_width(name, module, style, mesh.size())
         self._ties = _ties(task)
-        self._splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
-
-    @property
-    def splits_loss(self) -> bool:
-        """Whether logits stay in pieces (see `LossParallel`)."""
-        return self._splits_loss
+        self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
         """Split the layers within a part that are not yet; their weights are whole, and the same on every rank.
@@ -160,10 +158,6 @@ def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
 def _leaves_split(style: ParallelStyle) -> bool:
     """Whether a layer's outputs are a DTensor that is cut by classes: only `cross_entropy` can use such."""
     return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
-
-
-def _several(wanted: Any) -> Collection[Any]:
-    return wanted if isinstance(wanted, (list, tuple)) else [wanted]
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:
