@@ -202,7 +202,7 @@ class DeepSpeedEngine(ParallelEngine):
                 dist.broadcast(parameter.detach(), src=0)
         self.optimizers = optimizers
         self._context = self._forward_context()
-        self.state = self._make_state()
+        self.state = self._state_of(self._model, self.task, self.optimizers)
         return optimizers
 
     def _lay_out(self, model: nn.Module) -> None:
@@ -231,28 +231,17 @@ class DeepSpeedEngine(ParallelEngine):
         return found.optimizer
 
     def _take(self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> ZeroModel:
-        found = ZeroModel(
-            self._library,
-            model,
-            root,
-            optimizer,
-            self.config,
-            plan,
-            self.device,
-            self.data_ranks.size,
-        )
+        ranks, device = self.data_ranks.size, self.device
+        found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
         self.resolved_config = found.resolved_config
         return found
 
-    def _make_state(self) -> FullState:
-        """Return the state as the engine, if there is one, holds it now."""
-        if self._model is None or self.stage == 0:
-            return ReplicatedState(self.task, self.optimizers, self.device, is_main=self.is_main)
-        return self._zero_state(self._model, self.task, self.optimizers)
-
-    def _zero_state(self, model: ZeroModel, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
+    def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
+        """Return the state of a model as its engine, if it has one, holds it now."""
+        if zero is None or zero.stage == 0:
+            return ReplicatedState(module, optimizers, self.device, is_main=self.is_main)
         return ZeroState(
-            model,
+            zero,
             module,
             optimizers,
             is_main=self.is_main,
@@ -360,10 +349,11 @@ class DeepSpeedEngine(ParallelEngine):
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
         is_container = type(models) is nn.Module
-        parts = [
-            (f"{name}." if is_container else "", _state_of(self, model, optimizers))
-            for name, model in (models.named_children() if is_container else [("", models)])
-        ]
+        parts: list[tuple[str, FullState]] = []
+        for name, model in models.named_children() if is_container else [("", models)]:
+            zero = next((forward.zero for forward in self._forwards if forward.zero.model is model), None)
+            own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
+            parts.append((f"{name}." if is_container else "", self._state_of(zero, model, own)))
         others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
         if others:
             parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
@@ -423,7 +413,7 @@ class DeepSpeedEngine(ParallelEngine):
         self._untrained.clear()
         self.gradients.models.clear()
         if isinstance(vars(self).get("state"), ZeroState):
-            self.state = self._make_state()
+            self.state = self._state_of(self._model, self.task, self.optimizers)
         self._training_call = self._eval_call = None
 
     def close(self) -> None:
@@ -435,14 +425,3 @@ class DeepSpeedEngine(ParallelEngine):
             leave(library)
             gc.collect()
         super().close()
-
-
-def _state_of(engine: DeepSpeedEngine, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
-    """Return the state of one model of a loop, with the optimizer that its engine steps."""
-    zero = next((forward.zero for forward in engine._forwards if forward.zero.model is model), None)
-    if zero is None:
-        return FullState(model, [], engine.device, is_main=engine.is_main)
-    own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
-    if zero.stage == 0:
-        return ReplicatedState(model, own, engine.device, is_main=engine.is_main)
-    return engine._zero_state(zero, model, own)

@@ -35,37 +35,21 @@ from trainwright.strategies.fsdp.recompute import Recomputed
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
-from trainwright.strategies.units import check_compilable
+from trainwright.strategies.units import ModuleTraces, check_compilable
 
 
-class ShardTraces:
-    """Remembers modules as they were before `fully_shard`, whose class, attributes and hooks it changes in place."""
-
-    def __init__(self, root: nn.Module) -> None:
-        self._before = [(module, type(module), set(vars(module))) for module in root.modules()]
-        self._added: list[tuple[nn.Module, set[str]]] = []
-
-    def note(self) -> None:
-        """Take note of the attributes that have come; called right after sharding, before the user adds any."""
-        self._added = [(module, set(vars(module)) - names) for module, _, names in self._before]
+class ShardTraces(ModuleTraces):
+    """Remembers modules as they were before `fully_shard`, which adds hooks in the first step too."""
 
     def remove(self) -> None:
-        """Put classes back and take attributes and hooks off. Parameters stay as they are. Not collective."""
-        for module, cls, _ in self._before:
-            module.__class__ = cls
+        super().remove()
+        for module in self.modules():
             _module_state_mapping.pop(module, None)  # or it could not be sharded again, in the next stage
-            _remove_hooks(module)
-        for module, names in self._added:
-            for name in names:
-                vars(module).pop(name, None)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
-    gone = {key for table in tables.values() for key, hook in table.items() if _is_of_fsdp(hook)}
-    for table in tables.values():
-        for key in gone:
-            table.pop(key, None)
+            tables = [t for name, t in vars(module).items() if "_hooks" in name and isinstance(t, dict)]
+            added = {key for table in tables for key, hook in table.items() if _is_of_fsdp(hook)}
+            for table in tables:
+                for key in added:
+                    table.pop(key, None)
 
 
 def _is_of_fsdp(hook: Any) -> bool:

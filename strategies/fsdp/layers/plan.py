@@ -21,6 +21,7 @@ from trainwright.strategies.fsdp.layers.styles import (
     SplitEmbedding,
     is_conv1d,
 )
+from trainwright.strategies.units import hook_keys
 
 
 def check_tp_size(tp: Any) -> int:
@@ -69,7 +70,7 @@ class SplitLayers:
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self._task, self._mesh = task, mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
-        self._left: list[tuple[nn.Module, dict[str, Any], dict[str, set[int]]]] = []
+        self._left: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
         modules = dict(task.named_modules())
         for pattern, wanted in plan.items():
             for module in _matching(modules, pattern):
@@ -91,14 +92,14 @@ class SplitLayers:
             styles = self._styles.pop(id(module), None)
             if styles is None:
                 continue
-            before = _hooks(module)
+            before = hook_keys(module)
             plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
             trained = {key: p.requires_grad for key, p in module.named_parameters(recurse=False)}
             for style in styles:
                 parallelize_module(module, self._mesh, style, src_data_rank=None)
             for key, wanted in trained.items():  # torch 2.13's SequenceParallel forgets what is frozen
                 module.get_parameter(key).requires_grad_(wanted)
-            self._left.append((module, plain, {name: keys - before[name] for name, keys in _hooks(module).items()}))
+            self._left.append((module, plain, hook_keys(module) - before))
             _own_memory(module)
         self._tie_again()
 
@@ -129,9 +130,8 @@ class SplitLayers:
                 del vars(module)[name]
             vars(module).update(plain)
             vars(module).pop("_distribute_module_applied", None)
-            for name, keys in hooks.items():
-                for key in keys:
-                    vars(module)[name].pop(key, None)
+            for table, key in hooks:
+                vars(module)[table].pop(key, None)
         self._left = []
 
     def _tie_again(self) -> None:
@@ -254,8 +254,3 @@ def _own_memory(module: nn.Module) -> None:
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
                 with torch.no_grad():
                     parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
-
-
-def _hooks(module: nn.Module) -> dict[str, set[int]]:
-    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
-    return {name: set(table) for name, table in tables.items()}
