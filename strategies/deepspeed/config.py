@@ -14,13 +14,21 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.deepspeed.options import Path, ZeroOptions, buffers, defaults, look_up, place, statements
+from trainwright.strategies.deepspeed.options import (
+    OFFLOADS,
+    Path,
+    ZeroOptions,
+    buffers,
+    defaults,
+    look_up,
+    place,
+    statements,
+)
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.gradients import GradientClip
 
 AUTO = "auto"
 _STAGE: Path = ("zero_optimization", "stage")
-_OFFLOADS = ("offload_optimizer", "offload_param")
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
@@ -48,13 +56,7 @@ class RunFacts:
 
 
 class EngineConfig:
-    """DeepSpeed's configuration before a run is known.
-
-    Args:
-        config: the user's: a dict, or the path of a JSON file.
-        options: the arguments and their defaults.
-        given: the arguments that the user gave.
-    """
+    """DeepSpeed's configuration before a run is known."""
 
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
@@ -71,7 +73,7 @@ class EngineConfig:
             _fill_switches(self.content, options, self.origin)
         for path, (name, value) in statements(options, given).items():
             self.state(path, value, f"DeepSpeedStrategy({name}={given.get(name, value)!r})", overrides=config is None)
-        for part in _OFFLOADS:
+        for part in OFFLOADS:
             if config is None and self.offload(part) != "none":
                 for path, (_, value) in buffers(part, options).items():
                     place(self.content, path, value)
@@ -102,7 +104,7 @@ class EngineConfig:
                 f"frozen_modules={self.options.frozen_modules!r} at stage={self.stage}: they have an engine of their "
                 "own beside stage 1 or 2. Leave it out: stage 3 cuts what is frozen with the rest."
             )
-        for part, argument in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
+        for part, (argument, _) in OFFLOADS.items():
             device = self.offload(part)
             if device == "nvme" and self.stage < 3:
                 raise ConfigurationError(
@@ -255,14 +257,11 @@ def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) ->
         raise ConfigurationError(f'{origin} has zero_optimization={zero!r}. Write {{"stage": 0}}, or another stage.')
     if zero.get("stage") == AUTO:
         zero["stage"] = options.stage if options.zero_optimization else 0
-    for part, switch, device in (
-        ("offload_optimizer", options.offload_optimizer, options.offload_optimizer_device),
-        ("offload_param", options.offload_parameters, options.offload_params_device),
-    ):
+    for part, (switch, device) in OFFLOADS.items():
         found = zero.get(part)
         if isinstance(found, dict):
             if found.get("device") == AUTO:
-                found["device"] = device if switch else "none"
+                found["device"] = getattr(options, device) if getattr(options, switch) else "none"
             if found.get("nvme_path") == AUTO:
                 found["nvme_path"] = options.nvme_path
     if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
@@ -356,10 +355,7 @@ _ELSEWHERE = {
 }
 # What happens anyway: stage 3 cuts modules as they are built, and checkpoints hold whole weights at every stage.
 _HARMLESS = ("zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min")
-_DEVICES = {
-    "offload_optimizer_device": ("offload_optimizer", "offload_optimizer_device"),
-    "offload_param_device": ("offload_parameters", "offload_params_device"),
-}
+_DEVICES = {f"{part}_device": arguments for part, arguments in OFFLOADS.items()}
 _FILES = ("hf_ds_config", "deepspeed_config_file")
 _CLASSES = ("deepspeed_moe_layer_cls_names", "transformer_moe_cls_names")
 _PATHS = ("offload_optimizer_nvme_path", "offload_param_nvme_path")

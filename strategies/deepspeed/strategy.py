@@ -261,11 +261,7 @@ class DeepSpeedEngine(ParallelEngine):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Give each model an engine, if it is trained or sharded. Collective.
-
-        Raises:
-            ConfigurationError: A model has no optimizer of its own, or one that an engine cannot step.
-        """
+        """Give each model an engine, if it is trained or sharded. Collective."""
         owned = [self._optimizer_of(model, models, optimizers) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model)
@@ -313,11 +309,7 @@ class DeepSpeedEngine(ParallelEngine):
         return found[0] if found else None
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer whose step is the engine's.
-
-        Raises:
-            ConfigurationError: Its model was prepared without it.
-        """
+        """Return the optimizer whose step is the engine's."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for model in (*self._untrained, *(forward.zero.model for forward in self._forwards)):

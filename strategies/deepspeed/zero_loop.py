@@ -43,12 +43,7 @@ class ZeroGradients(Gradients):
             self._called.append(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward through the engine of the model whose forward has run.
-
-        Raises:
-            ConfigurationError: The loss may depend on several models, or `kwargs` has other options than
-                `retain_graph`.
-        """
+        """Run backward through the engine of the model whose forward has run."""
         retain = bool(kwargs.pop("retain_graph", False))
         if kwargs:
             raise ConfigurationError(

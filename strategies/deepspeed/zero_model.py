@@ -110,15 +110,8 @@ def _destroy(engine: Any) -> None:
 class ZeroModel:
     """A model whose parameters an engine of DeepSpeed's has taken. Collective to create.
 
-    Args:
-        library: DeepSpeed.
-        model: changed in place.
-        root: the module whose forward the engine calls: the model, or a module around it.
-        optimizer: the user's, over parameters of the model; None: it is not trained.
-        config: of the run.
-        plan: of the training.
-        device: where shards are exchanged.
-        dp_size: number of processes that see different data.
+    `root` is the module whose forward the engine calls: the model, or a module around it. Without an optimizer, the
+    model is not trained. `dp_size` is the number of processes that see different data.
 
     Attributes:
         engine: DeepSpeed's; None once it is closed.

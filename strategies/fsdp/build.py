@@ -59,13 +59,9 @@ class MetaBuilding:
 
 
 def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    """Give what is left whole in a module memory on the device and rank 0's values. Collective.
+    """Give the full tensors of a module, which is part of a task, memory on the device and rank 0's values. Collective.
 
-    Args:
-        task: what the module is a part of; its tied parameters are replaced together.
-        module: a unit, or what is around all units. What lies in pieces is left as it is.
-        built: names of the tensors that no rank has values for: their modules' `reset_parameters` says how they begin.
-        device: where they are trained.
+    Modules that hold tensors in `built`, for which no rank has values, are initialized by their `reset_parameters`.
     """
     _allocate(task, module, built, device)
     for tensor in [*module.parameters(), *module.buffers()]:

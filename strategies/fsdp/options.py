@@ -62,9 +62,6 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: its names with or without `fsdp_`, and the fields of `FullyShardedDataParallelPlugin`. What is None is
             left to the default.
-
-    Raises:
-        ConfigurationError: an option that is unknown, or that FSDP2 does not have and that asks for something.
     """
     given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
@@ -256,11 +253,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 def mesh_shape(
     sharding_strategy: str, device_mesh: tuple[int, int] | None, *, tp: int = 1, num_nodes: int, devices_per_node: int
 ) -> MeshShape:
-    """Return the mesh of a run; not collective.
-
-    Raises:
-        ConfigurationError: It has not as many ranks as there are processes, or its shape is undefined.
-    """
+    """Return the mesh of a run; not collective."""
     world = check_tp(tp, devices_per_node * num_nodes)
     if device_mesh is not None:
         replicas, shards = device_mesh

@@ -173,9 +173,6 @@ def parallelize(
         compile_options: None: units are not compiled.
         sharding: None: nothing is sharded over the data-parallel `ranks`.
         context: Creates the context of a forward outside of a step.
-
-    Raises:
-        ConfigurationError: a plan, a policy or an option that does not fit the model; nothing has been sharded then.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
         layers = None

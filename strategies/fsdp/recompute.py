@@ -24,12 +24,7 @@ function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
-    """Wraps parts of a task so that their activations are computed anew, and takes the wrappers off again.
-
-    Args:
-        choice: which: see `FSDPStrategy`.
-        save: what is kept within them.
-    """
+    """Wraps parts of a task so that their activations are computed anew, and takes the wrappers off again."""
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
         if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:

@@ -21,18 +21,7 @@ from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """Reads and writes DTensors, by the task's own names.
-
-    Args:
-        task: in pieces.
-        optimizers: theirs.
-        device: where pieces are exchanged.
-        is_main: whether this rank wants the values of what has to be put together.
-        model: the pieces.
-        building: is told what a checkpoint that is loaded does not hold.
-        writes_pieces: each rank writes its pieces of a checkpoint.
-        names: See `FullState`.
-    """
+    """Reads and writes DTensors, by the task's own names. With `writes_pieces` each rank saves its own pieces."""
 
     def __init__(
         self,

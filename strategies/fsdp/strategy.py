@@ -353,9 +353,6 @@ class FSDPEngine(ParallelEngine):
         """Shard models. Collective.
 
         In a mixed precision, trained parameters in bfloat16 or float16 become float32 first: optimizers step those.
-
-        Raises:
-            ConfigurationError: A model is sharded already, or an optimizer cannot step shards.
         """
         check_optimizers(optimizers, self.precision)
         for model in models:
