@@ -51,9 +51,11 @@ class ShardedState(FullState):
 
     def model_state(self) -> dict[str, Any]:
         check_not_given_up(self._task)
-        convert = cache(self._to_save)  # tied weights are one tensor, also in a checkpoint
+        convert = cache(
+            lambda tensor: self._to_save(tensor).detach()
+        )  # tied weights are one tensor, also in a checkpoint
         found = self._task.state_dict(keep_vars=True)
-        return {name: convert(v).detach() if isinstance(v, torch.Tensor) else v for name, v in found.items()}
+        return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self._task.state_dict().items()}
