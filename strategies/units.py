@@ -180,6 +180,15 @@ def check_can_be_cut(task: nn.Module) -> None:
     check_no_sparse(task)
 
 
+def check_no_shards(model: nn.Module, is_shard: Callable[[nn.Parameter], bool]) -> None:
+    """Check that a model does not hold shards of an earlier run, which raises a ConfigurationError."""
+    if any(map(is_shard, model.parameters())):
+        raise ConfigurationError(
+            f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
+            "load a checkpoint to continue."
+        )
+
+
 def check_no_sparse(task: nn.Module) -> None:
     """Check that no layer makes sparse gradients, which torch cannot cut into pieces.
 
@@ -271,3 +280,35 @@ def replace_parameters(root: nn.Module, new: dict[int, nn.Parameter]) -> None:
         for name, parameter in list(module._parameters.items()):
             if parameter is not None and id(parameter) in new:
                 module._parameters[name] = new[id(parameter)]
+
+
+class ModuleTraces:
+    """Remembers the modules of a model as they were before a library changed them in place."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._before = [(module, type(module), set(vars(module)), hook_keys(module)) for module in root.modules()]
+        self._added: list[tuple[nn.Module, set[str], set[tuple[str, int]]]] = []
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the modules."""
+        return (module for module, *_ in self._before)
+
+    def note(self) -> None:
+        """Record the attributes and hooks that the library has added; called before the user adds any."""
+        self._added = [(m, set(vars(m)) - names, hook_keys(m) - hooks) for m, _, names, hooks in self._before]
+
+    def remove(self) -> None:
+        """Restore classes, and remove attributes and hooks. Parameters stay as they are. Not collective."""
+        for module, cls, *_ in self._before:
+            module.__class__ = cls
+        for module, names, hooks in self._added:
+            for name in names:
+                vars(module).pop(name, None)
+            for table, key in hooks:
+                vars(module)[table].pop(key, None)
+
+
+def hook_keys(module: nn.Module) -> set[tuple[str, int]]:
+    """Return the hooks of a module: the name of the table and the key of each."""
+    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
+    return {(name, key) for name, table in tables.items() for key in table}

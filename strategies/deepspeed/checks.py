@@ -1,4 +1,4 @@
-"""What DeepSpeed cannot train, said before an engine is made of it."""
+"""Checks of what DeepSpeed cannot train, before an engine is created. Each raises a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainwright.strategies.deepspeed.library import is_partitioned
 from trainwright.strategies.deepspeed.placeholders import DummyOptim
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.binding import need_closure
-from trainwright.strategies.units import check_no_sparse
+from trainwright.strategies.units import check_no_shards, check_no_sparse
 
 _OWN_METHODS = ("backward", "optimizer_zero_grad", "configure_gradient_clipping")
 _WHOLE_MATRICES = ("Adafactor", "Muon")  # what they do to an element depends on the rows and columns around it
@@ -23,11 +23,7 @@ _CPU_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad"
 
 
 def check_task(task: TaskModule, *, trains: bool) -> None:
-    """Check a task before its model is built.
-
-    Raises:
-        ConfigurationError: it does by itself what an engine does, or lies in pieces already.
-    """
+    """Check a task before its model is built."""
     check_full(task)
     name = type(task).__name__
     for method in _OWN_METHODS:
@@ -39,24 +35,12 @@ def check_task(task: TaskModule, *, trains: bool) -> None:
 
 
 def check_full(model: nn.Module) -> None:
-    """Check that a model does not hold shards of an earlier run.
-
-    Raises:
-        ConfigurationError: It does.
-    """
-    if any(is_partitioned(parameter) for parameter in model.parameters()):
-        raise ConfigurationError(
-            f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, and "
-            "load a checkpoint to continue."
-        )
+    """Check that a model does not hold shards of an earlier run."""
+    check_no_shards(model, is_partitioned)
 
 
 def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
-    """Check a task whose model is about to be built.
-
-    Raises:
-        ConfigurationError: parameters that shall go to a disk are there already.
-    """
+    """Check a task whose model is about to be built."""
     early = next((name for name, _ in task.named_parameters()), None)
     if config.offload("offload_param") == "nvme" and early is not None:
         raise ConfigurationError(
@@ -66,11 +50,7 @@ def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
 
 
 def check_optimizers(optimizers: list[Optimizer], task: nn.Module, config: EngineConfig, precision: Precision) -> None:
-    """Check what `configure_optimizers` returned.
-
-    Raises:
-        ConfigurationError: not one optimizer, or one that an engine cannot step.
-    """
+    """Check what `configure_optimizers` returned."""
     named = "optimizer" in config.content
     if len(optimizers) != 1:
         what = "Return DummyOptim(self.parameters())" if named else "Put all parameters into groups of one optimizer"
@@ -109,22 +89,14 @@ def check_optimizers(optimizers: list[Optimizer], task: nn.Module, config: Engin
 
 
 class TrainedParameters:
-    """Which parameters an engine was made to train: it goes on with these, whatever is frozen later.
-
-    Args:
-        task: as the engine takes it.
-    """
+    """Which parameters an engine was made to train: it goes on with these, whatever is frozen later."""
 
     def __init__(self, task: nn.Module) -> None:
         self._name = type(task).__name__
         self._flags = [(name, parameter, parameter.requires_grad) for name, parameter in task.named_parameters()]
 
     def check(self) -> None:
-        """Check that the same parameters are trained. Not collective.
-
-        Raises:
-            TaskError: one was frozen or unfrozen since; no weight has been changed by this step.
-        """
+        """Check that the same parameters are trained. Not collective."""
         for name, parameter, trained in self._flags:
             if parameter.requires_grad is not trained:
                 what = "frozen" if trained else "unfrozen"

@@ -1,7 +1,7 @@
 """DeepSpeed's configuration: one source, made of what the user wrote in a file or dict and as arguments.
 
-Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error that names
-both. `"auto"` in the file takes the argument's value.
+Nothing is said twice: where the file and an argument of the strategy or the Trainer differ, that is an error (a
+ConfigurationError) that names both. `"auto"` in the file takes the argument's value.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.deepspeed.options import Path, ZeroOptions, buffers, defaults, look_up, place, statements
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.strategies.deepspeed.options import (
+    OFFLOADS,
+    Path,
+    ZeroOptions,
+    buffers,
+    defaults,
+    look_up,
+    place,
+    statements,
+)
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.steps.gradients import GradientClip
 
 AUTO = "auto"
 _STAGE: Path = ("zero_optimization", "stage")
-_OFFLOADS = ("offload_optimizer", "offload_param")
 _QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
@@ -48,23 +56,14 @@ class RunFacts:
 
 
 class EngineConfig:
-    """DeepSpeed's configuration before a run is known.
-
-    Args:
-        config: the user's: a dict, or the path of a JSON file.
-        options: the arguments and their defaults.
-        given: the arguments that the user gave.
-
-    Raises:
-        ConfigurationError: the file cannot be read; it and the arguments differ; or they ask for what there is not.
-    """
+    """DeepSpeed's configuration before a run is known."""
 
     def __init__(
         self, config: str | FilePath | Mapping[str, Any] | None, options: ZeroOptions, given: Mapping[str, Any]
     ) -> None:
         self.origin = f"config={str(config)!r}" if isinstance(config, (str, FilePath)) else "config"
         self.content = read_config(config)
-        self._options = options
+        self.options = options
         if config is None:
             for path, value in defaults(options).items():
                 place(self.content, path, value)
@@ -74,7 +73,7 @@ class EngineConfig:
             _fill_switches(self.content, options, self.origin)
         for path, (name, value) in statements(options, given).items():
             self.state(path, value, f"DeepSpeedStrategy({name}={given.get(name, value)!r})", overrides=config is None)
-        for part in _OFFLOADS:
+        for part in OFFLOADS:
             if config is None and self.offload(part) != "none":
                 for path, (_, value) in buffers(part, options).items():
                     place(self.content, path, value)
@@ -90,11 +89,7 @@ class EngineConfig:
         return str(look_up(self.content, ("zero_optimization", part, "device")) or "none")
 
     def state(self, path: Path, value: Any, origin: str, *, overrides: bool = False) -> None:
-        """Take a value that something else than the user's configuration has said.
-
-        Raises:
-            ConfigurationError: the configuration says something else.
-        """
+        """Take a value that something else than the user's configuration has said."""
         found = look_up(self.content, path)
         if found not in (None, AUTO, value) and not overrides:
             raise ConfigurationError(
@@ -104,12 +99,12 @@ class EngineConfig:
         place(self.content, path, value)
 
     def _check_offload(self) -> None:
-        if self._options.frozen_modules and self.stage not in (1, 2):
+        if self.options.frozen_modules and self.stage not in (1, 2):
             raise ConfigurationError(
-                f"frozen_modules={self._options.frozen_modules!r} at stage={self.stage}: they have an engine of their "
+                f"frozen_modules={self.options.frozen_modules!r} at stage={self.stage}: they have an engine of their "
                 "own beside stage 1 or 2. Leave it out: stage 3 cuts what is frozen with the rest."
             )
-        for part, argument in (("offload_param", "offload_parameters"), ("offload_optimizer", "offload_optimizer")):
+        for part, (argument, _) in OFFLOADS.items():
             device = self.offload(part)
             if device == "nvme" and self.stage < 3:
                 raise ConfigurationError(
@@ -128,11 +123,7 @@ class EngineConfig:
     # What the Trainer says
 
     def check_run(self, accumulate: int, clip: GradientClip | None) -> None:
-        """Compare with the Trainer's accumulation and clipping.
-
-        Raises:
-            ConfigurationError: they differ.
-        """
+        """Compare with the Trainer's accumulation and clipping."""
         found = look_up(self.content, ("gradient_accumulation_steps",))
         if found not in (None, AUTO, accumulate):
             raise ConfigurationError(
@@ -153,11 +144,7 @@ class EngineConfig:
         return None if found in (None, AUTO, 0) else float(found)
 
     def check_hardware(self, device_type: str, world_size: int) -> None:
-        """Check what only some devices and numbers of processes can do.
-
-        Raises:
-            ConfigurationError: this one cannot.
-        """
+        """Check what only some devices and numbers of processes can do."""
         zero = self.content.get("zero_optimization", {})
         for name in _QUANTIZED:
             if zero.get(name) and device_type == "cpu":
@@ -173,11 +160,7 @@ class EngineConfig:
             )
 
     def set_precision(self, precision: Precision, device_type: str) -> None:
-        """Settle on the number format.
-
-        Raises:
-            ConfigurationError: DeepSpeed does not have it here, or the configuration names another one.
-        """
+        """Settle on the number format."""
         name, stage = precision.name, self.stage
         if name == "64-true":
             raise ConfigurationError("precision='64-true': DeepSpeed computes in 32 or 16 bits. Use '32-true'.")
@@ -218,15 +201,7 @@ class EngineConfig:
     # For the engine
 
     def resolved(self, facts: RunFacts, *, trains: bool = True) -> dict[str, Any]:
-        """Return the configuration with every `"auto"` filled in, as Accelerate documents them.
-
-        Args:
-            facts: what they are made of.
-            trains: False: without optimizer and scheduler.
-
-        Raises:
-            ConfigurationError: there is nothing to fill one in from, or the batch size is another one.
-        """
+        """Return the configuration with every `"auto"` filled in, as Accelerate documents them."""
         config = copy.deepcopy(self.content)
         if not trains:
             for part in ("optimizer", "scheduler"):
@@ -259,11 +234,7 @@ def for_building(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(config: str | FilePath | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a configuration, or the content of its file; empty for None.
-
-    Raises:
-        ConfigurationError: The file cannot be read, or is not a JSON object.
-    """
+    """Return a copy of a configuration, or the content of its file; empty for None."""
     if config is None:
         return {}
     if isinstance(config, Mapping):
@@ -286,14 +257,11 @@ def _fill_switches(config: dict[str, Any], options: ZeroOptions, origin: str) ->
         raise ConfigurationError(f'{origin} has zero_optimization={zero!r}. Write {{"stage": 0}}, or another stage.')
     if zero.get("stage") == AUTO:
         zero["stage"] = options.stage if options.zero_optimization else 0
-    for part, switch, device in (
-        ("offload_optimizer", options.offload_optimizer, options.offload_optimizer_device),
-        ("offload_param", options.offload_parameters, options.offload_params_device),
-    ):
+    for part, (switch, device) in OFFLOADS.items():
         found = zero.get(part)
         if isinstance(found, dict):
             if found.get("device") == AUTO:
-                found["device"] = device if switch else "none"
+                found["device"] = getattr(options, device) if getattr(options, switch) else "none"
             if found.get("nvme_path") == AUTO:
                 found["nvme_path"] = options.nvme_path
     if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
@@ -372,3 +340,66 @@ def _autos(config: Mapping[str, Any], path: Path = ()) -> Iterator[Path]:
             yield from _autos(value, (*path, key))
         elif value == AUTO:
             yield (*path, key)
+
+
+# Hugging Face Accelerate's names: its `deepspeed_config` and `DeepSpeedPlugin`
+
+_ELSEWHERE = {
+    "deepspeed_hostfile": "the launcher that starts the processes reads it",
+    "deepspeed_exclusion_filter": "the launcher that starts the processes reads it",
+    "deepspeed_inclusion_filter": "the launcher that starts the processes reads it",
+    "deepspeed_multinode_launcher": "start the processes with torchrun, srun or mpirun",
+    "mixed_precision": "say Trainer(precision=…)",
+    "enable_msamp": "MS-AMP does not run on this torch",
+    "msamp_opt_level": "MS-AMP does not run on this torch",
+}
+# What happens anyway: stage 3 cuts modules as they are built, and checkpoints hold whole weights at every stage.
+_HARMLESS = ("zero3_init_flag", "zero3_save_16bit_model", "is_train_batch_min")
+_DEVICES = {f"{part}_device": arguments for part, arguments in OFFLOADS.items()}
+_FILES = ("hf_ds_config", "deepspeed_config_file")
+_CLASSES = ("deepspeed_moe_layer_cls_names", "transformer_moe_cls_names")
+_PATHS = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
+_VALUES = ("gradient_accumulation_steps", "gradient_clipping")
+KNOWN = ("zero_stage", *_DEVICES, *_PATHS, *_VALUES, *_FILES, *_CLASSES, *_HARMLESS)
+
+
+def read_accelerate_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `DeepSpeedStrategy`'s arguments for what Accelerate's names say."""
+    found: dict[str, Any] = {}
+    content: Any = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_optimization": {"stage": "auto"}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    values: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in _ELSEWHERE:
+            raise ConfigurationError(f"{name}={value!r}: {_ELSEWHERE[name]}. Leave it out here.")
+        if name not in KNOWN:
+            raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(name, KNOWN)} Known: {', '.join(KNOWN)}.")
+        if value is None or name in _HARMLESS:
+            continue
+        if name == "zero_stage":
+            found["stage"] = int(value)
+        elif name in _DEVICES:
+            switch, device = _DEVICES[name]
+            found[switch] = str(value) != "none"
+            if found[switch]:
+                found[device] = str(value)
+        elif name in _PATHS and str(value) != "none":
+            if found.get("nvme_path", str(value)) != str(value):
+                raise ConfigurationError(f"{' and '.join(_PATHS)} differ. Use one folder for both.")
+            found["nvme_path"] = str(value)
+        elif name in _CLASSES:
+            names = value.split(",") if isinstance(value, str) else value
+            found["moe_leaf_modules"] = tuple(part.strip() for part in names)
+        elif name in _FILES:
+            content = value
+        elif name in _VALUES:
+            values[name] = value
+    content = read_config(content) if values else content
+    for name, value in values.items():
+        if content.get(name) not in (None, AUTO, value):
+            raise ConfigurationError(
+                f'{name}={value!r}, and the configuration has {content[name]!r}. Leave one out, or write "auto" there.'
+            )
+    return {"config": content | values, **found} if values else {"config": content, **found}

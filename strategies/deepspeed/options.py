@@ -11,6 +11,11 @@ from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 
 Path = tuple[str, ...]
 DEVICES = ("none", "cpu", "nvme")
+# Part of DeepSpeed's configuration → the arguments that switch it on and name its device.
+OFFLOADS = {
+    "offload_optimizer": ("offload_optimizer", "offload_optimizer_device"),
+    "offload_param": ("offload_parameters", "offload_params_device"),
+}
 _ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # parts that are left out unless something is said of them
 _REMOVED = {
     **OF_LIGHTNING,
@@ -103,11 +108,7 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Read arguments.
-
-    Raises:
-        ConfigurationError: one that there is not, or a value that is none.
-    """
+    """Read arguments."""
     for name in given.keys() - set(NAMES):
         refuse_removed("DeepSpeedStrategy", _REMOVED)(name, given[name], ["config", *NAMES])
     options = ZeroOptions(**given)
@@ -117,7 +118,7 @@ def read_options(given: Mapping[str, Any]) -> ZeroOptions:
         raise ConfigurationError(
             f"zero_optimization=False and stage={options.stage} contradict each other. Leave one out."
         )
-    for name in ("offload_optimizer_device", "offload_params_device"):
+    for _, name in OFFLOADS.values():
         value = getattr(options, name)
         if value not in DEVICES:
             raise ConfigurationError(
@@ -135,10 +136,7 @@ def statements(options: ZeroOptions, given: Mapping[str, Any]) -> dict[Path, tup
     }
     if given.get("zero_optimization") is False:
         found["zero_optimization", "stage"] = ("zero_optimization", 0)
-    for part, switch, device in (
-        ("offload_optimizer", "offload_optimizer", "offload_optimizer_device"),
-        ("offload_param", "offload_parameters", "offload_params_device"),
-    ):
+    for part, (switch, device) in OFFLOADS.items():
         if switch in given or device in given:
             on = getattr(options, switch) if switch in given else True
             name = device if device in given and on else switch

@@ -35,11 +35,7 @@ class DummyOptim(Optimizer):
         super().__init__([dict(g) for g in self.given_groups], {"lr": lr, "weight_decay": weight_decay, **kwargs})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # torch overloads it
-        """Raise: it is not the one that steps.
-
-        Raises:
-            ConfigurationError: always.
-        """
+        """Raise: it is not the one that steps."""
         raise ConfigurationError(
             "DummyOptim stands for the optimizer of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) with an "
             "'optimizer' in it, or return a real optimizer from configure_optimizers."
@@ -69,11 +65,7 @@ class DummyScheduler:
 
     @property
     def real(self) -> Any:
-        """DeepSpeed's scheduler.
-
-        Raises:
-            ConfigurationError: there is none.
-        """
+        """DeepSpeed's scheduler."""
         if self._real is None:
             raise ConfigurationError(
                 "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
@@ -101,15 +93,7 @@ class DummyScheduler:
 
 
 def refuse_schedule_of_dummy(scheduler: Any, origin: str) -> None:
-    """Raise for a real schedule of a `DummyOptim`, which would change the learning rate of nothing.
-
-    Args:
-        scheduler: what `configure_optimizers` returned.
-        origin: of the configuration, for the message.
-
-    Raises:
-        ConfigurationError: It is one.
-    """
+    """Raise for a real schedule of a `DummyOptim`, which would change the learning rate of nothing."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(
             f"configure_optimizers returned DummyOptim, since {origin} names the optimizer, and a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.library import is_partitioned
-from trainwright.strategies.deepspeed.zero_pieces import ZeroPieces, cut
+from trainwright.strategies.deepspeed.zero_model import ZeroModel
+from trainwright.strategies.deepspeed.zero_pieces import cut
 from trainwright.strategies.state import FullState
 
 # DeepSpeed's own implementations of torch's optimizers: their states are interchangeable.
@@ -36,42 +38,35 @@ class ZeroState(FullState):
     """The state of an engine that keeps some of it in pieces.
 
     Args:
-        task: whose parameters the engine holds.
-        optimizers: what it steps: one, or none.
-        device: where pieces are exchanged.
-        library: DeepSpeed.
-        pieces: how they are cut; None where the engine has no optimizer.
-        groups: the optimizer's parameter groups as they were before the engine took them, with the names in each.
+        model: in the engine.
+        task: the model by the names of the checkpoint.
+        optimizers: what the engine steps: one, or none.
         is_main: whether this rank wants the values; others get tensors on the device `meta`.
         writes_pieces: each rank writes its pieces of a checkpoint.
-        dtypes: what the task's parameters had before, by the parameter's id.
         keeps_float32: trained parameters are float32 once the engine has let go of them, whatever it computes in.
     """
 
     def __init__(
         self,
+        model: ZeroModel,
         task: nn.Module,
         optimizers: Sequence[Optimizer],
-        device: torch.device,
         *,
-        library: Any,
-        pieces: ZeroPieces | None,
-        groups: list[tuple[dict[str, Any], list[str]]],
         is_main: bool,
         writes_pieces: bool,
-        dtypes: Mapping[int, torch.dtype],
         keeps_float32: bool,
     ) -> None:
-        super().__init__(task, optimizers, device, is_main=is_main)
-        self._library = library
-        self._pieces = pieces
-        self._groups = groups
-        self._writes_pieces = writes_pieces
-        self._dtypes = dtypes
-        self._keeps_float32 = keeps_float32
+        super().__init__(task, optimizers, model.device, is_main=is_main)
+        self._library, self._pieces, self._groups, self._dtypes = (
+            model.library,
+            model.pieces,
+            model.groups,
+            model.dtypes,
+        )
+        self._writes_pieces, self._keeps_float32 = writes_pieces, keeps_float32
         self._stand_ins: dict[int, tuple[torch.Tensor, SavedPieces]] = {}
         self._parameters = {plain_name(name): parameter for name, parameter in task.named_parameters()}
-        trained = {name for _, names in groups for name in names}
+        trained = {name for _, names in self._groups for name in names}
         self._trained = {
             id(p) for name, p in self._parameters.items() if name in trained and p.requires_grad and _numel(p)
         }
@@ -112,18 +107,11 @@ class ZeroState(FullState):
     # Weights
 
     def model_state(self) -> dict[str, Any]:  # trained weights are float32
-        in_pieces = self.saves_pieces
         self._stand_ins.clear()
-        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
-        found = {}
-        for name, value in self._task.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in known:
-                    found_value = self._to_save(value) if in_pieces else _kept(self._weight(value), keep=self._is_main)
-                    known[id(value)] = found_value
-                value = known[id(value)]
-            found[name] = value
-        return found
+        to_save = self._to_save if self.saves_pieces else self.full_tensor
+        convert = cache(to_save)  # tied weights are one tensor, also in a checkpoint
+        found = self._task.state_dict(keep_vars=True)
+        return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
     def _weight(self, value: torch.Tensor) -> torch.Tensor:
         """Return a parameter or buffer whole, on this rank's device. Collective."""
@@ -327,11 +315,7 @@ class ZeroState(FullState):
     # The end
 
     def release(self) -> dict[int, nn.Parameter]:
-        """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective.
-
-        Returns:
-            For each parameter's id one that is not the engine's, on the host.
-        """
+        """Give the optimizers whole states and the groups that they had, and return whole parameters. Collective."""
         # The states come first: once they are whole, their pieces go, and make room for the weights.
         whole = [
             {name: self._states_of(self._parameters[name]) for _, names in self._groups for name in names}

@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.errors import TaskError
 from trainwright.core.state import Group
-from trainwright.strategies.deepspeed.checks import TrainedParameters
-from trainwright.strategies.deepspeed.zero_pieces import ZeroPieces
+from trainwright.strategies.deepspeed.zero_model import ZeroModel
 from trainwright.strategies.steps.gradients import GradientClip, clip_gradients, parameters_of
 from trainwright.strategies.steps.step import AutomaticStep, StepParts
 
@@ -21,22 +20,13 @@ class EngineStep(AutomaticStep):
 
     Args:
         parts: what it is made of.
-        engine: DeepSpeed's.
-        pieces: how gradients are cut; None where they are whole.
-        trained: knows which parameters the engine trains; None where it does not matter.
+        model: in the engine.
         clipping: the norm that the configuration clips by, where the Trainer says nothing; None: it does not clip.
     """
 
-    def __init__(
-        self,
-        parts: StepParts,
-        engine: Any,
-        pieces: ZeroPieces | None,
-        trained: TrainedParameters | None,
-        clipping: float | None,
-    ) -> None:
+    def __init__(self, parts: StepParts, model: ZeroModel, clipping: float | None) -> None:
         super().__init__(parts)
-        self._engine, self._pieces, self._trained = engine, pieces, trained
+        self._engine, self._pieces, self._trained = model.engine, model.pieces, model.trained
         self._clipping = None if clipping is None else GradientClip(clipping)
         self._backward = self._run_backward
         self._zeroed = not self._zero_late  # the engine zeroes by itself; listeners are told
@@ -97,12 +87,7 @@ class EngineStep(AutomaticStep):
 
 
 class EngineOptimizer:
-    """An optimizer as a task's own `optimizer_step` sees it: its step is the engine's. All else is its own.
-
-    Args:
-        optimizer: the real one.
-        engine: DeepSpeed's.
-    """
+    """An optimizer as a task's own `optimizer_step` sees it: its step is the engine's. All else is its own."""
 
     def __init__(self, optimizer: Optimizer, engine: Any) -> None:
         self.optimizer = optimizer

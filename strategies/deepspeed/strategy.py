@@ -27,14 +27,13 @@ from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
 from trainwright.strategies.capabilities import Capabilities
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
-from trainwright.strategies.deepspeed.accelerate_names import read_accelerate_config
 from trainwright.strategies.deepspeed.checks import (
     check_full,
     check_optimizers,
     check_task,
     check_unbuilt,
 )
-from trainwright.strategies.deepspeed.config import EngineConfig, for_building
+from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
 from trainwright.strategies.deepspeed.library import join, leave, load_library
 from trainwright.strategies.deepspeed.options import look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
@@ -123,11 +122,7 @@ class DeepSpeedStrategy(DataParallel):
         return EngineConfig(*self.source)
 
     def config_for(self, settings: EngineSettings) -> EngineConfig:
-        """Return DeepSpeed's configuration for a run.
-
-        Raises:
-            ConfigurationError: It contradicts the settings.
-        """
+        """Return DeepSpeed's configuration for a run."""
         found = self.config
         found.check_hardware(settings.device_type, settings.num_processes)
         found.set_precision(settings.precision, settings.device_type)
@@ -207,7 +202,7 @@ class DeepSpeedEngine(ParallelEngine):
                 dist.broadcast(parameter.detach(), src=0)
         self.optimizers = optimizers
         self._context = self._forward_context()
-        self.state = self._make_state()
+        self.state = self._state_of(self._model, self.task, self.optimizers)
         return optimizers
 
     def _lay_out(self, model: nn.Module) -> None:
@@ -236,28 +231,17 @@ class DeepSpeedEngine(ParallelEngine):
         return found.optimizer
 
     def _take(self, model: nn.Module, root: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> ZeroModel:
-        found = ZeroModel(
-            self._library,
-            model,
-            root,
-            optimizer,
-            config=self.config,
-            options=self.strategy.options,
-            plan=plan,
-            device=self.device,
-            dp_size=self.data_ranks.size,
-        )
+        ranks, device = self.data_ranks.size, self.device
+        found = ZeroModel(self._library, model, root, optimizer, self.config, plan, device, ranks)
         self.resolved_config = found.resolved_config
         return found
 
-    def _make_state(self) -> FullState:
-        """Return the state as the engine, if there is one, holds it now."""
-        if self._model is None or self.stage == 0:
-            return ReplicatedState(self.task, self.optimizers, self.device, is_main=self.is_main)
-        return self._zero_state(self._model, self.task, self.optimizers)
-
-    def _zero_state(self, model: ZeroModel, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
-        return model.state(
+    def _state_of(self, zero: ZeroModel | None, module: nn.Module, optimizers: list[Optimizer]) -> FullState:
+        """Return the state of a model as its engine, if it has one, holds it now."""
+        if zero is None or zero.stage == 0:
+            return ReplicatedState(module, optimizers, self.device, is_main=self.is_main)
+        return ZeroState(
+            zero,
             module,
             optimizers,
             is_main=self.is_main,
@@ -277,11 +261,7 @@ class DeepSpeedEngine(ParallelEngine):
     def prepare_models(
         self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], plan: TrainingPlan
     ) -> list[Callable[..., Any]]:
-        """Give each model an engine, if it is trained or sharded. Collective.
-
-        Raises:
-            ConfigurationError: A model has no optimizer of its own, or one that an engine cannot step.
-        """
+        """Give each model an engine, if it is trained or sharded. Collective."""
         owned = [self._optimizer_of(model, models, optimizers) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model)
@@ -329,11 +309,7 @@ class DeepSpeedEngine(ParallelEngine):
         return found[0] if found else None
 
     def adopt_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Return the optimizer whose step is the engine's.
-
-        Raises:
-            ConfigurationError: Its model was prepared without it.
-        """
+        """Return the optimizer whose step is the engine's."""
         if optimizer not in self._steps:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for model in (*self._untrained, *(forward.zero.model for forward in self._forwards)):
@@ -365,10 +341,11 @@ class DeepSpeedEngine(ParallelEngine):
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]
     ) -> FullState:
         is_container = type(models) is nn.Module
-        parts = [
-            (f"{name}." if is_container else "", _state_of(self, model, optimizers))
-            for name, model in (models.named_children() if is_container else [("", models)])
-        ]
+        parts: list[tuple[str, FullState]] = []
+        for name, model in models.named_children() if is_container else [("", models)]:
+            zero = next((forward.zero for forward in self._forwards if forward.zero.model is model), None)
+            own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
+            parts.append((f"{name}." if is_container else "", self._state_of(zero, model, own)))
         others = [one for one in optimizers if not isinstance(one, ZeroOptimizer)]
         if others:
             parts.append(("", FullState(nn.Module(), others, self.device, is_main=self.is_main, names=names)))
@@ -397,7 +374,7 @@ class DeepSpeedEngine(ParallelEngine):
             inputs = Precision.parse("bf16-true" if self.precision.name.startswith("bf16") else "16-true")
             parts = replace(parts, inputs=inputs)
         parts = replace(parts, synchronize=self.engine.set_gradient_accumulation_boundary)
-        return EngineStep(parts, self.engine, self._model.pieces, self._model.trained, self.config.clipping)
+        return EngineStep(parts, self._model, self.config.clipping)
 
     # Evaluation
 
@@ -428,7 +405,7 @@ class DeepSpeedEngine(ParallelEngine):
         self._untrained.clear()
         self.gradients.models.clear()
         if isinstance(vars(self).get("state"), ZeroState):
-            self.state = self._make_state()
+            self.state = self._state_of(self._model, self.task, self.optimizers)
         self._training_call = self._eval_call = None
 
     def close(self) -> None:
@@ -440,14 +417,3 @@ class DeepSpeedEngine(ParallelEngine):
             leave(library)
             gc.collect()
         super().close()
-
-
-def _state_of(engine: DeepSpeedEngine, model: nn.Module, optimizers: Sequence[Optimizer]) -> FullState:
-    """Return the state of one model of a loop, with the optimizer that its engine steps."""
-    zero = next((forward.zero for forward in engine._forwards if forward.zero.model is model), None)
-    if zero is None:
-        return FullState(model, [], engine.device, is_main=engine.is_main)
-    own = [one.optimizer for one in optimizers if isinstance(one, ZeroOptimizer) and one.zero is zero]
-    if zero.stage == 0:
-        return ReplicatedState(model, own, engine.device, is_main=engine.is_main)
-    return engine._zero_state(zero, model, own)

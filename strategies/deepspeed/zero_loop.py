@@ -25,9 +25,6 @@ from trainwright.strategies.steps.gradients import (
 class ZeroGradients(Gradients):
     """The gradients of models that engines of DeepSpeed hold.
 
-    Args:
-        device: Where ranks communicate.
-
     Attributes:
         models: all trained models of the loop.
     """
@@ -46,12 +43,7 @@ class ZeroGradients(Gradients):
             self._called.append(model)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run backward through the engine of the model whose forward has run.
-
-        Raises:
-            ConfigurationError: The loss may depend on several models, or `kwargs` has other options than
-                `retain_graph`.
-        """
+        """Run backward through the engine of the model whose forward has run."""
         retain = bool(kwargs.pop("retain_graph", False))
         if kwargs:
             raise ConfigurationError(
@@ -116,13 +108,7 @@ class ZeroGradients(Gradients):
 
 
 class ZeroForward:
-    """Runs the forward of one model through its engine. Collective at stage 3.
-
-    Args:
-        model: in an engine.
-        gradients: notes the forward, if the model is trained.
-        dtype: of the model's floating-point inputs; None: as they are.
-    """
+    """Runs the forward of one model through its engine. Collective at stage 3."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, dtype: torch.dtype | None) -> None:
         self.zero = model
@@ -140,23 +126,13 @@ class ZeroForward:
 
 
 class ZeroOptimizer(Optimizer):
-    """An optimizer whose step is the engine's; everything else is its own.
-
-    Args:
-        model: in an engine that steps.
-        gradients: of the loop.
-        clipping: the largest gradient norm that the configuration names; None: it names none.
-    """
+    """An optimizer whose step is the engine's; everything else is its own."""
 
     def __init__(self, model: ZeroModel, gradients: ZeroGradients, clipping: float | None) -> None:
         self.optimizer, self.zero, self._gradients, self._clipping = model.optimizer, model, gradients, clipping
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step through the engine, which frees the gradients.
-
-        Raises:
-            ConfigurationError: There is a closure.
-        """
+        """Step through the engine, which frees the gradients."""
         if closure is not None:
             raise ConfigurationError("step(closure): an engine of DeepSpeed runs no closures. Leave it out.")
         model = self.zero

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,82 +16,109 @@ from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.strategies.deepspeed.checks import TrainedParameters, keep_groups
 from trainwright.strategies.deepspeed.config import EngineConfig, RunFacts, for_engine
-from trainwright.strategies.deepspeed.frozen import FrozenEngines
-from trainwright.strategies.deepspeed.library import quiet_imports
+from trainwright.strategies.deepspeed.library import keep_own_adagrad, keep_unaligned_gradients, quiet_imports
 from trainwright.strategies.deepspeed.options import ZeroOptions, look_up
 from trainwright.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler, refuse_schedule_of_dummy
-from trainwright.strategies.deepspeed.repairs import keep_own_adagrad, keep_unaligned_gradients
-from trainwright.strategies.deepspeed.state import ZeroState
 from trainwright.strategies.deepspeed.zero_pieces import FlatPieces, ParameterPieces, ZeroPieces
 from trainwright.strategies.engine import TrainingPlan
-from trainwright.strategies.units import matching
+from trainwright.strategies.units import ModuleTraces, matching
 
 _MARK = "ds_id"  # what tells that a parameter's memory is not its own
 _COME_IN_STEPS = ("applied_pre_backward_ref_cnt", "ds_grads_remaining", "pre_bwd_fn", "post_bwd_fn")
 
 
-class Traces:
-    """Remembers modules and parameters as they were before an engine took them.
-
-    Args:
-        root: the outermost module.
-    """
+class Traces(ModuleTraces):
+    """Remembers modules and parameters as they were before an engine took them."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._before = [(module, type(module), set(vars(module)), _hooks(module)) for module in root.modules()]
+        super().__init__(root)
         self._of_parameters = [(parameter, set(vars(parameter))) for parameter in root.parameters()]
-        self._added: list[tuple[nn.Module, set[str]]] = []
-        self._hooked: list[tuple[nn.Module, list[tuple[str, int]]]] = []
-
-    def note(self) -> None:
-        """Take note of attributes and hooks that have come; called once the engine stands, before the user adds any."""
-        self._added = [(module, set(vars(module)) - names) for module, _, names, _ in self._before]
-        self._hooked = [(module, sorted(_hooks(module) - hooks)) for module, _, _, hooks in self._before]
 
     def remove(self) -> None:
         """Put classes back, and take attributes and hooks off. Not collective.
 
         Parameters keep the memory that they have; those that lie in pieces stay recognizable as such.
         """
-        for module, cls, _, _ in self._before:
-            module.__class__ = cls
+        for module in self.modules():
+            for name in _COME_IN_STEPS:
+                vars(module).pop(name, None)
+        super().remove()
+        for module in self.modules():
             if type(module._parameters) is not dict:  # stage 3 puts dicts of its own there
                 vars(module)["_parameters"] = dict(module._parameters)
-        for module, names in self._added:
-            for name in (*names, *_COME_IN_STEPS):
-                vars(module).pop(name, None)
-        for module, keys in self._hooked:
-            for table, key in keys:
-                vars(module)[table].pop(key, None)
         for parameter, names in self._of_parameters:
             for name in set(vars(parameter)) - names - {_MARK}:
                 delattr(parameter, name)
 
 
-def _hooks(module: nn.Module) -> set[tuple[str, int]]:
-    tables: dict[str, Any] = {name: table for name, table in vars(module).items() if "_hooks" in name}
-    return {(name, key) for name, table in tables.items() if isinstance(table, dict) for key in table}
+class FrozenEngines:
+    """Cuts frozen modules into pieces, which each of them gathers when it is called."""
+
+    def __init__(self, task: nn.Module, names: tuple[str, ...]) -> None:
+        self._task = task
+        self._modules = matching(task, names, "frozen_modules") if names else []
+        self._engines: list[Any] = []
+        for module in self._modules:
+            trained = next((name for name, p in module.named_parameters() if p.requires_grad), None)
+            if trained is not None:
+                raise ConfigurationError(
+                    f"frozen_modules={names!r}: {trained!r} of {type(module).__name__} is trained. Call "
+                    "requires_grad_(False) on the module in configure_model, or leave it out."
+                )
+            if any(other is not module and other in self._modules for other in module.modules()):
+                raise ConfigurationError(
+                    f"frozen_modules={names!r}: {type(module).__name__} holds another of them. Name the outer one only."
+                )
+
+    def start(self, library: Any, config: Mapping[str, Any]) -> None:
+        """Make an engine of each. Collective."""
+        own = copy.deepcopy({key: value for key, value in config.items() if key not in ("optimizer", "scheduler")})
+        zero = own.get("zero_optimization", {})
+        own["zero_optimization"] = {**{k: v for k, v in zero.items() if k.startswith("stage3_")}, "stage": 3}
+        for module in self._modules:
+            engine, *_ = library.initialize(model=module, config=own, dist_init_required=False)
+            self._engines.append(engine)
+
+    @contextmanager
+    def taken_out(self) -> Iterator[None]:
+        """Have the task without them meanwhile, so that the run's engine leaves them alone."""
+        parents = [parent for parent in self._task.modules() if any(one in self._modules for one in parent.children())]
+        kept = [(parent, dict(parent._modules)) for parent in parents]
+        for parent, modules in kept:
+            for name, module in modules.items():
+                if module in self._modules:
+                    del parent._modules[name]
+        try:
+            yield
+        finally:
+            for parent, modules in kept:
+                parent._modules.clear()
+                parent._modules.update(modules)
+
+    def destroy(self) -> None:
+        """Let go of the engines. Not collective."""
+        for engine in self._engines:
+            _destroy(engine)
+        self._engines = []
+
+
+def _destroy(engine: Any) -> None:
+    engine.destroy()
+    engine.optimizer = engine.basic_optimizer = None  # it would be taken apart once more when it is freed
 
 
 class ZeroModel:
     """A model whose parameters an engine of DeepSpeed's has taken. Collective to create.
 
-    Args:
-        library: DeepSpeed.
-        model: changed in place.
-        root: the module whose forward the engine calls: the model, or a module around it.
-        optimizer: the user's, over parameters of the model; None: it is not trained.
-        config: of the run.
-        options: those of ZeRO.
-        plan: of the training.
-        device: where shards are exchanged.
-        dp_size: number of processes that see different data.
+    `root` is the module whose forward the engine calls: the model, or a module around it. Without an optimizer, the
+    model is not trained. `dp_size` is the number of processes that see different data.
 
     Attributes:
         engine: DeepSpeed's; None once it is closed.
         stage: of ZeRO, 0 to 3.
         optimizer: the optimizer that the engine steps; None if the model is not trained.
+        groups: its parameter groups as they were before the engine took them, with the names in each.
+        dtypes: those of the parameters before, by the id of the parameter.
         pieces: how gradients and states are sharded; None if they are not.
         holds_gradients: backward has run since the last step of a user-written loop.
         is_complete: The last of these backwards has averaged the gradients.
@@ -102,23 +132,21 @@ class ZeroModel:
         model: nn.Module,
         root: nn.Module,
         optimizer: Optimizer | None,
-        *,
         config: EngineConfig,
-        options: ZeroOptions,
         plan: TrainingPlan,
         device: torch.device,
         dp_size: int,
     ) -> None:
-        self.model, self._library, self._device, self.stage = model, library, device, config.stage
-        stage = self.stage
+        self.model, self.library, self.device, self.stage = model, library, device, config.stage
+        options = config.options
         names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-        given = _groups_of(optimizer)
+        given = optimizer.given_groups if isinstance(optimizer, DummyOptim) else _groups_of(optimizer)
         members = [[names[p] for p in group["params"]] for group in given]
         facts = collect_facts(model, plan, config.content, optimizer, dp_size=dp_size)
         self.resolved_config = config.resolved(facts, trains=optimizer is not None)
-        self._dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
+        self.dtypes = {id(parameter): parameter.dtype for parameter in model.parameters()}
         self._traces = Traces(root)
-        for module in _leaf_modules(model, options, stage):
+        for module in _leaf_modules(model, options, self.stage):
             library.utils.set_z3_leaf_module(module, True)
         engine_config = for_engine(self.resolved_config)
         is_own = optimizer is not None and not isinstance(optimizer, DummyOptim)
@@ -141,32 +169,15 @@ class ZeroModel:
         self.optimizer: Any = None if optimizer is None else self.engine.basic_optimizer
         if self.optimizer is not None:
             keep_groups(self.optimizer, type(model).__name__)
-        groups = given if is_own else [] if self.optimizer is None else list(self.optimizer.param_groups)
-        self._groups = list(zip(groups, members, strict=True))
+        groups = given if is_own else _groups_of(self.optimizer)
+        self.groups = list(zip(groups, members, strict=True))
         self.holds_gradients = self.is_complete = False
         self.pieces: ZeroPieces | None = None
         self.trained: TrainedParameters | None = None
-        if self.optimizer is not None and stage > 0:
+        if self.optimizer is not None and self.stage > 0:
             self.trained = TrainedParameters(model)
-            kind = ParameterPieces if stage == 3 else FlatPieces
+            kind = ParameterPieces if self.stage == 3 else FlatPieces
             self.pieces = kind(self.engine.optimizer, device)
-
-    def state(
-        self, module: nn.Module, optimizers: list[Optimizer], *, is_main: bool, writes_pieces: bool, keeps_float32: bool
-    ) -> ZeroState:
-        """Return the state of the model as the engine holds it now; see `ZeroState`."""
-        return ZeroState(
-            module,
-            optimizers,
-            self._device,
-            library=self._library,
-            pieces=self.pieces,
-            groups=self._groups,
-            is_main=is_main,
-            writes_pieces=writes_pieces,
-            dtypes=self._dtypes,
-            keeps_float32=keeps_float32,
-        )
 
     def close(self) -> None:
         """Drop the engine, and remove what it has left on the model. Not collective."""
@@ -174,24 +185,14 @@ class ZeroModel:
         if engine is None:
             return
         self._frozen.destroy()
-        engine.destroy()
-        engine.optimizer = engine.basic_optimizer = None  # it would be taken apart once more when it is freed
+        _destroy(engine)
         del engine
         self._traces.remove()
         self.pieces = self.trained = self.optimizer = None
 
 
 def take_schedule(schedule: Any, plan: TrainingPlan, origin: str) -> None:
-    """Connect DeepSpeed's scheduler with the stand-in for it.
-
-    Args:
-        schedule: what DeepSpeed has made; None: nothing.
-        plan: of the training.
-        origin: of the configuration, for messages.
-
-    Raises:
-        ConfigurationError: One of the two is missing, or a real schedule moves a stand-in.
-    """
+    """Connect DeepSpeed's scheduler with the stand-in for it."""
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
         if isinstance(config.scheduler, DummyScheduler):
@@ -211,33 +212,21 @@ def take_schedule(schedule: Any, plan: TrainingPlan, origin: str) -> None:
 
 def _leaf_modules(model: nn.Module, options: ZeroOptions, stage: int) -> list[nn.Module]:
     names = options.moe_leaf_modules
-    if not names:
-        return []
-    if stage < 3:
+    if names and stage < 3:
         raise ConfigurationError(
             f"moe_leaf_modules={names!r} at stage={stage}: modules are gathered at stage 3 only. Leave it out."
         )
-    return matching(model, names, "moe_leaf_modules")
+    return matching(model, names, "moe_leaf_modules") if names else []
 
 
 def _groups_of(optimizer: Optimizer | None) -> list[dict[str, Any]]:
-    if optimizer is None:
-        return []
-    return optimizer.given_groups if isinstance(optimizer, DummyOptim) else list(optimizer.param_groups)
+    return [] if optimizer is None else list(optimizer.param_groups)
 
 
 def collect_facts(
     model: nn.Module, plan: TrainingPlan, config: dict[str, Any], optimizer: Optimizer | None, *, dp_size: int
 ) -> RunFacts:
-    """Collect what the configuration asks for, and nothing else: to know the data, it has to be loaded.
-
-    Args:
-        model: may name its width.
-        plan: knows the data.
-        config: the user's, with its `"auto"`.
-        optimizer: what `configure_optimizers` returned; None where nothing is trained.
-        dp_size: number of processes that see different data.
-    """
+    """Collect what the configuration asks for, and nothing else: to know the data, it has to be loaded."""
     trains = optimizer is not None
     batch = trains and ("train_micro_batch_size_per_gpu" in config or "train_batch_size" in config)
     schedule = next((c.scheduler for c in plan.lr_scheduler_configs if isinstance(c.scheduler, DummyScheduler)), None)

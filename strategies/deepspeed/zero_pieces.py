@@ -55,12 +55,7 @@ def cut(value: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 class ZeroPieces(ABC):
-    """An engine's pieces; see the sub-classes.
-
-    Args:
-        optimizer: the engine's, which cuts.
-        device: where pieces are exchanged.
-    """
+    """An engine's pieces; see the sub-classes."""
 
     def __init__(self, optimizer: Any, device: torch.device) -> None:
         self.zero = optimizer
@@ -143,11 +138,6 @@ class ZeroPieces(ABC):
     def whole_gradient(self, parameter: torch.Tensor, shape: torch.Size, held: torch.Tensor | None) -> torch.Tensor:
         """Return a trained parameter's averaged and unscaled gradient whole, in the dtype that the engine keeps it in.
 
-        Args:
-            parameter: as the engine holds it.
-            shape: of the whole.
-            held: this rank's piece, of what `gradients` yields.
-
         Collective: every rank asks for the same.
         """
         full = torch.zeros(shape.numel(), dtype=self.zero.gradient_accumulation_dtype, device=self.device)
@@ -167,12 +157,7 @@ class ZeroPieces(ABC):
                 piece.of(self.flat(parameter)).copy_(piece.from_whole(value))
 
     def set_states(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Put whole optimizer states into this rank's piece of them. Not collective.
-
-        Args:
-            parameter: as the engine holds it.
-            values: name → a tensor of the parameter's shape, or what holds for its whole group.
-        """
+        """Put whole optimizer states into this rank's piece of them. Not collective."""
         with self.loaded(parameter, changes=True):
             piece, flat = self.piece(parameter), self.flat(parameter)
             state = self.states.setdefault(flat, {})

@@ -1,40 +1,36 @@
-"""Memory and first values for the parts of a model, one part at a time, before each is cut."""
+"""Memory and first values for the parts of a model before each is sharded, and full tensors after a stage."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.signatures import overrides
 from trainwright.core.task import TaskModule
+from trainwright.core.tree import map_tensors
 from trainwright.processes.process_group import Processes
-from trainwright.strategies.fsdp.make_whole import GIVEN_UP, give_up
+from trainwright.strategies.shards import whole
 from trainwright.strategies.units import replace_parameters
+
+GIVEN_UP = "_weights_given_up"  # stands in a task whose weights only checkpoints have
 
 
 class MetaBuilding:
-    """Builds a task's model without memory where that is wished, and knows what still has to be loaded.
-
-    Args:
-        everywhere: on all ranks.
-        others: on all ranks but rank 0.
-    """
+    """Builds a task's model without memory where that is wished, and knows what still has to be loaded."""
 
     def __init__(self, *, everywhere: bool, others: bool) -> None:
         self._everywhere, self._others = everywhere, others
         self.awaited: set[str] = set()
 
     def context(self, task: TaskModule, processes: Processes) -> AbstractContextManager[object]:
-        """Return the context of `configure_model` on this rank. Not collective.
-
-        Raises:
-            ConfigurationError: the task builds nothing there.
-        """
+        """Return the context of `configure_model` on this rank. Not collective."""
         if (self._everywhere or self._others) and not overrides(task, "configure_model", TaskModule):
             name = "meta_init" if self._everywhere else "cpu_ram_efficient_loading"
             raise ConfigurationError(
@@ -52,11 +48,7 @@ class MetaBuilding:
         return [] if self.awaited else names
 
     def check(self, task: TaskModule) -> None:
-        """Check that every weight has a value by now. Not collective.
-
-        Raises:
-            ConfigurationError: the task had given its weights up, and no checkpoint has brought them.
-        """
+        """Check that every weight has a value by now. Not collective."""
         if self.awaited:
             give_up(task)  # what stands in its pieces now is no value, and a checkpoint may still come
             raise ConfigurationError(
@@ -67,16 +59,9 @@ class MetaBuilding:
 
 
 def materialize(task: nn.Module, module: nn.Module, built: list[str], device: torch.device) -> None:
-    """Give what is left whole in a module memory on the device and rank 0's values. Collective.
+    """Give the full tensors of a module, which is part of a task, memory on the device and rank 0's values. Collective.
 
-    Args:
-        task: what the module is a part of; its tied parameters are replaced together.
-        module: a unit, or what is around all units. What lies in pieces is left as it is.
-        built: names of the tensors that no rank has values for: their modules' `reset_parameters` says how they begin.
-        device: where they are trained.
-
-    Raises:
-        ConfigurationError: a module without `reset_parameters` holds one of `built`.
+    Modules that hold tensors in `built`, for which no rank has values, are initialized by their `reset_parameters`.
     """
     _allocate(task, module, built, device)
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -112,3 +97,56 @@ def _allocate(task: nn.Module, module: nn.Module, built: list[str], device: torc
             )
         with torch.no_grad():
             reset()
+
+
+def end_pieces(
+    task: TaskModule, optimizers: list[Optimizer], device: torch.device, *, weights: str, is_main: bool
+) -> None:
+    """Give a task and its optimizers tensors that are no pieces, on the host. Collective unless `weights` is `"none"`.
+
+    Args:
+        task, optimizers: changed in place; optimizer states are full on the main rank only.
+        device: where pieces are exchanged, one tensor at a time.
+        weights: which ranks get full weights: `"all"`, `"main"` or `"none"`. The others get tensors on `meta`.
+        is_main: whether this rank is the main one.
+    """
+
+    def of_state(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("meta") if weights == "none" else whole(tensor, device, keep=is_main)
+
+    # States first, and one after the other: when the weights are put together, their pieces are gone.
+    states = [
+        {p: map_tensors(of_state, optimizer.state.pop(p)) for p in list(optimizer.state)} for optimizer in optimizers
+    ]
+    old = list(task.parameters())  # or another object might get the id of one that is freed
+    if weights == "none":
+        give_up(task)
+    else:
+        keep = is_main or weights == "all"
+        new = {id(p): nn.Parameter(whole(p, device, keep=keep).detach(), requires_grad=p.requires_grad) for p in old}
+        replace_parameters(task, new)
+    parameters: dict[Any, nn.Parameter] = dict(zip(old, task.parameters(), strict=True))
+    task._apply(lambda tensor: tensor if tensor.is_meta else tensor.cpu())  # type: ignore[no-untyped-call]  # buffers too
+    for optimizer, found in zip(optimizers, states, strict=True):
+        optimizer.state.update({parameters[p]: state for p, state in found.items()})
+        for group in optimizer.param_groups:
+            group["params"] = [parameters[p] for p in group["params"]]
+
+
+def give_up(task: TaskModule) -> None:
+    """Replace a task's pieces by tensors on the device `meta`, of their whole shapes. Not collective."""
+    new = {
+        id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), requires_grad=p.requires_grad)
+        for p in task.parameters()
+    }
+    replace_parameters(task, new)
+    vars(task)[GIVEN_UP] = True
+
+
+def check_not_given_up(task: nn.Module) -> None:
+    """Check that there is something to save. Not collective."""
+    if vars(task).get(GIVEN_UP):
+        raise CheckpointError(
+            f"{type(task).__name__} gave its weights up when its stage was over (weights_after_stage='none'). Save "
+            "before the fit ends, with ModelCheckpoint, or use weights_after_stage='main'."
+        )

@@ -1,4 +1,4 @@
-"""What may be said about sharding, in this framework's words and in those of others."""
+"""Options of sharding, in this framework's names and in others'. A wrong one raises a ConfigurationError."""
 
 from __future__ import annotations
 
@@ -62,9 +62,6 @@ def read_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         config: its names with or without `fsdp_`, and the fields of `FullyShardedDataParallelPlugin`. What is None is
             left to the default.
-
-    Raises:
-        ConfigurationError: an option that is unknown, or that FSDP2 does not have and that asks for something.
     """
     given = {name.removeprefix("fsdp_"): (name, value) for name, value in config.items() if value is not None}
     found: dict[str, Any] = {}
@@ -146,11 +143,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def sharding_strategy_name(value: Any) -> str:
-    """Return the name of a sharding strategy, also of torch's `ShardingStrategy`.
-
-    Raises:
-        ConfigurationError: it is unknown.
-    """
+    """Return the name of a sharding strategy, also of torch's `ShardingStrategy`."""
     name = str(getattr(value, "name", value)).upper().lstrip("_")
     if name not in SHARDING_STRATEGIES:
         raise ConfigurationError(
@@ -161,22 +154,14 @@ def sharding_strategy_name(value: Any) -> str:
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """Return an argument's value.
-
-    Raises:
-        ConfigurationError: it is none of the known ones.
-    """
+    """Return an argument's value."""
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} is unknown.{nearest(str(value), known)} Known: {', '.join(known)}.")
     return str(value)
 
 
 def recomputed_modules(own: Any, lightnings: Any) -> Any:
-    """Return which modules are checkpointed, from the two names of the argument.
-
-    Raises:
-        ConfigurationError: both are given.
-    """
+    """Return which modules are checkpointed, from the two names of the argument."""
     if lightnings is not None and own not in (None, False):
         raise ConfigurationError(
             "activation_checkpointing and activation_checkpointing_policy both say what is checkpointed. Leave one out."
@@ -185,11 +170,7 @@ def recomputed_modules(own: Any, lightnings: Any) -> Any:
 
 
 def offload_flag(value: Any) -> bool:
-    """Return whether pieces stay on the host; reads torch's `CPUOffload` and offload policies too.
-
-    Raises:
-        ConfigurationError: something else, or a policy that says how memory is pinned.
-    """
+    """Return whether pieces stay on the host; reads torch's `CPUOffload` and offload policies too."""
     if isinstance(value, CPUOffload):
         return value.offload_params
     if isinstance(value, CPUOffloadPolicy):
@@ -207,11 +188,7 @@ def offload_flag(value: Any) -> bool:
 
 
 def mixed_precision_policy(value: Any) -> MixedPrecisionPolicy | None:
-    """Return the policy of FSDP2 that says the same; reads FSDP1's `MixedPrecision` too.
-
-    Raises:
-        ConfigurationError: something else, or a wish that FSDP2 cannot serve.
-    """
+    """Return the policy of FSDP2 that says the same; reads FSDP1's `MixedPrecision` too."""
     if value is None or isinstance(value, MixedPrecisionPolicy):
         return value
     if not isinstance(value, MixedPrecision):
@@ -235,11 +212,7 @@ def check_arguments(
     reshard_after_forward: Any,
     forward_prefetch: Any,
 ) -> None:
-    """Check arguments of FSDPStrategy (see there) that need nothing else to be judged.
-
-    Raises:
-        ConfigurationError: a value that is unknown, or two that exclude each other.
-    """
+    """Check arguments of FSDPStrategy (see there) that need nothing else to be judged."""
     if device_mesh is not None and (
         not isinstance(device_mesh, (tuple, list))
         or len(device_mesh) != 2
@@ -265,11 +238,7 @@ _IN_PLACE = (torch.optim.Adafactor, torch.optim.Rprop)  # steps that torch 2.13 
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> None:
-    """Check that optimizers can step a sharded model.
-
-    Raises:
-        ConfigurationError: one looks at whole vectors, or cannot step pieces.
-    """
+    """Check that optimizers can step a sharded model."""
     for optimizer in optimizers:
         if isinstance(optimizer, _IN_PLACE):
             raise ConfigurationError(
@@ -284,16 +253,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], precision: Precision) -> N
 def mesh_shape(
     sharding_strategy: str, device_mesh: tuple[int, int] | None, *, tp: int = 1, num_nodes: int, devices_per_node: int
 ) -> MeshShape:
-    """Return the mesh of a run; not collective.
-
-    Args:
-        sharding_strategy, device_mesh, tp: see `FSDPStrategy`.
-        num_nodes: machines in the run.
-        devices_per_node: processes on each.
-
-    Raises:
-        ConfigurationError: It has not as many ranks as there are processes, or its shape is undefined.
-    """
+    """Return the mesh of a run; not collective."""
     world = check_tp(tp, devices_per_node * num_nodes)
     if device_mesh is not None:
         replicas, shards = device_mesh
@@ -318,11 +278,7 @@ def mesh_shape(
 
 
 def check_tp(tp: int, world: int) -> int:
-    """Return how many groups of `tp` processes there are.
-
-    Raises:
-        ConfigurationError: they do not add up to `world` processes; says which sizes would.
-    """
+    """Return how many groups of `tp` processes there are."""
     if world % tp:
         fitting = [size for size in range(1, world + 1) if world % size == 0]
         raise ConfigurationError(

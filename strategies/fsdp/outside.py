@@ -15,11 +15,6 @@ class OutsideSteps:
     """Gathers what lies in no unit where a module that needs it is called, and no step has gathered it.
 
     Without gradients: nobody would average them. Every rank has to make such a call, as it gathers.
-
-    Args:
-        root: the outermost sharded module.
-        units: those that gather their parameters by themselves.
-        context: makes the context of the forward, which the numbers that are gathered need; None: there is none.
     """
 
     def __init__(

@@ -35,41 +35,21 @@ from trainwright.strategies.fsdp.recompute import Recomputed
 from trainwright.strategies.mesh import data_axes
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.shards import counts_here, whole_output
-from trainwright.strategies.units import check_compilable
+from trainwright.strategies.units import ModuleTraces, check_compilable
 
 
-class ShardTraces:
-    """Remembers modules as they were before `fully_shard`, whose class, attributes and hooks it changes in place.
-
-    Args:
-        root: the outermost module that will be sharded.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self._before = [(module, type(module), set(vars(module))) for module in root.modules()]
-        self._added: list[tuple[nn.Module, set[str]]] = []
-
-    def note(self) -> None:
-        """Take note of the attributes that have come; called right after sharding, before the user adds any."""
-        self._added = [(module, set(vars(module)) - names) for module, _, names in self._before]
+class ShardTraces(ModuleTraces):
+    """Remembers modules as they were before `fully_shard`, which adds hooks in the first step too."""
 
     def remove(self) -> None:
-        """Put classes back and take attributes and hooks off. Parameters stay as they are. Not collective."""
-        for module, cls, _ in self._before:
-            module.__class__ = cls
+        super().remove()
+        for module in self.modules():
             _module_state_mapping.pop(module, None)  # or it could not be sharded again, in the next stage
-            _remove_hooks(module)
-        for module, names in self._added:
-            for name in names:
-                vars(module).pop(name, None)
-
-
-def _remove_hooks(module: nn.Module) -> None:
-    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
-    gone = {key for table in tables.values() for key, hook in table.items() if _is_of_fsdp(hook)}
-    for table in tables.values():
-        for key in gone:
-            table.pop(key, None)
+            tables = [t for name, t in vars(module).items() if "_hooks" in name and isinstance(t, dict)]
+            added = {key for table in tables for key, hook in table.items() if _is_of_fsdp(hook)}
+            for table in tables:
+                for key in added:
+                    table.pop(key, None)
 
 
 def _is_of_fsdp(hook: Any) -> bool:
@@ -87,10 +67,6 @@ class Usage:
 
     `fully_shard` sums the gradients of a unit as one vector of those that there are. A rank that has left one out adds
     the others to places where they do not belong, and torch 2.13 does not notice.
-
-    Args:
-        model: sharded.
-        processes: this rank among the others.
     """
 
     def __init__(self, model: nn.Module, processes: Processes) -> None:
@@ -106,12 +82,7 @@ class Usage:
             self.check()
 
     def check(self) -> None:
-        """Compare with the other ranks. Collective, on the host.
-
-        Raises:
-            TaskError: on every rank, where some have used other parameters than this one, in this step or another since
-                the last comparison.
-        """
+        """Compare with the other ranks; if any differ, all raise a TaskError. Collective, on the host."""
         marks = [mark for (mark,) in self._processes.gather_integers([self._mark])]
         if len(set(marks)) > 1:
             unused = self._processes.gather_object([n for n, p in self._parameters.items() if p.grad is None])
@@ -195,21 +166,13 @@ def parallelize(
     values, is split, and sharded. No device ever holds more than its shards and one full part.
 
     Args:
-        model: Changed in place.
         root: The outermost module whose forward is called: the model, or a module around it.
-        units: its parts that are gathered one by one, inner ones first.
-        mesh: all the axes of the run, by name.
-        plan: the strategy's argument; used where the mesh has the axis `tp`.
-        recomputed: wraps what is computed anew.
-        compile_options: of units; None: they are not compiled.
-        building: knows what was built on `meta`.
-        sharding: None: nothing is cut over ranks that see different data.
-        ranks: those.
-        device: where it is trained.
-        context: makes the context of a forward outside of a step.
-
-    Raises:
-        ConfigurationError: a plan, a policy or an option that does not fit the model; nothing has been sharded then.
+        units: The parts that are gathered one by one, inner ones first.
+        mesh: All the axes of the run, by name.
+        plan: The strategy's argument; used if the mesh has the axis `tp`.
+        compile_options: None: units are not compiled.
+        sharding: None: nothing is sharded over the data-parallel `ranks`.
+        context: Creates the context of a forward outside of a step.
     """
     with ExitStack() as undo:  # whatever a later part cannot follow is taken off again
         layers = None
@@ -255,11 +218,6 @@ def _take_compiled_off(units: list[nn.Module]) -> None:
 
 class ParallelModel:
     """A sharded model: runs its forwards, and removes everything but the shards from it again.
-
-    Args:
-        model, root, units, mesh, ranks: See `parallelize`.
-        undo: takes off again what was put around the modules.
-        outputs_split: whether layers are split so that training outputs are in pieces; None: no layer is split.
 
     Attributes:
         is_together: False once `take_apart` was called.

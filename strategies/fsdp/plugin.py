@@ -100,11 +100,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
 
 
 def _kind(name: str, config: object) -> str | None:
-    """Return the `state_dict_type` that a configuration of torch belongs to.
-
-    Raises:
-        ConfigurationError: It is not such a configuration.
-    """
+    """Return the `state_dict_type` that a configuration of torch belongs to."""
     if config is None:
         return None
     if isinstance(config, (FullStateDictConfig, FullOptimStateDictConfig)):

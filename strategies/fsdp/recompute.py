@@ -24,15 +24,7 @@ function `(context, operator, *args, **kwargs) -> CheckpointPolicy`."""
 
 
 class Recomputed:
-    """Wraps parts of a task so that their activations are computed anew, and takes the wrappers off again.
-
-    Args:
-        choice: which: see `FSDPStrategy`.
-        save: what is kept within them.
-
-    Raises:
-        ConfigurationError: `save` without `choice`, a choice that means nothing, or an operator that is unknown.
-    """
+    """Wraps parts of a task so that their activations are computed anew, and takes the wrappers off again."""
 
     def __init__(self, choice: bool | int | WrapPolicy, save: SavePolicy | None = None) -> None:
         if isinstance(choice, int) and not isinstance(choice, bool) and choice < 1:
@@ -50,11 +42,7 @@ class Recomputed:
         self._wrapped: list[tuple[nn.Module, nn.Module]] = []
 
     def wrap(self, task: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-        """Return the units with the wrappers in the places of those that are wrapped. Not collective.
-
-        Raises:
-            ConfigurationError: a class that no module has; or units are to be computed anew and there are too few.
-        """
+        """Return the units with the wrappers in the places of those that are wrapped. Not collective."""
         if self._choice is False:
             return units
         options: dict[str, Any] = {}

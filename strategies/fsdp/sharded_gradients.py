@@ -20,9 +20,6 @@ class ShardedGradients(Gradients):
     A unit's gradients are averaged over ranks and sharded while backward runs. Within a group of micro-batches they are
     full sums on each rank, beside the parameters.
 
-    Args:
-        device: Where ranks communicate.
-
     Attributes:
         models: all that the engine has prepared.
     """

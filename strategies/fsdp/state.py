@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,26 +14,14 @@ from torch.optim import Optimizer
 from trainwright.core.errors import CheckpointError, ConfigurationError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.tree import map_tensors
-from trainwright.strategies.fsdp.build import MetaBuilding
-from trainwright.strategies.fsdp.make_whole import check_not_given_up
+from trainwright.strategies.fsdp.build import MetaBuilding, check_not_given_up
 from trainwright.strategies.fsdp.parallelize import ParallelModel
 from trainwright.strategies.shards import pieces_of
 from trainwright.strategies.state import FullState
 
 
 class ShardedState(FullState):
-    """Reads and writes DTensors, by the task's own names.
-
-    Args:
-        task: in pieces.
-        optimizers: theirs.
-        device: where pieces are exchanged.
-        is_main: whether this rank wants the values of what has to be put together.
-        model: the pieces.
-        building: is told what a checkpoint that is loaded does not hold.
-        writes_pieces: each rank writes its pieces of a checkpoint.
-        names: See `FullState`.
-    """
+    """Reads and writes DTensors, by the task's own names. With `writes_pieces` each rank saves its own pieces."""
 
     def __init__(
         self,
@@ -62,15 +51,11 @@ class ShardedState(FullState):
 
     def model_state(self) -> dict[str, Any]:
         check_not_given_up(self._task)
-        known: dict[int, Any] = {}  # tied weights are one tensor, also in a checkpoint
-        found = {}
-        for name, value in self._task.state_dict(keep_vars=True).items():
-            if isinstance(value, torch.Tensor):
-                if id(value) not in known:
-                    known[id(value)] = self._to_save(value).detach()
-                value = known[id(value)]
-            found[name] = value
-        return found
+        convert = cache(
+            lambda tensor: self._to_save(tensor).detach()
+        )  # tied weights are one tensor, also in a checkpoint
+        found = self._task.state_dict(keep_vars=True)
+        return {name: convert(v) if isinstance(v, torch.Tensor) else v for name, v in found.items()}
 
     def load_model_state(self, state: Mapping[str, Any], strict: bool = True) -> tuple[list[str], list[str]]:
         own = {plain_name(name): value for name, value in self._task.state_dict().items()}
@@ -120,9 +105,6 @@ def step_one_by_one(optimizers: Iterable[Optimizer]) -> None:
     """Let optimizers step parameters of several kinds one after the other: torch 2.13 takes no two kinds at once.
 
     Changes `foreach`, which torch sets to True by itself on accelerators, in the groups that need it.
-
-    Raises:
-        ConfigurationError: `foreach=True` or `fused=True` asks for what torch cannot do.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

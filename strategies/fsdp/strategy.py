@@ -43,10 +43,9 @@ from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.engine import Engine, MakeOptimizers, TrainingPlan
 from trainwright.strategies.engine_settings import EngineSettings
-from trainwright.strategies.fsdp.build import MetaBuilding
-from trainwright.strategies.fsdp.layers.check import check_plan
+from trainwright.strategies.fsdp.build import MetaBuilding, end_pieces
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
-from trainwright.strategies.fsdp.make_whole import end_pieces
+from trainwright.strategies.fsdp.layers.ready import check_plan
 from trainwright.strategies.fsdp.options import (
     AFTER_STAGE,
     REMOVED,
@@ -74,6 +73,7 @@ from trainwright.strategies.units import (
     WrapPolicy,
     check_can_be_cut,
     check_compilable,
+    check_no_shards,
     find_units,
     warn_of_large_rest,
 )
@@ -236,6 +236,11 @@ class FSDPStrategy(DataParallel):
         return FSDPEngine(self, settings)
 
 
+def check_full(model: nn.Module) -> None:
+    """Check that a model does not hold shards of an earlier run."""
+    check_no_shards(model, lambda parameter: isinstance(parameter, DTensor))
+
+
 class FSDPEngine(ParallelEngine):
     """Shards models over the data-parallel ranks, and splits their layers over others."""
 
@@ -260,7 +265,7 @@ class FSDPEngine(ParallelEngine):
     # Model and optimizers
 
     def prepare(self, task: TaskModule, make_optimizers: MakeOptimizers | None, plan: TrainingPlan) -> list[Optimizer]:
-        self._check_full(task)
+        check_full(task)
         optimizers = super().prepare(task, make_optimizers, plan)
         check_optimizers(optimizers, self.precision)
         step_one_by_one(optimizers)
@@ -282,13 +287,6 @@ class FSDPEngine(ParallelEngine):
             writes_pieces=self.strategy.state_dict_type == "sharded" and self.processes.world_size > 1,
             names=names,
         )
-
-    def _check_full(self, model: nn.Module) -> None:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise ConfigurationError(
-                f"{type(model).__name__} still holds shards of a run that failed or has not ended. Create a new one, "
-                "and load a checkpoint to continue."
-            )
 
     def _compile(self, module: nn.Module) -> Callable[..., Any]:
         return module  # units are compiled one by one, before they are cut
@@ -355,13 +353,10 @@ class FSDPEngine(ParallelEngine):
         """Shard models. Collective.
 
         In a mixed precision, trained parameters in bfloat16 or float16 become float32 first: optimizers step those.
-
-        Raises:
-            ConfigurationError: A model is sharded already, or an optimizer cannot step shards.
         """
         check_optimizers(optimizers, self.precision)
         for model in models:
-            self._check_full(model)
+            check_full(model)
             check_can_be_cut(model)
         found: list[Callable[..., Any]] = []
         for model in models:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -21,14 +21,11 @@ from trainwright.strategies.fsdp.layers.styles import (
     SplitEmbedding,
     is_conv1d,
 )
+from trainwright.strategies.units import hook_keys
 
 
 def check_tp_size(tp: Any) -> int:
-    """Return `tp`.
-
-    Raises:
-        ConfigurationError: it is not a number of ranks.
-    """
+    """Return `tp`."""
     if isinstance(tp, bool) or not isinstance(tp, int) or tp < 1:
         raise ConfigurationError(f"tp={tp!r}: write over how many ranks layers are split, such as 2.")
     return tp
@@ -66,52 +63,43 @@ class SplitLayers:
             dots, or for some of its characters.
         mesh: the axis over which layers are split, 1-D.
 
-    Raises:
-        ConfigurationError: a pattern that matches no module, an unknown style, a layer that a style cannot split, or
-            whose width is not divisible by the number of ranks.
+    Attributes:
+        splits_loss: logits stay in pieces (see `LossParallel`).
     """
 
     def __init__(self, task: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self._task, self._mesh = task, mesh
         self._styles: dict[int, list[ParallelStyle]] = {}
-        self._left: list[tuple[nn.Module, dict[str, Any], dict[str, set[int]]]] = []
+        self._left: list[tuple[nn.Module, dict[str, Any], set[tuple[str, int]]]] = []
         modules = dict(task.named_modules())
-        names = {id(module): name for name, module in modules.items()}
         for pattern, wanted in plan.items():
             for module in _matching(modules, pattern):
-                styles = [_style(entry, module, pattern) for entry in _several(wanted)]
+                entries = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+                styles = [_style(entry, module, pattern) for entry in entries]
                 self._styles.setdefault(id(module), []).extend(styles)
-        for module in modules.values():
+        for name, module in modules.items():
             for style in self._styles.get(id(module), ()):
-                _check_width(names[id(module)], module, style, mesh.size())
+                _check_width(name, module, style, mesh.size())
         self._ties = _ties(task)
-        self._splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
-
-    @property
-    def splits_loss(self) -> bool:
-        """Whether logits stay in pieces (see `LossParallel`)."""
-        return self._splits_loss
+        self.splits_loss = any(_leaves_split(style) for styles in self._styles.values() for style in styles)
 
     def split(self, part: nn.Module) -> None:
         """Split the layers within a part that are not yet; their weights are whole, and the same on every rank.
 
         Not collective. A tied weight is one piece afterwards, as it was one weight.
-
-        Raises:
-            ConfigurationError: layers that share a weight are split in different ways.
         """
         for module in list(part.modules()):
             styles = self._styles.pop(id(module), None)
             if styles is None:
                 continue
-            before = _hooks(module)
+            before = hook_keys(module)
             plain = {name: value for name, value in vars(module).items() if not name.startswith("_")}
             trained = {key: p.requires_grad for key, p in module.named_parameters(recurse=False)}
             for style in styles:
                 parallelize_module(module, self._mesh, style, src_data_rank=None)
             for key, wanted in trained.items():  # torch 2.13's SequenceParallel forgets what is frozen
                 module.get_parameter(key).requires_grad_(wanted)
-            self._left.append((module, plain, {name: keys - before[name] for name, keys in _hooks(module).items()}))
+            self._left.append((module, plain, hook_keys(module) - before))
             _own_memory(module)
         self._tie_again()
 
@@ -142,9 +130,8 @@ class SplitLayers:
                 del vars(module)[name]
             vars(module).update(plain)
             vars(module).pop("_distribute_module_applied", None)
-            for name, keys in hooks.items():
-                for key in keys:
-                    vars(module)[name].pop(key, None)
+            for table, key in hooks:
+                vars(module)[table].pop(key, None)
         self._left = []
 
     def _tie_again(self) -> None:
@@ -171,10 +158,6 @@ def _narrower(parameter: nn.Parameter, dim: int, ranks: int) -> nn.Parameter:
 def _leaves_split(style: ParallelStyle) -> bool:
     """Whether a layer's outputs are a DTensor that is cut by classes: only `cross_entropy` can use such."""
     return isinstance(style, ColwiseParallel) and not style.use_local_output and style.output_layouts == (Shard(-1),)
-
-
-def _several(wanted: Any) -> Collection[Any]:
-    return wanted if isinstance(wanted, (list, tuple)) else [wanted]
 
 
 def _matching(modules: Mapping[str, nn.Module], pattern: str) -> list[nn.Module]:
@@ -271,8 +254,3 @@ def _own_memory(module: nn.Module) -> None:
             if local.untyped_storage().nbytes() > local.numel() * local.element_size():
                 with torch.no_grad():
                     parameter._local_tensor = local.clone(memory_format=torch.contiguous_format)
-
-
-def _hooks(module: nn.Module) -> dict[str, set[int]]:
-    tables = {name: table for name, table in vars(module).items() if "_hooks" in name and isinstance(table, dict)}
-    return {name: set(table) for name, table in tables.items()}

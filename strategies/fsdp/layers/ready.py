@@ -1,4 +1,4 @@
-"""Ready tensor-parallel plans for transformers' Llama and GPT-2 families."""
+"""Ready tensor-parallel plans for transformers' Llama and GPT-2 families, and the check of a plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
-from trainwright.strategies.fsdp.layers.plan import Plan, need_divisible
+from trainwright.strategies.fsdp.layers.plan import Plan, SplitLayers, need_divisible
 from trainwright.strategies.fsdp.layers.styles import DivideAttributes, FusedColwise, LossParallel
 
 # What a transformers config calls its `model_type`.
@@ -65,16 +65,7 @@ class PlansLayers(Protocol):
 
 
 def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
-    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective.
-
-    Args:
-        task: built.
-        given: the strategy's argument.
-        mesh: the axes of the run.
-
-    Raises:
-        ConfigurationError: there is none; or see `ready_plan`.
-    """
+    """Return the plan by which a task's layers are split: the one given, its own, or a ready one. Not collective."""
     plan = given
     if plan is None and isinstance(task, PlansLayers):
         plan = task.tensor_parallel_plan(mesh)
@@ -89,11 +80,7 @@ def find_plan(task: nn.Module, given: Plan | None, mesh: DeviceMesh) -> Plan:
 
 
 def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
-    """Return the ready plans for all models of transformers that a task holds; None if there is no such model.
-
-    Raises:
-        ConfigurationError: see `ready_plan`.
-    """
+    """Return the ready plans for all models of transformers that a task holds; None if there is no such model."""
     found: dict[str, Any] = {}
     inside: list[str] = []
     for name, module in task.named_modules():
@@ -102,6 +89,43 @@ def find_ready_plan(task: nn.Module, tp: int) -> dict[str, Any] | None:
             inside.append(name)
             found |= ready_plan(module, tp, prefix=name)
     return found or None
+
+
+class PlannedMesh:
+    """What a `DeviceMesh` that does not exist yet will say of its sizes."""
+
+    def __init__(self, lengths: Mapping[str, int]) -> None:
+        self.mesh_dim_names = tuple(lengths)
+        self.shape = tuple(lengths.values())
+        self.ndim = len(lengths)
+
+    def __getitem__(self, name: str) -> PlannedMesh:
+        """Return one axis."""
+        return PlannedMesh({name: self.shape[self.mesh_dim_names.index(name)]})
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Return the number of ranks, or that along one axis."""
+        found = 1
+        for length in self.shape if mesh_dim is None else self.shape[mesh_dim : mesh_dim + 1]:
+            found *= length
+        return found
+
+
+def check_plan(task: nn.Module, given: Plan | None, lengths: Mapping[str, int]) -> None:
+    """Check that there is a plan, that it names modules of the task, and that what it splits is divisible.
+
+    Not collective, and nothing is touched. A plan that asks its mesh for more than sizes is checked once there is one.
+    """
+    mesh: Any = PlannedMesh(lengths)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when layers are split
+            plan = find_plan(task, given, mesh)
+    except AttributeError as error:
+        if isinstance(error.obj, PlannedMesh):
+            return
+        raise
+    SplitLayers(task, plan, mesh["tp"])
 
 
 def _family(module: nn.Module) -> str | None:

@@ -134,7 +134,31 @@ def _is_plain_embedding(module: nn.Module) -> bool:
     )  # fmt: skip
 
 
-class SplitSequence(ParallelStyle):
+class _FirstInput(ParallelStyle):
+    """Change how a module's first input, or its `hidden_states`, lies on the ranks.
+
+    Args:
+        dim: the sequence's dimension.
+    """
+
+    def __init__(self, *, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def change(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (self._change(args[0], device_mesh), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": self._change(kwargs["hidden_states"], device_mesh)}
+
+        module.register_forward_pre_hook(change, with_kwargs=True)
+        return module
+
+
+class SplitSequence(_FirstInput):
     """Cut a module's first input along the sequence, of which each rank then works on its piece: `(batch, length, …)`.
 
     For the first block of a model whose norms are `"sequence"`.
@@ -143,31 +167,17 @@ class SplitSequence(ParallelStyle):
         dim: the sequence's dimension.
     """
 
-    def __init__(self, *, dim: int = 1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def split(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = None if args else "hidden_states"
-            whole = args[0] if key is None else kwargs[key]
-            self._check(whole.shape, device_mesh.size())
-            piece = _redistributed(whole, device_mesh, Replicate(), Shard(self.dim))
-            return ((piece, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: piece})
-
-        module.register_forward_pre_hook(split, with_kwargs=True)
-        return module
-
-    def _check(self, shape: torch.Size, ranks: int) -> None:
-        if shape[self.dim] % ranks:
-            length = shape[self.dim]
+    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        length, ranks = tensor.shape[self.dim], mesh.size()
+        if length % ranks:
             raise ValueError(
                 f"a sequence of length {length} cannot be split over tp={ranks} ranks. Pad it to "
                 f"{length + ranks - length % ranks}, or leave sequence parallelism out."
             )
+        return _redistributed(tensor, mesh, Replicate(), Shard(self.dim))
 
 
-class GatherSequence(ParallelStyle):
+class GatherSequence(_FirstInput):
     """Make a module's first input whole again, of which each rank has a piece of the sequence.
 
     For modules in which several split layers read the same input, so that it is gathered once.
@@ -176,20 +186,9 @@ class GatherSequence(ParallelStyle):
         dim: the sequence's dimension.
     """
 
-    def __init__(self, *, dim: int = 1) -> None:
-        super().__init__()
-        self.dim = dim
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            key = None if args else "hidden_states"
-            piece = args[0] if key is None else kwargs[key]
-            # The layers behind it add up their gradients for the whole by themselves.
-            whole = _redistributed(piece, device_mesh, Shard(self.dim), Replicate())
-            return ((whole, *args[1:]), kwargs) if key is None else (args, {**kwargs, key: whole})
-
-        module.register_forward_pre_hook(gather, with_kwargs=True)
-        return module
+    def _change(self, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        # The layers behind it add up their gradients for the whole by themselves.
+        return _redistributed(tensor, mesh, Shard(self.dim), Replicate())
 
 
 class DivideAttributes(ParallelStyle):

@@ -19,9 +19,8 @@ from torch import nn
 
 from trainwright.bigmodels.maps.zero_peaks import ZeroBuckets, flat_peak, sharded_peak
 from trainwright.core.errors import ConfigurationError
-from trainwright.strategies.fsdp.layers.check import PlannedMesh
 from trainwright.strategies.fsdp.layers.plan import SplitLayers
-from trainwright.strategies.fsdp.layers.ready import ready_plan
+from trainwright.strategies.fsdp.layers.ready import PlannedMesh, ready_plan
 
 _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # "model.layers.0" of "model.layers.0.mlp.weight": a numbered block
 _BYTES, _STATES = 4, 8  # of a weight or gradient in float32, and of Adam's two averages
