@@ -74,8 +74,7 @@ class Strategy:
         with contextlib.suppress(TypeError):  # wrong arguments, which `__init__` refuses
             given = inspect.signature(cls.__init__).bind(self, *args, **kwargs).arguments
             del given["self"]
-            more = given.pop("options", {})
-            vars(self)["_given"] = {**given, **more}
+            vars(self)["_given"] = given
         return self
 
     def __init__(self) -> None:

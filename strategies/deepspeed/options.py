@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, nearest
-from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
+from trainwright.strategies.capabilities import OF_LIGHTNING
 
 Path = tuple[str, ...]
 DEVICES = ("none", "cpu", "nvme")
@@ -17,7 +17,7 @@ OFFLOADS = {
     "offload_param": ("offload_parameters", "offload_params_device"),
 }
 _ONLY_IF_GIVEN = ("aio", "fp16", "activation_checkpointing")  # parts that are left out unless something is said of them
-_REMOVED = {
+REMOVED = {
     **OF_LIGHTNING,
     "remote_device": "with stage=3, what configure_model builds is cut as it is built; offload_parameters=True keeps "
     "it on the host, or offload_params_device='nvme' on a disk",
@@ -108,9 +108,7 @@ NAMES = tuple(each.name for each in fields(ZeroOptions))
 
 
 def read_options(given: Mapping[str, Any]) -> ZeroOptions:
-    """Read arguments."""
-    for name in given.keys() - set(NAMES):
-        refuse_removed("DeepSpeedStrategy", _REMOVED)(name, given[name], ["config", *NAMES])
+    """Read the arguments that were given."""
     options = ZeroOptions(**given)
     if options.stage not in (0, 1, 2, 3) or isinstance(options.stage, bool):
         raise ConfigurationError(f"stage={options.stage!r}: write 0, 1, 2 or 3.")

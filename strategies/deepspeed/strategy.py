@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.process import Topology
 from trainwright.core.task import TaskModule
 from trainwright.processes.devices import DistributedType
-from trainwright.strategies.capabilities import Capabilities
+from trainwright.strategies.capabilities import Capabilities, refuse_removed
 from trainwright.strategies.data_parallel import DataParallel, ParallelEngine
 from trainwright.strategies.deepspeed.checks import (
     check_full,
@@ -35,7 +36,7 @@ from trainwright.strategies.deepspeed.checks import (
 )
 from trainwright.strategies.deepspeed.config import EngineConfig, for_building, read_accelerate_config
 from trainwright.strategies.deepspeed.library import join, leave, load_library
-from trainwright.strategies.deepspeed.options import look_up, read_options
+from trainwright.strategies.deepspeed.options import NAMES, REMOVED, look_up, read_options
 from trainwright.strategies.deepspeed.state import ReplicatedState, ZeroState
 from trainwright.strategies.deepspeed.step import EngineStep
 from trainwright.strategies.deepspeed.zero_loop import ZeroForward, ZeroGradients, ZeroOptimizer
@@ -60,7 +61,8 @@ class DeepSpeedStrategy(DataParallel):
             its host and writes it.
         logging_level: of DeepSpeed's messages.
         timeout, hang_timeout, process_group_backend: see `DDPStrategy`.
-        options: those of `ZeroOptions`, by Lightning's names. With a `config` only those that are given count.
+        zero_optimization, stage, …: the options of `ZeroOptions`, by Lightning's names. None: the value in `config`, or
+            else the default of `ZeroOptions`.
 
     Raises:
         ConfigurationError: an option that is unknown or impossible, or `config` says otherwise.
@@ -68,6 +70,7 @@ class DeepSpeedStrategy(DataParallel):
 
     distributed_type = DistributedType.DEEPSPEED
 
+    @known_arguments(refuse_removed("DeepSpeedStrategy", REMOVED))
     def __init__(
         self,
         config: str | Path | Mapping[str, Any] | None = None,
@@ -77,13 +80,50 @@ class DeepSpeedStrategy(DataParallel):
         timeout: float | datetime.timedelta | Duration | str | None = None,
         hang_timeout: float | datetime.timedelta | Duration | str | None = "auto",
         process_group_backend: str | None = None,
-        **options: Any,
+        zero_optimization: bool | None = None,
+        stage: int | None = None,
+        offload_optimizer: bool | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: str | None = None,
+        nvme_path: str | None = None,
+        params_buffer_count: int | None = None,
+        params_buffer_size: int | None = None,
+        max_in_cpu: int | None = None,
+        offload_optimizer_device: str | None = None,
+        optimizer_buffer_count: int | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        pin_memory: bool | None = None,
+        sub_group_size: int | None = None,
+        contiguous_gradients: bool | None = None,
+        overlap_comm: bool | None = None,
+        allgather_partitions: bool | None = None,
+        reduce_scatter: bool | None = None,
+        allgather_bucket_size: int | None = None,
+        reduce_bucket_size: int | None = None,
+        zero_allow_untested_optimizer: bool | None = None,
+        partition_activations: bool | None = None,
+        cpu_checkpointing: bool | None = None,
+        contiguous_memory_optimization: bool | None = None,
+        synchronize_checkpoint_boundary: bool | None = None,
+        loss_scale: float | None = None,
+        initial_scale_power: int | None = None,
+        loss_scale_window: int | None = None,
+        hysteresis: int | None = None,
+        min_loss_scale: int | None = None,
+        moe_leaf_modules: tuple[str, ...] | None = None,
+        frozen_modules: tuple[str, ...] | None = None,
     ) -> None:
+        arguments = locals()
+        options = {name: arguments[name] for name in NAMES if arguments[name] is not None}
         super().__init__(timeout=timeout, hang_timeout=hang_timeout, process_group_backend=process_group_backend)
         self.state_dict_type = state_dict_type_name(state_dict_type)
         self.logging_level = logging_level
         self.options = read_options(options)
-        self.source = (config, self.options, dict(options))
+        self.source = (config, self.options, options)
         self.stage = stage = self.config.stage
         content = self.config.content
         steps = content.get("gradient_accumulation_steps")

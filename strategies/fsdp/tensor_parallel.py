@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from typing import Any, Literal
+from typing import Literal
 
 from trainwright.core.duration import Duration
 from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.known_arguments import known_arguments
+from trainwright.strategies.capabilities import OF_LIGHTNING, refuse_removed
 from trainwright.strategies.engine import Engine
 from trainwright.strategies.engine_settings import EngineSettings
 from trainwright.strategies.fsdp.layers.plan import Plan, check_tp_size
@@ -91,25 +93,34 @@ class TensorParallelEngine(FSDPEngine):
 
 
 class ModelParallelStrategy(FSDPStrategy):
-    """`FSDPStrategy(tp=…)` under Lightning's names; layers are split by `TaskModule.tensor_parallel_plan`.
+    """`FSDPStrategy(tp=…)` by Lightning's arguments; layers are split by `TaskModule.tensor_parallel_plan`.
 
     Args:
-        data_parallel_size: between how many groups of ranks data and parameters are sharded; `"auto"`: what
+        data_parallel_size: Groups of ranks between which data and parameters are sharded; `"auto"`: what
             `tensor_parallel_size` leaves, or else one for each node.
-        tensor_parallel_size: over how many ranks layers are split; `"auto"`: what `data_parallel_size` leaves.
-        options: those of `FSDPStrategy`.
+        tensor_parallel_size: Ranks over which layers are split; `"auto"`: what `data_parallel_size` leaves.
+        save_distributed_checkpoint: Each rank writes its shards; False: rank 0 gathers full tensors and writes them.
+            Default: True.
+        process_group_backend, timeout: See `DDPStrategy`.
 
     Raises:
-        ConfigurationError: a size that is no number; when the run is configured, sizes that do not make it up.
+        ConfigurationError: A size is no number; when the run is configured, sizes do not match the number of processes.
     """
 
+    @known_arguments(refuse_removed("ModelParallelStrategy", OF_LIGHTNING))
     def __init__(
         self,
         data_parallel_size: int | Literal["auto"] = "auto",
         tensor_parallel_size: int | Literal["auto"] = "auto",
-        **options: Any,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: float | datetime.timedelta | Duration | str | None = None,
     ) -> None:
-        super().__init__(**options)
+        super().__init__(
+            state_dict_type="sharded" if save_distributed_checkpoint else "full",
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
         for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ConfigurationError(f"{name}={size!r}: write a number of ranks, such as 2, or 'auto'.")
