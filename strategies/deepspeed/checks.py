@@ -96,8 +96,7 @@ def check_optimizers(
     if isinstance(optimizer, DummyOptim) is not named:
         way_out = "Use DummyOptim(…), or remove it there." if named else "Use a real one."
         raise ConfigurationError(
-            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and {source} {name}. "
-            f"{way_out}"
+            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and {source} {name}. {way_out}"
         )
     if need_closure(optimizers, precision):
         raise ConfigurationError(
