@@ -49,22 +49,27 @@ def check_unbuilt(task: TaskModule, config: EngineConfig) -> None:
         )
 
 
-def check_optimizers(optimizers: list[Optimizer], task: nn.Module, config: EngineConfig, precision: Precision) -> None:
-    """Check what `configure_optimizers` returned."""
+def check_optimizers(
+    optimizers: list[Optimizer],
+    task: nn.Module,
+    config: EngineConfig,
+    precision: Precision,
+    source: str = "configure_optimizers returned",
+) -> None:
+    """Check the optimizers of a stage or of a user-written loop; `source` begins the messages."""
     named = "optimizer" in config.content
     if len(optimizers) != 1:
-        what = "Return DummyOptim(self.parameters())" if named else "Put all parameters into groups of one optimizer"
+        what = "Use DummyOptim(model.parameters())" if named else "Put all parameters into groups of one optimizer"
         raise ConfigurationError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, and an engine of DeepSpeed steps one. "
+            f"{source} {len(optimizers)} optimizers, and an engine of DeepSpeed steps one. "
             f"{what}, or use strategy='fsdp'."
         )
     (optimizer,) = optimizers
     name = type(optimizer).__name__
     if isinstance(optimizer, DummyOptim) is not named:
-        way_out = "Return DummyOptim(…), or leave it out there." if named else "Return a real one."
+        way_out = "Use DummyOptim(…), or remove it there." if named else "Use a real one."
         raise ConfigurationError(
-            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and configure_optimizers returned {name}. "
-            f"{way_out}"
+            f"{config.origin} has {'an' if named else 'no'} 'optimizer', and {source} {name}. {way_out}"
         )
     if need_closure(optimizers, precision):
         raise ConfigurationError(
@@ -82,9 +87,9 @@ def check_optimizers(optimizers: list[Optimizer], task: nn.Module, config: Engin
     device, forced = config.offload("offload_optimizer"), config.content.get("zero_force_ds_cpu_optimizer", True)
     if device != "none" and not named and forced and name not in _CPU_OPTIMIZERS:
         raise ConfigurationError(
-            f"offload_optimizer to {device!r}, and configure_optimizers returned {name}, which DeepSpeed does not step "
-            "there. Return deepspeed.ops.adam.DeepSpeedCPUAdam(self.parameters(), lr=…), or DummyOptim with an "
-            "'optimizer' in the config."
+            f"offload_optimizer to {device!r}, and {source} {name}, which DeepSpeed does not step there. Use "
+            "deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=…), or DummyOptim with an 'optimizer' in the "
+            "configuration."
         )
 
 

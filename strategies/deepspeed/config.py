@@ -305,7 +305,7 @@ def _fill_buckets(config: dict[str, Any], facts: RunFacts, origin: str) -> None:
     if open_keys and hidden is None:
         raise ConfigurationError(
             f'{origin} has "auto" for zero_optimization.{", ".join(open_keys)}, which follow from the hidden_size or '
-            "hidden_sizes of a `config` in the task or one of its modules, and there is none. Write numbers."
+            "hidden_sizes of the `config` of the model or of one of its modules, and there is none. Write numbers."
         )
     if hidden is not None:
         values = (hidden * hidden, int(0.9 * hidden * hidden), 10 * hidden)
@@ -319,8 +319,8 @@ def _fill_optimizer(config: dict[str, Any], facts: RunFacts, origin: str) -> Non
     for key in open_keys:
         if known is None or key not in known:
             raise ConfigurationError(
-                f'{origin} has optimizer.params.{key}="auto", and nothing says it. Return DummyOptim(self.parameters()'
-                f", {key}=…) from configure_optimizers, or write a value."
+                f'{origin} has optimizer.params.{key}="auto", and no value was passed. Use '
+                f"DummyOptim(model.parameters(), {key}=…), or write a value."
             )
         optimizer[key] = list(known[key]) if isinstance(known[key], tuple) else known[key]
     scheduler = look_up(config, ("scheduler", "params")) or {}

@@ -96,7 +96,7 @@ def refuse_schedule_of_dummy(scheduler: Any, origin: str) -> None:
     """Raise for a real schedule of a `DummyOptim`, which would change the learning rate of nothing."""
     if not isinstance(scheduler, DummyScheduler) and isinstance(getattr(scheduler, "optimizer", None), DummyOptim):
         raise ConfigurationError(
-            f"configure_optimizers returned DummyOptim, since {origin} names the optimizer, and a "
-            f"{type(scheduler).__name__} of it, which would not change the real learning rate. Return DummyScheduler "
-            "and put a 'scheduler' into the configuration, or take the 'optimizer' out of it and return a real one."
+            f"{origin} names the optimizer, and {type(scheduler).__name__} was created over its DummyOptim, which "
+            "does not change the real learning rate. Use DummyScheduler and put a 'scheduler' into the configuration, "
+            "or remove the 'optimizer' from it and use a real one."
         )

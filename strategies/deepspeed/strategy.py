@@ -306,7 +306,7 @@ class DeepSpeedEngine(ParallelEngine):
         for model, optimizer in zip(models, owned, strict=True):
             check_full(model)
             if optimizer is not None:
-                check_optimizers([optimizer], model, self.config, self.precision)
+                check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
         return [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
 
     def _serve(self, model: nn.Module, optimizer: Optimizer | None, plan: TrainingPlan) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import time
 from pathlib import Path
@@ -55,3 +56,29 @@ def test_the_ranks_that_do_not_make_it_are_named(call: str, tmp_path: Path) -> N
     assert re.search(rf"rank 0: .*{program}:\d+ in ", first)
     assert re.search(rf"rank 1: .*{program}:\d+ in _elsewhere", first)
     assert call not in second
+
+
+def _wait_two_seconds(file: str) -> None:
+    """Save on rank 0 two seconds before rank 1; write the standard error of rank 0, C++ logs included, to a file."""
+    accelerator = Accelerator(strategy="fsdp")
+    net = Net()
+    accelerator.prepare(net, make_optimizer(net))
+    if not accelerator.is_main_process:
+        time.sleep(2.5)
+        accelerator.save_state(f"{file}-state")
+    else:
+        with open(file, "w") as log:
+            usual = os.dup(2)
+            os.dup2(log.fileno(), 2)
+            try:
+                accelerator.save_state(f"{file}-state")
+            finally:
+                os.dup2(usual, 2)
+    accelerator.end_training()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_waiting_writes_no_warnings_of_torchs_store(tmp_path: Path) -> None:
+    run_distributed(_wait_two_seconds, 2, str(tmp_path / "log"), init=False, timeout=120)
+    assert "waitForInput" not in (tmp_path / "log").read_text()

@@ -308,7 +308,7 @@ class Entries:
     def _is_new(self, kind: str, name: str) -> None:
         """Warn of what the user has added; allowing it by name silences that."""
         if kind not in self._allowed:
-            self._warn(f"holds no state of {name}, which this run has: it starts anew.")
+            self._warn(f"holds no state of {name}, which this run has: it starts from scratch.")
 
     def restore_engine(self, run: StageRun) -> None:
         """Restore the engine's own state (the loss scale)."""

@@ -330,9 +330,10 @@ class ProcessGroup(Processes):
                 earlier.delete_key(key)  # all have left the meeting before this one
             store.set("everyone", "")
         look_s = 0.0005
-        while not store.check(["everyone"]):
-            time.sleep(look_s)
-            look_s, waited_s = min(2 * look_s, _LONGEST_LOOK_S), time.monotonic() - start_s
+        while not store.check(["everyone"]):  # store.wait() would log two warnings of torch for each second
+            time.sleep(look_s)  # Ctrl-C works here
+            look_s = min(2 * look_s, _LONGEST_LOOK_S)
+            waited_s = time.monotonic() - start_s
             if waited_s < _LATE_S or (is_told and waited_s < self.timeout.total_seconds()):
                 continue
             missing = ranks_text([rank for rank in range(self.world_size) if not store.check([str(rank)])])

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.helpers.distributed import run_distributed
 from trainwright import Accelerator, DeepSpeedStrategy
+from trainwright.core.errors import ConfigurationError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 _ROWS, _BATCHES = 2, 4
@@ -159,3 +160,19 @@ def _dropped(stage: int) -> list[dict[str, torch.Tensor]]:
 def test_zero_grad_without_a_step_drops_gradients(stage: int) -> None:
     (dropped, plain), _ = run_distributed(_dropped, 2, stage, init=False, timeout=240)
     torch.testing.assert_close(dropped, plain, rtol=0, atol=0)
+
+
+def _offload_with_torchs_adam() -> str:
+    accelerator = Accelerator(strategy="deepspeed_stage_2_offload")
+    net = _net(1)
+    with pytest.raises(ConfigurationError) as error:
+        accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.end_training()
+    return str(error.value)
+
+
+def test_errors_about_an_optimizer_name_prepare() -> None:
+    for text in run_distributed(_offload_with_torchs_adam, 2, init=False):
+        assert "prepare() received AdamW" in text
+        assert "configure_optimizers" not in text
+        assert "DeepSpeedCPUAdam(model.parameters(), lr=…)" in text
