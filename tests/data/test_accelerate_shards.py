@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from trainwright import Accelerator, skip_first_batches
+from trainwright import Accelerator, DataLoaderConfiguration, skip_first_batches
 from trainwright.core.errors import ConfigurationError
 from trainwright.data_loader import (
     BatchSamplerShard,
@@ -302,3 +302,41 @@ def test_what_cannot_be_skipped_is_refused() -> None:
         skip_first_batches([1, 2], 1)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="Own has its own __iter__"):
         skip_first_batches(Own(Counting(4)), 1)
+
+
+def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() -> None:
+    def order(**arguments: Any) -> Batches:
+        loader: DataLoader[Any] = DataLoader(torch.arange(8), batch_size=4, shuffle=True)  # type: ignore[arg-type]
+        return numbers(Accelerator(cpu=True, **arguments).prepare(loader))
+
+    always = DataLoaderConfiguration(
+        split_batches=True,
+        dispatch_batches=False,
+        use_seedable_sampler=True,
+        data_seed=7,
+        non_blocking=True,
+        use_stateful_dataloader=True,
+    )
+    assert order(dataloader_config=always) == order(seed=7) == order(seed=7, dataloader_config=always)
+    assert order(seed=7, dataloader_config=DataLoaderConfiguration()) == order(seed=7) != order(seed=8)
+    assert Accelerator(cpu=True, dataloader_config=always).split_batches
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dispatch_batches": True}, "each process reads its own share"),
+        ({"even_batches": False}, "gather_for_metrics drops them"),
+        ({"custom_classes": {}}, "keeps the class of yours"),
+    ],
+)
+def test_other_loader_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DataLoaderConfiguration(**options)
+
+
+def test_two_seeds_of_the_data_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"seed=1 and DataLoaderConfiguration\(data_seed=2\) differ"):
+        Accelerator(cpu=True, seed=1, dataloader_config=DataLoaderConfiguration(data_seed=2))
+    with pytest.raises(ConfigurationError, match=r"dataloader_config is a builtins\.dict"):
+        Accelerator(cpu=True, dataloader_config={"data_seed": 2})  # type: ignore[arg-type]

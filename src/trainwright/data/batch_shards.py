@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 from trainwright.core.errors import ConfigurationError
+from trainwright.data.iterable import sets_epoch
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -196,7 +197,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch (0-based) of the next pass, also of the data set."""
         self.epoch = epoch
-        if hasattr(self.dataset, "set_epoch"):
+        if sets_epoch(self.dataset):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -211,7 +212,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the samples of this process."""
         generator = getattr(self.dataset, "generator", None)
-        if isinstance(generator, torch.Generator) and not hasattr(self.dataset, "set_epoch"):
+        if isinstance(generator, torch.Generator) and not sets_epoch(self.dataset):
             generator.manual_seed(self.epoch)
         size = self._share * self.num_processes
         mine = slice(self._share * self.process_index, self._share * (self.process_index + 1))

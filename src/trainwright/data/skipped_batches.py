@@ -111,7 +111,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         )
     found = SkipDataLoader.__new__(SkipDataLoader)
     vars(found).update(vars(dataloader), _iterator=None)
-    found.skip_batches = getattr(dataloader, "skip_batches", 0) + num_batches
+    found.skip_batches = num_batches + (dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0)
     return found
 
 

@@ -140,7 +140,6 @@ _ACCELERATE = {
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
-    "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
