@@ -17,6 +17,7 @@ from trainwright.accelerator.accelerator_state import AcceleratorState as Accele
 from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugin as get_active_deepspeed_plugin
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
+from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
@@ -111,6 +112,7 @@ from trainwright.core.task import TaskModule as TaskModule
 from trainwright.data.combined import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.iterable import ShardedIterable as ShardedIterable
+from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
 from trainwright.loggers.console_logger import ConsoleLogger as ConsoleLogger
 from trainwright.loggers.csv_logger import CSVLogger as CSVLogger
 from trainwright.loggers.jsonl_logger import JSONLinesLogger as JSONLinesLogger

@@ -27,6 +27,8 @@ _HOMES = {
     "core.names.packages": " ".join(
         re.findall(r"^(?:def )?([a-z]\w+)(?: = _|\()", (PACKAGE / "core/names/packages.py").read_text(), re.MULTILINE)
     ),
+    "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
+    "data.skipped_batches": "SkipBatchSampler SkipDataLoader",
     "processes.collectives": "convert_outputs_to_fp32 convert_to_fp32 listify slice_tensors",
     "processes.launcher": "clear_environment patch_environment",
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
@@ -43,7 +45,8 @@ _UTILS = {
     "bnb": "BnbQuantizationConfig load_and_quantize_model",
     "constants": _CONSTANTS,
     "dataclasses": (
-        f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType DeepSpeedPlugin "
+        f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
+        "DataLoaderConfiguration DeepSpeedPlugin "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration TorchDynamoPlugin "
         "TorchTensorParallelPlugin"
@@ -78,6 +81,10 @@ PATHS: dict[str, str] = {
     "big_modeling": (
         f"{_HOOKS} attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
         "init_empty_weights init_on_device load_checkpoint_and_dispatch"
+    ),
+    "data_loader": (
+        "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader "
+        "skip_first_batches"
     ),
     "hooks": _HOOKS,
     "local_sgd": "LocalSGD",

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.accumulation import Accumulation, GradientAccumulationPlugin, GradientState
 from trainwright.accelerator.gathering import gather_objects, gather_real
-from trainwright.accelerator.handlers import AutocastKwargs, DynamoBackend, TorchDynamoPlugin
+from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, DynamoBackend, TorchDynamoPlugin
 from trainwright.accelerator.item_counts import ItemCounts
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
@@ -44,6 +44,7 @@ from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.settings import (
     compare_precision,
+    loader_settings,
     project_of,
     read_settings,
     refuse_attribute,
@@ -98,6 +99,7 @@ class Accelerator:
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
+        dataloader_config: a `DataLoaderConfiguration`, which sets `split_batches` and `seed`. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
@@ -142,6 +144,7 @@ class Accelerator:
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
+        dataloader_config: DataLoaderConfiguration | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         strategy: str | Strategy = "auto",
@@ -149,6 +152,7 @@ class Accelerator:
     ) -> None:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
+        split_batches, seed = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
             split_batches=split_batches,
             mixed_precision=mixed_precision,
@@ -179,9 +183,8 @@ class Accelerator:
         self.project_configuration = project_of(project_dir, project_config)
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
         self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
-        self._trigger, self._num_met_clips = False, 0
+        self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
-        self._joins = False  # within join_uneven_inputs
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
         self.state.set_mixed_precision(self.mixed_precision)
 

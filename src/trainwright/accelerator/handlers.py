@@ -16,6 +16,50 @@ from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_v
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 
+@dataclass(frozen=True, slots=True)
+class DataLoaderConfiguration:
+    """Options for preparing loaders, by Accelerate's names. Those that are always on accept both values.
+
+    Args:
+        split_batches: the same as `Accelerator(split_batches=…)`. Default: False.
+        dispatch_batches: only False or None: each process reads its own share of the data. Default: None.
+        even_batches: only True: all processes get the same number of batches. Default: True.
+        use_seedable_sampler: always on: shuffled data has the order of a seed. Default: False.
+        data_seed: the same as `Accelerator(seed=…)`. Default: None.
+        non_blocking: always on: batches are copied to the device without waiting. Default: False.
+        use_stateful_dataloader: always on: prepared loaders have `state_dict` and `load_state_dict`. Default: False.
+        custom_classes: only None: prepared loaders keep their class. Default: None.
+
+    Raises:
+        ConfigurationError: a value is not one of these.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    custom_classes: object = None
+
+    def __post_init__(self) -> None:
+        if self.dispatch_batches:
+            raise ConfigurationError(
+                "dispatch_batches=True is not supported: each process reads its own share of the data. Remove it. "
+                "An iterable data set is divided by ShardedIterable."
+            )
+        if not self.even_batches:
+            raise ConfigurationError(
+                "even_batches=False is not supported: all processes get the same number of batches. Remove it. The "
+                "batches that a process repeats have weight 0, and gather_for_metrics drops them."
+            )
+        if self.custom_classes is not None:
+            raise ConfigurationError(
+                "custom_classes is not supported. Remove it: a prepared loader keeps the class of yours."
+            )
+
+
 class DynamoBackend(str, Enum):  # noqa: UP042 -- as text a member shows its class, as Accelerate's does
     """Backends of `torch.compile`; a member equals its name in upper case. Some need another package."""
 

@@ -15,6 +15,7 @@ import torch
 
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin, check_steps
 from trainwright.accelerator.handlers import (
+    DataLoaderConfiguration,
     DynamoBackend,
     Handlers,
     TorchDynamoPlugin,
@@ -41,7 +42,6 @@ _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator →
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
-    "dataloader_config": "the DataLoader's own arguments: what is prepared keeps its workers, collation and pinning",
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
     },
@@ -238,6 +238,22 @@ def project_of(
     if configuration.project_dir is None:
         configuration.set_directories(project_dir)
     return configuration
+
+
+def loader_settings(split_batches: bool, seed: int | None, configuration: object) -> tuple[bool, int | None]:
+    """Return `split_batches` and the seed of the data, from the arguments of an Accelerator that may set them.
+
+    Raises:
+        ConfigurationError: They name different seeds, or the configuration is of another class.
+    """
+    if configuration is None:
+        return split_batches, seed
+    given = check_class("dataloader_config", configuration, DataLoaderConfiguration)
+    if seed is not None and given.data_seed not in (None, seed):
+        raise ConfigurationError(
+            f"seed={seed} and DataLoaderConfiguration(data_seed={given.data_seed}) differ. Pass one of them."
+        )
+    return split_batches or given.split_batches, given.data_seed if seed is None else seed
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:

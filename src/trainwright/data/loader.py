@@ -139,7 +139,7 @@ class PreparedDataLoader(_PreparedByIndex):
         more: dict[str, Any] = {slot: dealer, "worker_init_fn": options.worker_start(loader.worker_init_fn)}
         if options.per_sample_rng and callable(getattr(loader.dataset, "__getitems__", None)):
             more["dataset"] = OneByOne(cast("Indexed", loader.dataset))
-        self._loader = _with(loader, generator=self._seeds.generator, **more)
+        self._loader = copy_loader(loader, generator=self._seeds.generator, **more)
 
     @property
     def batch_size(self) -> int | None:
@@ -167,7 +167,7 @@ class PreparedDataLoader(_PreparedByIndex):
     def filler(self) -> Any:
         """Return the first batch of the epoch, fetched in this process."""
         slot = "sampler" if self._loader.batch_sampler is None else "batch_sampler"
-        alone = _with(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
+        alone = copy_loader(self._loader, num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0)
         vars(alone)[slot] = [self._dealer.first()]
         with isolate_rng():
             return next(iter(alone))
@@ -235,7 +235,7 @@ class PreparedIterable(PreparedLoader):
                 more["sampler" if size is None else "batch_sampler"] = self._turns
                 more["dataset"] = KeptStream(dataset) if keeps_state(dataset) else dataset
             more = {"dataset": dataset, **more}
-            self._loader = _with(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
+            self._loader = copy_loader(batched, worker_init_fn=init, generator=self._seeds.generator, **more)
         self._state_source = self._find_state(dataset)
         outlives = batched is not None and batched.persistent_workers and dataset is batched.dataset
         if outlives and hasattr(dataset, "set_epoch"):
@@ -408,7 +408,7 @@ def _is_distributed(loader: DataLoader[Any]) -> bool:
     return any(hasattr(part, "num_replicas") and sets_epoch(part) for part in parts)
 
 
-def _with(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
+def copy_loader(loader: DataLoader[Any], **attributes: object) -> DataLoader[Any]:
     """Return a shallow copy with other attributes; the constructor is not called, so any sub-class works."""
     twin = copy.copy(loader)
     # DataLoader forbids setting some of these once it is built, because an iterator may be using them: not here.

@@ -3,6 +3,7 @@ from trainwright.accelerator.accumulation import GradientAccumulationPlugin as G
 from trainwright.accelerator.functions import extract_model_from_parallel as extract_model_from_parallel
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
+from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs

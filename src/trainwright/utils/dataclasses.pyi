@@ -1,5 +1,6 @@
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
+from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
 from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwargs
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs

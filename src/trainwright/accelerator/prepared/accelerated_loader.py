@@ -15,10 +15,11 @@ from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
+from trainwright.data.skipped_batches import SkippableLoader
 from trainwright.strategies.steps.gradients import weights_of_one_rank
 
 
-class AcceleratedLoader(DataLoader[Any]):
+class AcceleratedLoader(SkippableLoader):
     """A prepared loader, which can be iterated any number of times.
 
     All ranks get the same number of micro-batches. A rank that runs out of data repeats its last
@@ -223,7 +224,7 @@ class AcceleratedLoader(DataLoader[Any]):
         return getattr(self.prepared.raw, name)
 
 
-class SkippedStart(DataLoader[Any]):
+class SkippedStart(SkippableLoader):
     """A prepared loader whose first pass skips micro-batches. Later passes are those of the loader.
 
     Args:
@@ -238,6 +239,10 @@ class SkippedStart(DataLoader[Any]):
     def __len__(self) -> int:
         """Micro-batches of the next pass."""
         return max(0, len(self.loader) - self._num_skipped)
+
+    def skip(self, num_batches: int) -> SkippedStart:
+        """Return the loader with a first pass that skips `num_batches` micro-batches, counted from its beginning."""
+        return self.loader.skip(num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over the next epoch of the loader."""

@@ -26,6 +26,7 @@ MODULES: Mapping[str, str | None] = {
     "accelerate": "trainwright",
     "accelerate.accelerator": "trainwright.accelerator",
     "accelerate.big_modeling": "trainwright.big_modeling",
+    "accelerate.data_loader": "trainwright.data_loader",
     "accelerate.hooks": "trainwright.hooks",
     "accelerate.local_sgd": "trainwright.local_sgd",
     "accelerate.logging": "trainwright.logging",
@@ -139,16 +140,14 @@ _ACCELERATE = {
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
-    "DataLoaderConfiguration": "pass its arguments to your DataLoader, or to Accelerator.prepare_data_loader.",
     **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
-    "skip_first_batches": "call accelerator.skip_first_batches(loader, n).",
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
         "SwanLabTracker TrackioTracker",
         "use a logger of trainwright.loggers: start(), log_metrics(), finish().",
     ),
     **_each(
-        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler",
+        "DataLoaderDispatcher DataLoaderShard",
         "prepare() divides the data; ShardedIterable divides an iterable data set.",
     ),
     "prepare_data_loader": "call accelerator.prepare_data_loader(loader).",

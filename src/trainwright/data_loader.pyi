@@ -1,0 +1,6 @@
+from trainwright.data.batch_shards import BatchSamplerShard as BatchSamplerShard
+from trainwright.data.batch_shards import IterableDatasetShard as IterableDatasetShard
+from trainwright.data.batch_shards import SeedableRandomSampler as SeedableRandomSampler
+from trainwright.data.skipped_batches import SkipBatchSampler as SkipBatchSampler
+from trainwright.data.skipped_batches import SkipDataLoader as SkipDataLoader
+from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
