@@ -485,6 +485,19 @@ def test_the_strategy_that_is_written_has_at_most_sixty_lines() -> None:
     assert len(documented.block().splitlines()) <= 60
 
 
+def test_the_table_of_strategies_says_what_each_can_do() -> None:
+    rows = _table(README, "strategy", "processes")
+    assert {_code(row[0])[0] for row in rows} == {"single", "ddp", "local_sgd", "fsdp", "tp", "deepspeed", "offload"}
+    for name, processes, manual, closures, averages, _, trials, _ in rows:
+        strategy = STRATEGIES.get(_code(name)[0])()
+        can = strategy.capabilities
+        told = [manual, closures, averages, trials]
+        assert told == [
+            "yes" if one else "no" for one in (can.manual_optimization, can.closures, can.weight_averages, can.trials)
+        ], name
+        assert processes == ("several" if strategy.is_distributed else "one")
+
+
 def test_the_callbacks_that_have_a_name_are_listed() -> None:
     rows = _table(_page("callbacks"), "name", "class", "does")
     assert {_code(row[0])[0]: _code(row[1])[0] for row in rows} == {

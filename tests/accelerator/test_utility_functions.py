@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.helpers.distributed import run_distributed
-from trainwright import Accelerator, DistributedType
+from trainwright import Accelerator, DistributedType, FullyShardedDataParallelPlugin, dispatch_model
 from trainwright.core.errors import ConfigurationError
 from trainwright.logging import get_logger
 from trainwright.utils import (
@@ -19,6 +19,8 @@ from trainwright.utils import (
     clear_environment,
     compare_versions,
     convert_outputs_to_fp32,
+    disable_fsdp_ram_efficient_loading,
+    enable_fsdp_ram_efficient_loading,
     extract_model_from_parallel,
     get_grad_scaler,
     get_mixed_precision_context_manager,
@@ -78,6 +80,23 @@ def test_the_context_and_the_scaler_are_those_of_the_precision() -> None:
         assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype == torch.float32
     assert get_grad_scaler(init_scale=8.0).get_scale() == 8.0
     assert type(get_grad_scaler(DistributedType.FSDP)) is not type(get_grad_scaler())
+
+
+def test_a_dispatched_model_is_recognized() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    assert not accelerator.verify_device_map(model)
+    assert not accelerator.verify_device_map(dispatch_model(model, {"": "cpu"}))
+    model[0].hf_device_map = {"a": "cpu", "b": "disk"}
+    assert accelerator.verify_device_map(model)
+
+
+def test_variables_of_fsdp_select_where_weights_are_loaded() -> None:
+    with patch_environment(fsdp_cpu_ram_efficient_loading="none"):
+        enable_fsdp_ram_efficient_loading()
+        assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is True
+        disable_fsdp_ram_efficient_loading()
+        assert FullyShardedDataParallelPlugin().cpu_ram_efficient_loading is False
 
 
 def test_a_warning_is_written_once_and_shows_the_callers_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,10 @@ _HOMES = {
     "data.batch_shards": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
     "data.skipped_batches": "SkipBatchSampler SkipDataLoader",
     "processes.collectives": "convert_outputs_to_fp32 convert_to_fp32 listify slice_tensors",
-    "processes.launcher": "clear_environment patch_environment",
+    "core.errors": "DistributedOperationException",
+    "processes.launcher": (
+        "clear_environment disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading patch_environment"
+    ),
     "processes.random_states": "set_seed synchronize_rng_state synchronize_rng_states",
     "strategies.precision": "get_grad_scaler",
 }
@@ -53,6 +56,7 @@ _UTILS = {
     ),
     "deepspeed": "DummyOptim DummyScheduler get_active_deepspeed_plugin",
     "environment": "clear_environment patch_environment",
+    "fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
     "memory": "clear_device_cache find_executable_batch_size release_memory",
     "modeling": (
@@ -68,7 +72,8 @@ _UTILS = {
         "save_offload_index"
     ),
     "operations": (
-        "broadcast broadcast_object_list concatenate convert_outputs_to_fp32 convert_to_fp32 gather gather_object "
+        "DistributedOperationException broadcast broadcast_object_list concatenate "
+        "convert_outputs_to_fp32 convert_to_fp32 gather gather_object "
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (

@@ -722,6 +722,11 @@ class Accelerator:
         del keep_fp32_wrapper
         return unwrapped(model, keep_torch_compile=keep_torch_compile)
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Return whether the model, or a part of it, was dispatched to several devices by a device map."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(one is not None and len(set(one.values())) > 1 for one in maps)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full state dict of a model by its own names.
 

@@ -33,6 +33,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """No checkpoint where one was requested, such as `ckpt_path="last"` in a new folder."""
 
 
+class DistributedOperationException(ConfigurationError):
+    """The processes do not make the same call with tensors of the same shapes and dtypes. Accelerate's name."""
+
+
 class NonFiniteError(TrainwrightError, ArithmeticError):
     """Non-finite loss or gradient with `on_nonfinite="raise"`; the weights are unchanged.
 

@@ -19,7 +19,7 @@ from typing import Any, ParamSpec
 import torch
 import torch.distributed as dist
 
-from trainwright.core.errors import ConfigurationError, unknown
+from trainwright.core.errors import ConfigurationError, DistributedOperationException, unknown
 from trainwright.core.tree import is_container, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
@@ -423,9 +423,9 @@ def compare_calls(processes: Processes, operation: str, arguments: object, hint:
         raise different_calls(processes.gather_object((operation, arguments)), hint)
 
 
-def different_calls(calls: list[Any], hint: str) -> ConfigurationError:
+def different_calls(calls: list[Any], hint: str) -> DistributedOperationException:
     """Return the error for calls that do not match."""
     shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
-    return ConfigurationError(
+    return DistributedOperationException(
         f"the processes do not make the same call with tensors of the same shapes and dtypes:\n{shown}\n{hint}"
     )

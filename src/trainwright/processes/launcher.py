@@ -31,6 +31,7 @@ _GRACE_S = 10.0  # how long the others may take to end after one has failed, or 
 _LEFT_ALONE_S = 0.5  # after this process has left them: they wait for it in vain
 _JUST_MADE_S = 30.0  # a folder this new may not be held yet
 _PREFIX = "trainwright-work-"
+_EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _started: list[_Children] = []  # one for each running call of `run_in_processes`
 
 
@@ -189,6 +190,16 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Let FSDP plugins that are created from now on load weights on rank 0 only; see `FSDPStrategy`."""
+    os.environ[_EFFICIENT_LOADING] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Let FSDP plugins that are created from now on load weights on every rank."""
+    os.environ[_EFFICIENT_LOADING] = "False"
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ from trainwright.bigmodels.weights.weights_map import load_offloaded_weight as l
 from trainwright.bigmodels.weights.weights_map import offload_state_dict as offload_state_dict
 from trainwright.bigmodels.weights.weights_map import offload_weight as offload_weight
 from trainwright.bigmodels.weights.weights_map import save_offload_index as save_offload_index
+from trainwright.core.errors import DistributedOperationException as DistributedOperationException
 from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from trainwright.core.host.memory import clear_device_cache as clear_device_cache
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
@@ -114,6 +115,8 @@ from trainwright.processes.collectives import slice_tensors as slice_tensors
 from trainwright.processes.collectives import wait_for_everyone as wait_for_everyone
 from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.launcher import clear_environment as clear_environment
+from trainwright.processes.launcher import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from trainwright.processes.launcher import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from trainwright.processes.launcher import patch_environment as patch_environment
 from trainwright.processes.random_states import set_seed as set_seed
 from trainwright.processes.random_states import synchronize_rng_state as synchronize_rng_state

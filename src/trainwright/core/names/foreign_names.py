@@ -158,7 +158,7 @@ _ACCELERATE = {
         "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
     **_each(
-        "install_xla convert_model disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
+        "install_xla convert_model",
         "it has no replacement; delete the use, or write the few lines yourself.",
     ),
 }

@@ -1,0 +1,2 @@
+from trainwright.processes.launcher import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from trainwright.processes.launcher import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
