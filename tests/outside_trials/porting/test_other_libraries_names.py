@@ -16,6 +16,7 @@ import torch
 import trainwright
 from tests.helpers.runs import quiet_trainer
 from tests.helpers.tasks import RegressionTask, regression_loader
+from tests.pinned.module_paths import PATHS
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import ANSWERS, MODULES, RENAMED
 
@@ -106,7 +107,7 @@ def test_what_is_not_here_says_what_to_do_instead() -> None:
     [
         ("trainwright", "LightningModule", "LightningModule of Lightning is trainwright.TaskModule here."),
         ("trainwright", "Fabric", "Fabric of Lightning is not here: use trainwright.Accelerator"),
-        ("trainwright", "set_seed", "set_seed of Accelerate is trainwright.seed_everything here."),
+        ("trainwright", "set_seed", "set_seed of Accelerate is trainwright.utils.set_seed here."),
         ("trainwright", "MegatronLMPlugin", "MegatronLMPlugin of Accelerate is not here: "),
         ("trainwright.callbacks", "ThroughputMonitor", "is trainwright.callbacks.Throughput here."),
         ("trainwright.callbacks", "ModelPruning", "ModelPruning of Lightning is not here: "),
@@ -152,7 +153,8 @@ def test_the_table_knows_each_name_once() -> None:
     for library, names in ANSWERS.items():
         assert not set(names) & set(RENAMED[library])
     parts = ("", ".accelerator", ".callbacks", ".cli", ".loggers", ".strategies", ".utilities")
-    assert {own for own in MODULES.values() if own} <= {f"trainwright{part}" for part in parts}
+    paths = {f"trainwright.{path}" for path in PATHS}
+    assert {own for own in MODULES.values() if own} <= {f"trainwright{part}" for part in parts} | paths
 
 
 @pytest.mark.slow

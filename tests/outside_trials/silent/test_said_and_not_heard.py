@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Accelerator, GradientAccumulationPlugin, PartialState
+from trainwright import Accelerator, AcceleratorState, GradientAccumulationPlugin, PartialState
 from trainwright.bigmodels.dispatch.model_hooks import (
     ModelHook,
     SequentialHook,
@@ -175,7 +175,7 @@ def test_a_variable_with_a_wrong_value_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_cpu_is_used_where_the_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    monkeypatch.setattr("trainwright.accelerator.accelerator.PartialState", _Cpu)
+    monkeypatch.setattr("trainwright.accelerator.accelerator.AcceleratorState", _Cpu)
     with pytest.raises(_Asked, match="True"):
         Accelerator()
 
@@ -184,6 +184,6 @@ class _Asked(Exception):
     pass
 
 
-class _Cpu:
-    def __init__(self, cpu: bool) -> None:
+class _Cpu(AcceleratorState):
+    def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         raise _Asked(str(cpu))

@@ -73,7 +73,7 @@ RENAMED: Mapping[str, Mapping[str, str]] = {
             "STEP_OUTPUT EVAL_DATALOADERS TRAIN_DATALOADERS OptimizerLRScheduler LRSchedulerConfigType", "typing.Any"
         ),
     },
-    "Accelerate": {},
+    "Accelerate": {"set_seed": "trainwright.utils.set_seed"},
 }
 """Library → its name → the full name here, if it differs or is in another module than in `MODULES`."""
 

@@ -36,7 +36,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
             value = import_module(f"{home}.{name}") if home == package else getattr(import_module(home), name)
         elif name.startswith("__"):  # that Python and tools look up in every module
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        elif hasattr(sys.modules[package], "__path__") and find_spec(f"{package}.{name}"):  # a module of the package
+        elif name.isidentifier() and hasattr(sys.modules[package], "__path__") and find_spec(f"{package}.{name}"):
             value = import_module(f"{package}.{name}")
         else:
             from trainwright.core.names.foreign_names import missing
