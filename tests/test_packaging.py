@@ -28,7 +28,7 @@ def _run(command: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -
 
 def _files_of_the_tree() -> set[str]:
     """Return every file of the import package, as it should stand in a wheel."""
-    files = {f"trainwright/{name}" for name in ("__init__.py", "__init__.pyi", "__main__.py", "py.typed")}
+    files = {f"trainwright/{path.name}" for path in (ROOT / "src/trainwright").iterdir() if path.is_file()}
     for part, folder in PARTS.items():
         base = ROOT / folder
         for path in base.rglob("*"):

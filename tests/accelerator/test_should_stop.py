@@ -118,11 +118,11 @@ while not stopped:
         stopped = accelerator.should_stop
         if steps == 1:
             accelerator.wait_for_everyone()
-            print(f"pid {accelerator.process_index} {os.getpid()}", flush=True)
+            os.write(1, f"pid {accelerator.process_index} {os.getpid()}\\n".encode())
         if stopped:
             break
 accelerator.save_state(sys.argv[1])
-print(f"stopped {accelerator.process_index} {steps}", flush=True)
+os.write(1, f"stopped {accelerator.process_index} {steps}\\n".encode())
 accelerator.end_training()
 """
 
