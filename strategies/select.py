@@ -22,10 +22,7 @@ from trainwright.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
-ENGINE_ARGUMENTS = {
-    "megatron_lm_plugin": "Trainer(strategy='tp')",
-    "parallelism_config": "Trainer(strategy='tp')",
-}
+ENGINE_ARGUMENTS = {"megatron_lm_plugin": "Trainer(strategy='tp')"}
 """Arguments of Hugging Face's Accelerator for engines that run steps of their own, and what serves in their place."""
 
 PLUGINS: Registry[Any] = Registry(
@@ -34,13 +31,18 @@ PLUGINS: Registry[Any] = Registry(
         "fsdp_plugin": "trainwright.strategies.fsdp.plugin:FullyShardedDataParallelPlugin",
         "deepspeed_plugin": "trainwright.strategies.deepspeed.plugin:DeepSpeedPlugin",
         "torch_tp_plugin": "trainwright.strategies.fsdp.plugin:TorchTensorParallelPlugin",
+        "parallelism_config": "trainwright.strategies.fsdp.parallelism_config:ParallelismConfig",
     },
 )
 """Arguments of an Accelerator that describe an engine → their classes."""
 
 _ONLY = "default"  # the name of a plugin that is not in a dict, as in Accelerate
 
-ENGINE_VARIABLES = {"ACCELERATE_USE_FSDP": "fsdp_plugin", "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin"}
+ENGINE_VARIABLES = {
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
 """Variables that select an engine whose options are variables too → the argument that they replace."""
 
 
@@ -208,25 +210,34 @@ def choose_for_loop(
     """
     num_processes = detect().world_size
     given = {name: _checked_plugins(name, value) for name, value in plugins.items() if value is not None}
+    combines = not given.keys().isdisjoint(("fsdp_plugin", "torch_tp_plugin"))
+    arrangement: Any = given.pop("parallelism_config", None) if combines else None
     origins = [*given, *([f"strategy={strategy!r}"] if strategy != "auto" else [])]
     options = [] if ddp is None else ["kwargs_handlers=[DistributedDataParallelKwargs(…)]"]
-    if len(origins + options) > 1:
+    if len(origins) > 1 or (options and origins and not given):
         raise ConfigurationError(f"{' and '.join(origins + options)} both select the engine. Pass one of them.")
     said = {argument: name for name, argument in ENGINE_VARIABLES.items() if read_variable(name, as_flag)}
     overridden = [f"{said[name]}=true is overridden by {origin}." for origin in origins for name in said.keys() - given]
     if not origins and not options and shared:
         given = {"deepspeed_plugin": dict(shared)}
     elif not origins and said:
+        if len(said) == 2 and {"fsdp_plugin", "parallelism_config"} <= said.keys():
+            del said["parallelism_config"]
+            arrangement = {_ONLY: PLUGINS.get("parallelism_config")()}
         if len(said) > 1:
             raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
         given = {argument: {_ONLY: PLUGINS.get(argument)()} for argument in said}
         overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
+    elif given:
+        overridden += [f"{origin} is not used: {name} selects the engine." for origin in options for name in given]
     argument, named = next(iter(given.items()), (None, {}))
     for plugin in named.values():
         overridden += plugin.overridden(str(argument))
-    if ddp is not None and not given and num_processes > 1:
+    if ddp is not None and not given and strategy == "auto" and num_processes > 1:
         strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
     strategies: list[str | Strategy] = [plugin.strategy(num_processes) for plugin in named.values()]
+    for config in (arrangement or {}).values():
+        strategies = [config.arranged(one, num_processes) for one in strategies]
     return LoopChoice(strategies or [strategy], argument, named, overridden)
 
 

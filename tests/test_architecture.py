@@ -17,6 +17,7 @@ LONG_FILES: dict[str, str] = {
     "accelerator.accelerator": "the face of user-written loops: each member of Accelerate's class, with its docstring",
 }
 LONG_FUNCTIONS: dict[str, str] = {
+    "accelerator.accelerator:Accelerator.__init__": "a line for each argument, and one that hands them on",
     "strategies.deepspeed.strategy:DeepSpeedStrategy.__init__": "one line for each of its options",
     "trainer.trainer:Trainer.__init__": "a line for each argument, and one that hands them on",
 }

@@ -104,6 +104,7 @@ from trainwright.core.host.memory import clear_device_cache as clear_device_cach
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory
 from trainwright.core.names.kwargs_handler import KwargsHandler as KwargsHandler
+from trainwright.core.names.stand_in import as_accelerate as as_accelerate
 from trainwright.core.names.version import __version__ as __version__
 from trainwright.core.rng import seed_everything as seed_everything
 from trainwright.core.state import StepResult as StepResult
@@ -139,6 +140,7 @@ from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOpt
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig as ParallelismConfig
 from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from trainwright.strategies.fsdp.plugin import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from trainwright.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy

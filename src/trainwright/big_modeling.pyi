@@ -19,5 +19,6 @@ from trainwright.bigmodels.dispatch.model_hooks import UserCpuOffloadHook as Use
 from trainwright.bigmodels.dispatch.model_hooks import add_hook_to_module as add_hook_to_module
 from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_module as remove_hook_from_module
 from trainwright.bigmodels.dispatch.model_hooks import remove_hook_from_submodules as remove_hook_from_submodules
+from trainwright.bigmodels.maps.device_map import check_device_map as check_device_map
 from trainwright.bigmodels.weights.empty import init_empty_weights as init_empty_weights
 from trainwright.bigmodels.weights.empty import init_on_device as init_on_device

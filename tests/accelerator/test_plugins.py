@@ -331,7 +331,7 @@ _PLUGIN = FullyShardedDataParallelPlugin()
         ({"fsdp_plugin": 1}, "fsdp_plugin is a builtins.int. Pass one trainwright.FullyShardedDataParallelPlugin"),
         ({"fsdp_plugin": _PLUGIN, "deepspeed_plugin": DeepSpeedPlugin()}, "fsdp_plugin and deepspeed_plugin both"),
         ({"fsdp_plugin": _PLUGIN, "strategy": "ddp"}, "fsdp_plugin and strategy='ddp' both select"),
-        ({"fsdp_plugin": _PLUGIN, "kwargs_handlers": [DistributedDataParallelKwargs()]}, "fsdp_plugin and kwargs_h"),
+        ({"strategy": "ddp", "kwargs_handlers": [DistributedDataParallelKwargs()]}, "strategy='ddp' and kwargs_h"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=3)}, "fsdp_version=3 is unknown"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(use_orig_params=False)}, "use_orig_params=False"),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(sharding_strategy="FULL_SHRD")}, "Did you mean 'FULL_SHARD'"),

@@ -17,9 +17,18 @@ PACKAGE = ROOT / "src/trainwright"
 # Names that are not in the package's own list, by the module where they are defined.
 _HOMES = {
     "accelerator.accumulation": "GradientState",
-    "accelerator.functions": "extract_model_from_parallel get_mixed_precision_context_manager",
+    "accelerator.functions": (
+        "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
+        "get_parameters_from_modules"
+    ),
+    "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
+    "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
+    "bigmodels.maps.sizes": "named_module_tensors",
+    "core.host.memory": "should_reduce_batch_size",
+    "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
     "core.names.constants": (
+        "FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE "
         "ComputeEnvironment LoggerType MODEL_NAME OPTIMIZER_NAME PrecisionType RNGType RNG_STATE_NAME SAFE_MODEL_NAME "
         "SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME SageMakerDistributedType "
         "WEIGHTS_INDEX_NAME WEIGHTS_NAME"
@@ -49,22 +58,25 @@ _UTILS = {
     "constants": _CONSTANTS,
     "dataclasses": (
         f"{_CHOICES} AutocastKwargs BnbQuantizationConfig CustomDtype DDPCommunicationHookType "
-        "DataLoaderConfiguration DeepSpeedPlugin "
+        "DataLoaderConfiguration DeepSpeedPlugin get_module_class_from_name "
         "DistributedDataParallelKwargs DistributedType DynamoBackend FullyShardedDataParallelPlugin GradScalerKwargs "
         "GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProjectConfiguration TorchDynamoPlugin "
         "TorchTensorParallelPlugin"
     ),
-    "deepspeed": "DummyOptim DummyScheduler get_active_deepspeed_plugin",
+    "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "environment": "clear_environment patch_environment",
-    "fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
+    "fsdp_utils": (
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
+        "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+    ),
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
-    "memory": "clear_device_cache find_executable_batch_size release_memory",
+    "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "modeling": (
         "CustomDtype align_module_device calculate_maximum_sizes check_device_map clean_device_map "
         "compute_module_sizes compute_module_total_buffer_size find_tied_parameters get_balanced_memory "
         "get_max_layer_size get_max_memory has_offloaded_params infer_auto_device_map "
         "get_mixed_precision_context_manager get_grad_scaler load_checkpoint_in_model load_offloaded_weights "
-        "load_state_dict retie_parameters "
+        "convert_file_size_to_int load_state_dict named_module_tensors retie_parameters "
         "set_module_tensor_to_device"
     ),
     "offload": (
@@ -77,15 +89,16 @@ _UTILS = {
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
-        "clear_environment convert_file_size_to_int extract_model_from_parallel patch_environment wait_for_everyone"
+        "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model patch_environment "
+        "wait_for_everyone"
     ),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
     "versions": "compare_versions is_torch_version",
 }
 PATHS: dict[str, str] = {
     "big_modeling": (
-        f"{_HOOKS} attach_layerwise_casting_hooks cpu_offload cpu_offload_with_hook disk_offload dispatch_model "
-        "init_empty_weights init_on_device load_checkpoint_and_dispatch"
+        f"{_HOOKS} attach_layerwise_casting_hooks check_device_map cpu_offload cpu_offload_with_hook disk_offload "
+        "dispatch_model init_empty_weights init_on_device load_checkpoint_and_dispatch"
     ),
     "data_loader": (
         "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader "
@@ -95,6 +108,7 @@ PATHS: dict[str, str] = {
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
     "optimizer": "AcceleratedOptimizer",
+    "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
     "utils": " ".join([*_UTILS.values(), "tqdm"]),
@@ -122,7 +136,7 @@ def files() -> dict[Path, str]:
             "from trainwright.core.names.lazy_names import lazy_names\n\n"
             "__getattr__, __dir__ = lazy_names(__name__, __file__)\n"
         )
-        ordered = sorted(set(names.split()), key=lambda name: (of_name[name], _kind(name), name))
+        ordered = sorted(set(names.split()), key=lambda name: (of_name[name], _kind(name), _natural(name)))
         found[place.with_suffix(".pyi")] = "".join(_line(of_name[name], name) for name in ordered)
     return found
 
@@ -130,6 +144,11 @@ def files() -> dict[Path, str]:
 def _kind(name: str) -> int:
     """Return the place of constants, classes and functions in a sorted import."""
     return 0 if name.isupper() else 1 if name[0].isupper() else 2
+
+
+def _natural(name: str) -> str:
+    """Return a text that sorts fp8 before fp16, as ruff does."""
+    return re.sub(r"\d+", lambda digits: digits.group().zfill(4), name)
 
 
 def _line(home: str, name: str) -> str:

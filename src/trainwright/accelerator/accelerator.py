@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -65,6 +65,7 @@ from trainwright.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
+    from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig
     from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 
 T = TypeVar("T")
@@ -97,6 +98,8 @@ class Accelerator:
             first one is selected at first. Default: the plugins of the script's other Accelerators, if there are any.
         deepspeed_plugins: another name of it.
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
+        parallelism_config: a `ParallelismConfig`: the axes along which processes are arranged. Sharding needs
+            `fsdp_plugin` too.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
         dataloader_config: a `DataLoaderConfiguration`, which sets `split_batches` and `seed`. Default: None.
@@ -142,6 +145,7 @@ class Accelerator:
         deepspeed_plugin: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: DeepSpeedPlugin | dict[str, DeepSpeedPlugin] | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -165,6 +169,7 @@ class Accelerator:
                 "fsdp_plugin": fsdp_plugin,
                 "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
                 "torch_tp_plugin": torch_tp_plugin,
+                "parallelism_config": parallelism_config,
             },
             shared=AcceleratorState.shared_plugins(),
             dynamo_backend=dynamo_backend,
@@ -186,7 +191,7 @@ class Accelerator:
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
-        self.state.set_mixed_precision(self.mixed_precision)
+        self.state.set_shared(self.mixed_precision, self.fsdp_plugin)
 
     def _begin(self, seed: int | None, num_steps: int, *, warns: bool) -> None:
         """Create the state of a loop with nothing prepared."""
@@ -307,13 +312,27 @@ class Accelerator:
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: sequences are not split."""
-        return 0
+        """Rank of this process among those that split sequences; 0 if none are split."""
+        return self._rank_along("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: there are no pipeline stages."""
-        return 0
+        """Rank of this process among the stages of a pipeline; 0 if there is none."""
+        return self._rank_along("pp")
+
+    @property
+    def fp8_backend(self) -> str:
+        """`"NO"`: nothing is computed in 8 bits."""
+        return "NO"
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of the loss with `mixed_precision="fp16"`; None otherwise."""
+        return None if self._scale is None else self._scale.scaler
+
+    @property
+    def _models(self) -> list[nn.Module]:  # read by transformers
+        return self._prepared.models
 
     @property
     def should_save_model(self) -> bool:
@@ -328,7 +347,7 @@ class Accelerator:
     @property
     def gradient_state(self) -> GradientState:
         """The state of gradient accumulation: `sync_gradients`, `end_of_dataloader`, `remainder` and others."""
-        return GradientState(self._accumulation, self._settings.accumulation.adjust_scheduler)
+        return GradientState(self._accumulation, self._settings.accumulation)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -576,6 +595,44 @@ class Accelerator:
                 yield
         finally:
             self._joins = False
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Return a context that does nothing: sequences are not split over ranks.
+
+        Args:
+            buffers, buffer_seq_dims, no_restore_buffers: Tensors with a sequence dimension; they stay as they are.
+        """
+        del buffers, buffer_seq_dims, no_restore_buffers
+        return nullcontext()
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Return the loader as it is: sequences are not split over ranks."""
+        del model
+        return dl
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Run backward with an optimizer that updates parameters in it: `Lomo` or `AdaLomo` of lomo-optim.
+
+        Args:
+            loss: Scalar with a graph.
+            learning_rate: Of this step.
+
+        Raises:
+            ConfigurationError: No such optimizer was prepared.
+        """
+        for optimizer in self._prepared.optimizers:
+            if hasattr(optimizer.optimizer, "fused_backward"):
+                optimizer.optimizer.fused_backward(loss, learning_rate)
+                return
+        raise ConfigurationError(
+            "lomo_backward() needs an optimizer with fused_backward, such as Lomo of lomo-optim. Pass it to prepare(), "
+            "or call backward(loss)."
+        )
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model.

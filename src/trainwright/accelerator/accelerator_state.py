@@ -10,6 +10,7 @@ from trainwright.processes.partial_state import PartialState
 
 if TYPE_CHECKING:
     from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin
+    from trainwright.strategies.fsdp.plugin import FullyShardedDataParallelPlugin
 
 
 class AcceleratorState(PartialState):
@@ -21,6 +22,20 @@ class AcceleratorState(PartialState):
     _precision: str
     _plugins: dict[str, DeepSpeedPlugin]
     _selected: str
+    _fsdp_plugin: FullyShardedDataParallelPlugin | None
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The FSDP plugin of the newest Accelerator; None without one."""
+        return vars(self).get("_fsdp_plugin")
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        """Remove what Accelerators share; with `reset_partial_state` also the state of the processes."""
+        if reset_partial_state:
+            PartialState._reset_state()
+        for name in AcceleratorState.__annotations__:
+            PartialState._shared_state.pop(name, None)
 
     @property
     def mixed_precision(self) -> str:
@@ -28,9 +43,9 @@ class AcceleratorState(PartialState):
         found: str = vars(self).get("_precision", "no")
         return found
 
-    def set_mixed_precision(self, precision: str) -> None:
-        """Store the precision of an Accelerator."""
-        self._precision = precision
+    def set_shared(self, precision: str, fsdp_plugin: FullyShardedDataParallelPlugin | None) -> None:
+        """Store the precision and the FSDP plugin of an Accelerator."""
+        self._precision, self._fsdp_plugin = precision, fsdp_plugin
 
     @classmethod
     def shared_plugins(cls) -> dict[str, DeepSpeedPlugin]:

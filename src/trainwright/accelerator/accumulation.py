@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -133,6 +133,7 @@ class Accumulation:
         self._passes: list[tuple[Any, Place]] = []
         self._open: dict[tuple[int, ...], tuple[int, int, int]] = {}  # models → group, position, divisor: no step yet
         self._num_counted = 0
+        self._set_before: bool | None = None  # the value before the newest `set_sync_gradients`; None: never called
         self.warns = warns and short_group is None
         self.gradients = Gradients(torch.device("cpu")) if gradients is None else gradients
 
@@ -148,6 +149,8 @@ class Accumulation:
 
     def divide(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the share of the current micro-batch's loss in its optimizer step."""
+        if self._set_before is not None:
+            return loss  # who determines the groups also weighs their losses
         if not self._passes:
             return loss if self.num_steps == 1 else loss / self.num_steps
         place = self._passes[-1][1]
@@ -175,12 +178,22 @@ class Accumulation:
     @property
     def starts_group(self) -> bool:
         """True if the current micro-batch is the first of its optimizer step."""
+        if self._set_before is not None:
+            return self._set_before
         place = self.place
         if place is not None:
             if place.fresh and place.position == place.carried + 1:
                 return place.starts_group or tuple(map(id, self.models)) in place.fresh
             return place.starts_group
         return self.num_steps == 1 or self._num_counted == 0 or self._num_counted % self.num_steps == 1
+
+    def set_sync_gradients(self, value: bool) -> None:
+        """Set whether an optimizer step follows the current micro-batch, instead of `begin_micro_batch`.
+
+        From then on losses are not divided: a loop that determines its groups may read several micro-batches before the
+        first backward, and weighs their losses itself.
+        """
+        self._set_before, self.sync_gradients = self.sync_gradients, value
 
     def begin_pass(self, loader: object) -> Place:
         """Record that a loader is being read, until `end_pass`.
@@ -272,16 +285,29 @@ class Accumulation:
 
 
 class GradientState:
-    """State of gradient accumulation in a loop, under Accelerate's names; read-only and always current.
+    """State of gradient accumulation in a loop, under Accelerate's names; always current.
 
     Args:
         accumulation: Of the loop.
-        adjust_scheduler: Of the plugin.
+        plugin: How the loop accumulates.
     """
 
-    def __init__(self, accumulation: Accumulation, adjust_scheduler: bool) -> None:
-        self._accumulation = accumulation
-        self.adjust_scheduler = adjust_scheduler
+    def __init__(self, accumulation: Accumulation, plugin: GradientAccumulationPlugin) -> None:
+        self._accumulation, self._plugin = accumulation, plugin
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The fields of the `GradientAccumulationPlugin`."""
+        return asdict(self._plugin)
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """The field of the plugin."""
+        return self._plugin.adjust_scheduler
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Set whether an optimizer step follows; see `Accumulation.set_sync_gradients`."""
+        self._accumulation.set_sync_gradients(sync_gradients)
 
     @property
     def num_steps(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,3 +49,26 @@ def get_mixed_precision_context_manager(
         return nullcontext()
     options = {} if autocast_kwargs is None else autocast_kwargs.to_dict()
     return torch.autocast(state.device.type, dtype=dtype, **options)
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Return the first class with a name among those of a module and its parts; None if there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Return the parameters of some modules of a model, after moving these to a device.
+
+    Args:
+        modules: The modules, or a regular expression for their full names; None or empty selects none.
+        model: Contains them.
+        device: Receives them.
+    """
+    if not modules:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules for parameter in module.to(device).parameters()}

@@ -16,7 +16,7 @@ from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_v
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DataLoaderConfiguration:
     """Options for preparing loaders, by Accelerate's names. Those that are always on accept both values.
 

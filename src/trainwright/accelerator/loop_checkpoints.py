@@ -48,6 +48,7 @@ class LoopObjects:
         scale: of the loss in fp16.
         others: the user's objects with `state_dict` and `load_state_dict`, the same on every rank.
         seed: of the order of the data.
+        weights: False: the weights of the models are not saved. Default: True.
     """
 
     models: Sequence[nn.Module]
@@ -57,6 +58,7 @@ class LoopObjects:
     scale: LossScale | None
     others: Sequence[Any]
     seed: int
+    weights: bool = True
 
     @property
     def counts(self) -> dict[str, int]:
@@ -137,7 +139,7 @@ class LoopCheckpoints:
         of_ranks = processes.gather_object(own)
         engine.begin_save()
         state = objects.state(engine)
-        weights, optimizers = state.model_state(), state.optimizer_states()
+        weights, optimizers = state.model_state() if objects.weights else {}, state.optimizer_states()
         extra = self._call_save_hooks(path, objects, weights)
         in_shards = state.saves_pieces
         if in_shards:
@@ -312,7 +314,7 @@ class LoopCheckpoints:
 
     def _load_weights(self, path: Path, snapshot: Snapshot, objects: LoopObjects) -> None:
         """Call the load hooks, and load the weights of the models that they have left."""
-        left = list(objects.models)
+        left = list(objects.models) if objects.weights else []
         for hook in list(self.load_hooks.values()):
             hook(left, str(path))
         saved = {} if snapshot.model is None else snapshot.model

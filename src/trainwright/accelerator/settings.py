@@ -310,7 +310,7 @@ def compare_precision(accelerator: object, precision: str, *, warns: bool) -> No
 _PREFIX = "ACCELERATE_"
 _PRECISION, _STEPS, _CPU = (_PREFIX + name for name in ("MIXED_PRECISION", "GRADIENT_ACCUMULATION_STEPS", "USE_CPU"))
 _SAYS_NOTHING = ("", "0", "no", "none", "false", "default")
-_ENGINES = {"USE_MEGATRON_LM": "megatron_lm_plugin", "USE_PARALLELISM_CONFIG": "parallelism_config"}
+_ENGINES = {"USE_MEGATRON_LM": "megatron_lm_plugin"}
 _INSTEAD = {
     **{
         name: f"Accelerator trains replicas of a model; write a TaskModule for {ENGINE_ARGUMENTS[plugin]}"

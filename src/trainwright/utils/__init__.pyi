@@ -2,6 +2,8 @@ from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugi
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.functions import extract_model_from_parallel as extract_model_from_parallel
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
+from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
@@ -9,7 +11,12 @@ from trainwright.accelerator.handlers import GradScalerKwargs as GradScalerKwarg
 from trainwright.accelerator.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from trainwright.accelerator.handlers import TorchDynamoPlugin as TorchDynamoPlugin
 from trainwright.accelerator.logging import tqdm as tqdm
+from trainwright.accelerator.prepared.scheduler import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from trainwright.accelerator.project import ProjectConfiguration as ProjectConfiguration
+from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
+from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer
+from trainwright.accelerator.sharded_parts import save_fsdp_model as save_fsdp_model
+from trainwright.accelerator.sharded_parts import save_fsdp_optimizer as save_fsdp_optimizer
 from trainwright.bigmodels.dispatch.align import align_module_device as align_module_device
 from trainwright.bigmodels.dispatch.align import has_offloaded_params as has_offloaded_params
 from trainwright.bigmodels.dispatch.loading import load_checkpoint_in_model as load_checkpoint_in_model
@@ -27,6 +34,7 @@ from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_mod
 from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
 from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
+from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors
 from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
 from trainwright.bigmodels.quantization.quantization import BnbQuantizationConfig as BnbQuantizationConfig
 from trainwright.bigmodels.quantization.quantization import load_and_quantize_model as load_and_quantize_model
@@ -41,6 +49,12 @@ from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert
 from trainwright.core.host.memory import clear_device_cache as clear_device_cache
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory
+from trainwright.core.host.memory import should_reduce_batch_size as should_reduce_batch_size
+from trainwright.core.names.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
+from trainwright.core.names.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
+from trainwright.core.names.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from trainwright.core.names.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
+from trainwright.core.names.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
 from trainwright.core.names.constants import MODEL_NAME as MODEL_NAME
 from trainwright.core.names.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
 from trainwright.core.names.constants import RNG_STATE_NAME as RNG_STATE_NAME
@@ -69,6 +83,7 @@ from trainwright.core.names.packages import is_cuda_available as is_cuda_availab
 from trainwright.core.names.packages import is_datasets_available as is_datasets_available
 from trainwright.core.names.packages import is_deepspeed_available as is_deepspeed_available
 from trainwright.core.names.packages import is_dvclive_available as is_dvclive_available
+from trainwright.core.names.packages import is_fp8_available as is_fp8_available
 from trainwright.core.names.packages import is_fp16_available as is_fp16_available
 from trainwright.core.names.packages import is_hpu_available as is_hpu_available
 from trainwright.core.names.packages import is_ipex_available as is_ipex_available
@@ -81,6 +96,7 @@ from trainwright.core.names.packages import is_musa_available as is_musa_availab
 from trainwright.core.names.packages import is_npu_available as is_npu_available
 from trainwright.core.names.packages import is_pandas_available as is_pandas_available
 from trainwright.core.names.packages import is_peft_available as is_peft_available
+from trainwright.core.names.packages import is_peft_model as is_peft_model
 from trainwright.core.names.packages import is_rich_available as is_rich_available
 from trainwright.core.names.packages import is_sagemaker_available as is_sagemaker_available
 from trainwright.core.names.packages import is_schedulefree_available as is_schedulefree_available
@@ -123,6 +139,7 @@ from trainwright.processes.random_states import synchronize_rng_state as synchro
 from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig as HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from trainwright.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from trainwright.strategies.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin

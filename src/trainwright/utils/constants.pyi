@@ -1,3 +1,8 @@
+from trainwright.core.names.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
+from trainwright.core.names.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
+from trainwright.core.names.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from trainwright.core.names.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
+from trainwright.core.names.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
 from trainwright.core.names.constants import MODEL_NAME as MODEL_NAME
 from trainwright.core.names.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
 from trainwright.core.names.constants import RNG_STATE_NAME as RNG_STATE_NAME

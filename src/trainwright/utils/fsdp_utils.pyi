@@ -1,2 +1,7 @@
+from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
+from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
+from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer
+from trainwright.accelerator.sharded_parts import save_fsdp_model as save_fsdp_model
+from trainwright.accelerator.sharded_parts import save_fsdp_optimizer as save_fsdp_optimizer
 from trainwright.processes.launcher import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from trainwright.processes.launcher import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading

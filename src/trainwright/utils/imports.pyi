@@ -8,6 +8,7 @@ from trainwright.core.names.packages import is_cuda_available as is_cuda_availab
 from trainwright.core.names.packages import is_datasets_available as is_datasets_available
 from trainwright.core.names.packages import is_deepspeed_available as is_deepspeed_available
 from trainwright.core.names.packages import is_dvclive_available as is_dvclive_available
+from trainwright.core.names.packages import is_fp8_available as is_fp8_available
 from trainwright.core.names.packages import is_fp16_available as is_fp16_available
 from trainwright.core.names.packages import is_hpu_available as is_hpu_available
 from trainwright.core.names.packages import is_ipex_available as is_ipex_available

@@ -16,5 +16,7 @@ from trainwright.bigmodels.maps.sizes import compute_module_sizes as compute_mod
 from trainwright.bigmodels.maps.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from trainwright.bigmodels.maps.sizes import find_tied_parameters as find_tied_parameters
 from trainwright.bigmodels.maps.sizes import get_max_layer_size as get_max_layer_size
+from trainwright.bigmodels.maps.sizes import named_module_tensors as named_module_tensors
 from trainwright.bigmodels.maps.sizes import retie_parameters as retie_parameters
+from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
 from trainwright.strategies.precision import get_grad_scaler as get_grad_scaler

@@ -75,3 +75,7 @@ def is_scheduler(value: object) -> bool:
         return True
     has = ("step", "state_dict", "load_state_dict", "optimizer")
     return not isinstance(value, (Optimizer, nn.Module)) and all(hasattr(value, name) for name in has)
+
+
+class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+    """A schedule that DeepSpeed advances and saves. There is none: `prepare` returns an `AcceleratedScheduler`."""

@@ -61,6 +61,11 @@ def is_out_of_memory(exception: BaseException) -> bool:
     return any(_says_so(error) for error in _chain(exception))
 
 
+def should_reduce_batch_size(exception: BaseException) -> bool:
+    """Return whether a smaller batch may avoid an error, under the name of Accelerate; see `is_out_of_memory`."""
+    return is_out_of_memory(exception)
+
+
 def _says_so(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True

@@ -125,10 +125,6 @@ _LIGHTNING = {
 }
 
 _ACCELERATE = {
-    "HfDeepSpeedConfig": (
-        "pass Trainer(strategy=DeepSpeedStrategy(…)); DeepSpeedStrategy.from_config reads the same configuration."
-    ),
-    "ParallelismConfig": "pass Trainer(strategy=TensorParallelStrategy(…)).",
     **_each(
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
         "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm",
@@ -154,7 +150,7 @@ _ACCELERATE = {
     "merge_fsdp_weights": "run `trainwright checkpoint export`.",
     **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
     **_each(
-        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper",
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
         "DeepSpeedStrategy holds the engine; do not access it directly.",
     ),
     **_each(

@@ -113,6 +113,19 @@ def is_fp16_available() -> bool:
     return torch.accelerator.is_available()
 
 
+def is_fp8_available() -> bool:
+    """Return whether a package that trains in 8 bits is installed: transformer_engine, torchao or msamp."""
+    return is_transformer_engine_available() or is_torchao_available() or is_msamp_available()
+
+
+def is_peft_model(model: object) -> bool:
+    """Return whether a model is a `PeftModel` of peft."""
+    if not is_peft_available():
+        return False
+    found: bool = isinstance(model, importlib.import_module("peft").PeftModel)
+    return found
+
+
 def compare_versions(library_or_version: str | object, operation: str, requirement_version: str) -> bool:
     """Compare the version of an installed package, or a version, with another one.
 

@@ -1,0 +1,125 @@
+"""Checkpoints of one model or one optimizer of a loop, under the names that Accelerate has for FSDP."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainwright.accelerator.loop_checkpoints import LoopCheckpoints, LoopObjects
+from trainwright.accelerator.project import ProjectConfiguration, StateFolders
+from trainwright.core.names.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+
+if TYPE_CHECKING:
+    from trainwright.accelerator.accelerator import Accelerator
+
+_Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: object,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: _Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write the weights of a prepared model as a checkpoint in a folder of `output_dir`. Collective.
+
+    Under a sharded strategy every rank writes its shards. `load_fsdp_model` reads the checkpoint under any strategy,
+    and restores the generators of all ranks.
+
+    Args:
+        fsdp_plugin, use_dcp: Make no difference.
+        accelerator: That prepared the model.
+        model: Prepared.
+        output_dir: Receives the folder `pytorch_model_fsdp_<model_index>`.
+        model_index: Default: 0.
+        adapter_only: Makes no difference: an adapter's base model is saved too. Default: False.
+    """
+    del fsdp_plugin, adapter_only, use_dcp
+    _save(accelerator, os.path.join(output_dir, f"{FSDP_MODEL_NAME}_{model_index}"), model)
+
+
+def load_fsdp_model(
+    fsdp_plugin: object,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: _Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_model` wrote. Every rank reads the folder. Arguments are those of `save_fsdp_model`.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or belongs to another model.
+        FileNotFoundError: There is none.
+    """
+    del fsdp_plugin, adapter_only, use_dcp
+    _load(accelerator, os.path.join(input_dir, f"{FSDP_MODEL_NAME}_{model_index}"), model)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: object,
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: _Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of a prepared optimizer in a folder of `output_dir`, by the names of parameters. Collective.
+
+    Args:
+        fsdp_plugin, use_dcp: Make no difference.
+        accelerator: That prepared the optimizer.
+        optimizer: Prepared.
+        model: The prepared model whose parameters it updates.
+        output_dir: Receives the folder `optimizer_<optimizer_index>`.
+        optimizer_index: Default: 0.
+    """
+    del fsdp_plugin, use_dcp
+    _save(accelerator, os.path.join(output_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"), model, optimizer)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: object,
+    accelerator: Accelerator,
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: _Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote. Every rank reads the folder. Arguments are those of it.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or belongs to another optimizer.
+        FileNotFoundError: There is none.
+    """
+    del fsdp_plugin, adapter_only, use_dcp
+    _load(accelerator, os.path.join(input_dir, f"{OPTIMIZER_NAME}_{optimizer_index}"), model, optimizer)
+
+
+def _save(accelerator: Accelerator, folder: str, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    _checkpoints(accelerator).save(folder, _objects(accelerator, model, optimizer))
+
+
+def _load(accelerator: Accelerator, folder: str, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    _checkpoints(accelerator).load(Path(folder), _objects(accelerator, model, optimizer))
+
+
+def _checkpoints(accelerator: Accelerator) -> LoopCheckpoints:
+    return LoopCheckpoints(accelerator.engine, StateFolders(ProjectConfiguration()))
+
+
+def _objects(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None) -> LoopObjects:
+    own = [] if optimizer is None else [accelerator.prepare_optimizer(optimizer)]
+    models = [accelerator.unwrap_model(model, keep_torch_compile=False)]
+    return LoopObjects(models, own, [], [], None, [], 0, weights=optimizer is None)

@@ -1,0 +1,136 @@
+"""Replace Hugging Face's accelerate by Trainwright, in one process."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.constants import ACCELERATE_VERSION
+
+_NAME = "accelerate"
+
+
+class StandIn:
+    """The replacement of accelerate by Trainwright, until `remove`. It is a context manager, too."""
+
+    def __init__(self, finder: _Finder) -> None:
+        self._finder = finder
+
+    def remove(self) -> None:
+        """Import the installed accelerate from now on. Names that were imported before keep their meaning."""
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+            for name in [name for name, module in sys.modules.items() if isinstance(module, _Module)]:
+                del sys.modules[name]
+
+    def __enter__(self) -> StandIn:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
+def as_accelerate() -> StandIn:
+    """Replace Hugging Face's accelerate by Trainwright in this process.
+
+    `import accelerate`, and each module of it, then imports the names of Trainwright. Libraries that train through
+    accelerate (transformers, peft, trl, diffusers) use Trainwright; accelerate need not be installed. Call it before
+    they are imported. A second call changes nothing. `python -m trainwright.as_accelerate script.py …` runs a script
+    this way.
+
+    Returns:
+        An object whose `remove()` imports the installed accelerate again. It is a context manager, too.
+
+    Raises:
+        ConfigurationError: accelerate is imported already.
+    """
+    present = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+    if present is not None:
+        return StandIn(present)
+    if _NAME in sys.modules:
+        raise ConfigurationError(
+            "accelerate is imported already, by this script or by a library such as transformers. Call "
+            "trainwright.as_accelerate() before they are imported, or start the script with "
+            "python -m trainwright.as_accelerate."
+        )
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    return StandIn(finder)
+
+
+class _Module(ModuleType):
+    """A module of accelerate, whose names are those of ours."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__version__" and self.__name__ == _NAME:
+            return ACCELERATE_VERSION
+        return getattr(import_module(_own(self.__name__)), name)
+
+
+class _Finder(DistributionFinder, Loader):
+    """Finds accelerate's modules here, and its metadata, by which libraries check its version."""
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        del path, target
+        own = find_spec(_own(fullname)) if fullname.partition(".")[0] == _NAME else None
+        return own and ModuleSpec(fullname, self, is_package=own.submodule_search_locations is not None)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        return [] if context is None or context.name != _NAME else [_Metadata()]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        import_module(_own(module.__name__))
+
+
+class _Metadata(Distribution):
+    """The metadata of accelerate, with the version that Trainwright replaces."""
+
+    def read_text(self, filename: str) -> str | None:
+        texts = {"METADATA": f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: {ACCELERATE_VERSION}\n"}
+        return texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        return Path(path)
+
+
+def _own(name: str) -> str:
+    return "trainwright" + name.removeprefix(_NAME)
+
+
+def run_script(arguments: Sequence[str]) -> None:
+    """Run a script, or with `-m` a module, with Trainwright instead of accelerate.
+
+    Args:
+        arguments: The script and its arguments.
+    """
+    if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
+        _show_usage()
+    as_accelerate()
+    if arguments[0] == "-m":
+        sys.argv[:] = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv[:] = list(arguments)
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _show_usage() -> NoReturn:
+    sys.exit(
+        "usage: python -m trainwright.as_accelerate script.py [arguments]\n"
+        "       python -m trainwright.as_accelerate -m module [arguments]\n\n"
+        "Run a script with Trainwright instead of Hugging Face's accelerate."
+    )

@@ -1,0 +1,1 @@
+from trainwright.strategies.fsdp.parallelism_config import ParallelismConfig as ParallelismConfig

@@ -1,0 +1,73 @@
+"""HfDeepSpeedConfig: DeepSpeed's configuration with look-ups by dotted key, as transformers extends it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.strategies.deepspeed.config import read_config
+
+
+class HfDeepSpeedConfig:
+    """DeepSpeed's configuration, with the methods of Hugging Face Accelerate's class of this name.
+
+    A value may change until the model is prepared: transformers fills in what is `"auto"`.
+
+    Args:
+        config_file_or_dict: The configuration, or the path of its JSON file.
+
+    Attributes:
+        config: A copy of the configuration.
+    """
+
+    def __init__(self, config_file_or_dict: str | Path | Mapping[str, Any]) -> None:
+        self.config = read_config(config_file_or_dict)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Return the dict that may hold a dotted key, None if there is none, and the last part of the key."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        return (node if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a dotted key, such as `"zero_optimization.stage"`."""
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Delete a dotted key.
+
+        Raises:
+            ConfigurationError: It does not exist, with `must_exist=True`.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ConfigurationError(f"DeepSpeed's configuration has no {ds_key_long!r}.")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether a key exists and its value is true."""
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether a key exists and its value is false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not value
+
+    def is_zero2(self) -> bool:
+        """Return whether gradients are sharded, and parameters are not."""
+        return bool(self.get_value("zero_optimization.stage") == 2)
+
+    def is_zero3(self) -> bool:
+        """Return whether parameters are sharded."""
+        return bool(self.get_value("zero_optimization.stage") == 3)
+
+    def is_offload(self) -> bool:
+        """Return whether optimizer states or parameters are offloaded."""
+        parts = ("offload_optimizer", "offload_param")
+        return any(self.get_value(f"zero_optimization.{part}.device") in ("cpu", "nvme") for part in parts)

@@ -1,0 +1,188 @@
+"""Trainwright in the place of accelerate: modules, metadata, scripts, and transformers' Trainer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset, SequentialSampler
+
+from tests.helpers.distributed import run_distributed
+
+_SCRIPT = """
+import importlib.metadata, sys
+import accelerate, accelerate.utils.operations
+from accelerate.data_loader import skip_first_batches
+import trainwright
+assert accelerate.Accelerator is trainwright.Accelerator
+assert accelerate.utils.operations.gather is trainwright.gather
+assert accelerate.__version__ == importlib.metadata.version("accelerate")
+assert not hasattr(accelerate, "no_such_name")
+try:
+    from accelerate import no_such_name
+except ImportError:
+    pass
+try:
+    import accelerate.no_such_module
+except ModuleNotFoundError:
+    pass
+print(sys.argv)
+"""
+
+
+def _run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+
+
+@pytest.mark.slow
+def test_a_script_imports_trainwright_as_accelerate(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = _run("-m", "trainwright.as_accelerate", str(script), "--flag", "1")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == str([str(script), "--flag", "1"])
+    found = _run("-m", "trainwright.as_accelerate", "-m", "script", "x", cwd=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert _run("-m", "trainwright.as_accelerate").stderr.startswith("usage:")
+
+
+@pytest.mark.slow
+def test_it_can_be_removed_and_refuses_an_imported_accelerate() -> None:
+    found = _run(
+        "-W",
+        "ignore",
+        "-c",
+        "import sys, trainwright\n"
+        "with trainwright.as_accelerate():\n"
+        "    trainwright.as_accelerate()\n"  # changes nothing
+        "    import accelerate.utils\n"
+        "    assert accelerate.Accelerator is trainwright.Accelerator\n"
+        "assert not any(name.startswith('accelerate') for name in sys.modules)\n"
+        "sys.modules['accelerate'] = sys\n"
+        "trainwright.as_accelerate()\n",
+    )
+    assert "accelerate is imported already" in found.stderr.strip().splitlines()[-1]
+
+
+class _Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Sentences of random tokens, of which some are padding without a label."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, 64, (16,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+_STEPS, _GROUP, _LR = 6, 16, 1e-3  # of two epochs; samples of an optimizer step
+
+
+def _language_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    return LlamaForCausalLM(config)
+
+
+def _by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train with a hand-written loop; returns the losses of all steps and the weights."""
+    model, data, losses = _language_model(), _Sentences(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
+    for step in range(_STEPS):
+        rows = [data[i % len(data)] for i in range(step * _GROUP, (step + 1) * _GROUP)]
+        tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
+        scores = model(input_ids=tokens).logits[:, :-1]
+        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model.state_dict()
+
+
+def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Train with transformers' Trainer; returns the losses of all steps and the class of its Accelerator."""
+    import trainwright
+
+    trainwright.as_accelerate()
+    from transformers import Trainer, TrainingArguments
+
+    class InOrder(Trainer):  # type: ignore[misc]  # it has no types
+        def _get_train_sampler(self, *args: object) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        num_train_epochs=2,
+        per_device_train_batch_size=_GROUP // (2 * dist.get_world_size()),
+        gradient_accumulation_steps=2,
+        learning_rate=_LR,
+        logging_steps=1,
+        save_steps=2,
+        eval_strategy="epoch",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    trainer = InOrder(model=_language_model(), args=arguments, train_dataset=_Sentences(), eval_dataset=_Sentences())
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / "last"))
+    history = trainer.state.log_history
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "evaluated": [entry["eval_loss"] for entry in history if "eval_loss" in entry],
+        "accelerator": type(trainer.accelerator).__module__,
+    }
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "fsdp, sharded files": {
+        "fsdp": True,
+        "fsdp_config": {
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.parametrize(("kind", "world_size"), [("ddp", 1), *((kind, 2) for kind in _OPTIONS)])
+def test_transformers_trains_and_resumes_on_us(kind: str, world_size: int, tmp_path: Path) -> None:
+    losses, weights = _by_hand()
+    found, *_ = run_distributed(_with_transformers, world_size, tmp_path, None, _OPTIONS[kind], timeout=120)
+    assert found["accelerator"].startswith("trainwright.")
+    torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
+    last = tmp_path / "last/model.safetensors"  # written unless each rank writes its shards
+    saved = load_file(last) if last.is_file() else {}
+    assert bool(saved) == (kind != "fsdp, sharded files")
+    for name, value in saved.items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    resume = str(tmp_path / "checkpoint-4")
+    again, *_ = run_distributed(_with_transformers, world_size, tmp_path, resume, _OPTIONS[kind], timeout=120)
+    assert again == found
+    assert all(torch.equal(value, saved[name]) for name, value in (load_file(last) if saved else {}).items())
+    assert json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["global_step"] == _STEPS
