@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +86,9 @@ class Place:
         fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
         num_rows: Samples of the current micro-batch if they may be fewer than in a full one; otherwise None.
         num_batches: micro-batches of this pass that the loop has received, skipped ones included.
+        received: Micro-batches that the loop has received and not yet begun, each with its part of the position. Used
+            while steps have several micro-batches.
+        fetched_ahead: True if the loop had received others when the newest micro-batch began.
     """
 
     weight: float | None = None
@@ -98,6 +103,43 @@ class Place:
     fresh: set[tuple[int, ...]] = field(default_factory=set)
     num_rows: int | None = None
     num_batches: int = 0
+    received: list[tuple[weakref.ref[torch.Tensor] | None, tuple[Any, ...]]] = field(default_factory=list)
+    fetched_ahead: bool = False
+
+    def receive(self, batch: Any) -> None:
+        """Record that the loop receives a micro-batch, whose position is the current one."""
+        while not isinstance(batch, torch.Tensor):
+            if isinstance(batch, Mapping):
+                batch = tuple(batch.values())
+            if not isinstance(batch, (list, tuple)) or not batch:
+                break
+            batch = batch[0]
+        tensor = weakref.ref(batch) if isinstance(batch, torch.Tensor) else None
+        if self.fetched_ahead or len(self.received) == _MOST_RECEIVED:
+            self.received.clear()  # the loop skips some, or begins none
+            self.fetched_ahead = False
+        self.received.append((tensor, _POSITION(self)))
+
+    def begin(self) -> None:
+        """Go to the position of the micro-batch that begins, of those that the loop has received.
+
+        A loop may fetch the micro-batches of a step first, and then begins them in their order. Micro-batches that it
+        has freed, or that are left when it fetches another one, were skipped.
+        """
+        received = self.received
+        while len(received) > 1 and (received[0][0] is None or received[0][0]() is None):
+            del received[0]
+        _, values = received.pop(0)
+        self.fetched_ahead = bool(received)
+        for name, value in zip(_POSITION_FIELDS, values, strict=True):
+            setattr(self, name, value)
+
+
+_POSITION_FIELDS = (
+    "weight", "divisor", "num_missing", "starts_group", "ends_group", "group", "carried", "position", "num_rows",
+)  # fmt: skip
+_MOST_RECEIVED = 256
+_POSITION = operator.attrgetter(*_POSITION_FIELDS)
 
 
 class Accumulation:
@@ -241,6 +283,8 @@ class Accumulation:
             self._num_counted += 1
             self.sync_gradients = self._num_counted % self.num_steps == 0
         else:
+            if place.received:
+                place.begin()
             self.sync_gradients = place.ends_group
             if place.ends_group and not self._open and not place.carried:
                 return
