@@ -6,33 +6,52 @@ received.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import get_scheduler
 
-from tests.accelerator.programs import autoregressive, classification, language_model
+from tests.accelerator.programs import (
+    autoregressive,
+    batch_size,
+    checkpointing,
+    classification,
+    cross_validation,
+    early_stopping,
+    gan,
+    language_model,
+    local_sgd,
+    multi_process_metrics,
+    schedule_free,
+    seedable_sampler,
+)
+from tests.accelerator.programs.synthetic import classifier, rows
 from tests.helpers.distributed import run_distributed
 from trainwright import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from trainwright.utils import set_seed
 
+on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
 Program = Callable[..., dict[str, Any]]
 Loss = Callable[[Any, Any], torch.Tensor]
+_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model)]
 _ENGINES = ["ddp", "fsdp", "zero2"]
 _TOLERANCES = {"ddp": 1e-6, "fsdp": 1e-6, "zero2": 2e-5}
 
 
-def _options(engine: str) -> dict[str, Any]:
+def _options(program: Program, engine: str) -> dict[str, Any]:
     if engine == "fsdp":
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="TRANSFORMER_BASED_WRAP")
-        return {"fsdp_plugin": plugin}
+        policy = "TRANSFORMER_BASED_WRAP" if program in _OF_TRANSFORMERS else "NO_WRAP"
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)}
     return {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)} if engine == "zero2" else {}
 
 
 def _rank(program: Program, engine: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return program(*arguments, **_options(engine))
+    return program(*arguments, **_options(program, engine))
 
 
 def _run(program: Program, engine: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -185,3 +204,191 @@ def test_samples_of_variable_length_are_weighted_by_their_tokens() -> None:
 def test_samples_of_variable_length_are_weighted_by_their_tokens_on_two_ranks(engine: str) -> None:
     found = _run(autoregressive.training_function, engine, _AUTOREGRESSIVE)
     _check(found, _accumulate(found), engine)
+
+
+# Programs that train the classifier of rows
+
+_SMALL = {"lr": 0.02, "num_epochs": 2, "seed": 3}
+
+
+def _train_rows(found: list[dict[str, Any]], seed: int = 3, *, warms_up: int = 0, accumulate: int = 1) -> Any:
+    set_seed(seed)
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warms_up) if warms_up else None
+    return _by_hand(found, model, optimizer, _cross_entropy, scheduler=scheduler, accumulate=accumulate)
+
+
+def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _find(program: Program, engine: str | None, *arguments: Any) -> list[dict[str, Any]]:
+    return [program(*arguments)] if engine is None else _run(program, engine, *arguments)
+
+
+all_engines = pytest.mark.parametrize(
+    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES)]
+)
+one_and_two_ranks = pytest.mark.parametrize("engine", [None, pytest.param("ddp", marks=on_two_ranks)])
+
+
+@all_engines
+def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> None:
+    found = _find(cross_validation.training_function, engine, {**_SMALL, "batch_size": 4})
+    for i in range(3):
+        fold = [rank["folds"][i] for rank in found]
+        _check(fold, _train_rows(fold, 3 + i, warms_up=4), engine)
+    for rank in found:
+        assert [metric["num"] for metric in rank["metrics"]] == [8] * 6
+        assert rank["test"] == found[0]["test"]
+        assert rank["test"]["num"] == 11
+
+
+@all_engines
+@pytest.mark.parametrize(
+    ("checkpointing_steps", "path"), [("epoch", "epoch_0"), ("epoch", "newest"), ("3", "step_3"), ("3", "newest")]
+)
+def test_a_program_resumes_by_epoch_and_by_step(
+    checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
+) -> None:
+    config = {**_SMALL, "num_epochs": 2, "output_dir": str(tmp_path), "checkpointing_steps": checkpointing_steps}
+    program = checkpointing.training_function
+    found = _find(program, engine, {**config, "resume_from_checkpoint": None})
+    _check(found, _train_rows(found, warms_up=12), engine)
+    if path == "newest":
+        states = sorted(tmp_path.iterdir(), key=os.path.getctime)
+        start = int(states[-1].name.split("_")[1])
+        start = (start + 1) * found[0]["step"] // 2 if checkpointing_steps == "epoch" else start
+        config["num_epochs"] = 3
+    else:
+        start = 3 if path == "step_3" else found[0]["step"] // 2
+        path = str(tmp_path / path)
+    resumed = _find(program, engine, {**config, "resume_from_checkpoint": path})
+    for rank, again in zip(found, resumed, strict=True):
+        assert again["step"] == found[0]["step"] // 2 * config["num_epochs"]
+        rest = rank["losses"][start:]
+        assert again["losses"][: len(rest)] == rest
+        assert len(again["losses"]) == again["step"] - start
+
+
+@all_engines
+def test_early_stopping_stops_all_ranks_in_the_same_step(engine: str | None) -> None:
+    found = _find(early_stopping.training_function, engine, _SMALL)
+    assert any(rank["stopped"] for rank in found)
+    assert len({len(rank["losses"]) for rank in found}) == 1
+    _check(found, _train_rows(found), engine)
+
+
+@one_and_two_ranks
+def test_local_sgd_averages_models_of_ranks(engine: str | None) -> None:
+    config = {**_SMALL, "accumulate": 2, "local_sgd_steps": 2}
+    found = _find(local_sgd.training_function, engine, config)
+    models, optimizers, losses = [], [], [[] for _ in found]  # type: ignore[var-annotated]
+    for _ in found:
+        set_seed(3)
+        models.append(classifier())
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=0.02))
+    num = len(found[0]["batches"])
+    for index in range(num):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = _cross_entropy(model, found[rank]["batches"][index])
+            losses[rank].append(loss.item())
+            (loss / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if index % 4 == 3 or index == num // 2 - 1:
+            for weights in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([weight.data for weight in weights]).mean(0)
+                for weight in weights:
+                    weight.data.copy_(mean)
+    _check(found, losses, engine)
+    assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
+    assert all(rank["metrics"] == found[0]["metrics"] for rank in found)
+
+
+@all_engines
+def test_a_batch_size_is_found_and_accumulates_to_the_wanted_one(engine: str | None) -> None:
+    found = _find(batch_size.training_function, engine, {**_SMALL, "batch_size": 16, "fits": 4})
+    assert all(rank["tried"] == [16, 8, 4] for rank in found)
+    _check(found, _train_rows(found, accumulate=4), engine)
+
+
+@one_and_two_ranks
+@pytest.mark.parametrize("num", [11, 16, 25])
+def test_metrics_cut_padding_by_hand(engine: str | None, num: int) -> None:
+    set_seed(3)
+    inputs, labels = rows(num).tensors
+    right = (classifier()(inputs).argmax(-1) == labels).float().mean().item()
+    for rank in _find(multi_process_metrics.evaluation_function, engine, {**_SMALL, "num": num}):
+        assert rank["metric"] == {"accuracy": pytest.approx(right), "num": num}
+        assert sorted(rank["seen"][:, 0].tolist()) == sorted(inputs[:, 0].tolist())
+
+
+@all_engines
+def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine: str | None) -> None:
+    found = _find(schedule_free.training_function, engine, {**_SMALL, "lr": 0.5})
+    set_seed(3)
+    model, evaluations = classifier(), []
+    optimizer = schedule_free.ScheduleFreeSGD(model.parameters(), lr=0.5)
+    half = len(found[0]["batches"]) // 2
+    losses: list[list[float]] = [[] for _ in found]
+    for epoch in (slice(None, half), slice(half, None)):
+        optimizer.train()
+        part = [{"batches": rank["batches"][epoch]} for rank in found]
+        for rank, more in zip(losses, _by_hand(part, model, optimizer, _cross_entropy), strict=True):
+            rank += more
+        optimizer.eval()
+        evaluations.append(model(rows(5, seed=1).tensors[0]).detach())
+    _check(found, losses, engine)
+    tolerance = 0.0 if engine is None else 1e-5
+    for rank in found:
+        torch.testing.assert_close(torch.tensor(rank["evaluations"]), torch.stack(evaluations), atol=tolerance, rtol=0)
+
+
+@all_engines
+@pytest.mark.parametrize("sampler", [False, True])
+def test_shuffled_data_has_the_order_of_a_seed(engine: str | None, sampler: bool) -> None:
+    found = _find(seedable_sampler.training_function, engine, {**_SMALL, "sampler": sampler})
+    _check(found, _train_rows(found), engine)
+    again = seedable_sampler.training_function({**_SMALL, "sampler": sampler})
+    for epoch in range(2):
+        num = len(found[0]["batches"]) // 2
+        read = [batch[0] for rank in found for batch in rank["batches"][epoch * num :][:num]]
+        assert sorted(torch.cat(read)[:, 0].tolist()) == sorted(rows(32).tensors[0][:, 0].tolist())
+    first, second = (torch.cat([batch[0] for batch in again["batches"][i : i + 8]]) for i in (0, 8))
+    assert not torch.equal(first, second)
+    interleaved = [batch[0] for one in zip(*(rank["batches"] for rank in found), strict=True) for batch in one]
+    torch.testing.assert_close(torch.cat(interleaved), torch.cat([first, second]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES if engine != "zero2")]
+)
+def test_two_models_train_against_each_other(engine: str | None) -> None:
+    found = _find(gan.training_function, engine, {**_SMALL, "accumulate": 1})
+    set_seed(3)
+    generator, discriminator = gan.make_models()
+    optimizers = [
+        torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.5, 0.999)) for model in (generator, discriminator)
+    ]
+    losses: list[list[float]] = [[] for _ in found]
+    losses_g: list[list[float]] = [[] for _ in found]
+    for batches in zip(*(rank["batches"] for rank in found), strict=True):
+        for rank, (real, latent) in enumerate(batches):
+            loss = gan.adversarial_loss(discriminator, real, True)
+            loss = loss + gan.adversarial_loss(discriminator, generator(latent).detach(), False)
+            losses[rank].append(loss.item())
+            (loss / len(found)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        for rank, (_, latent) in enumerate(batches):
+            loss = gan.adversarial_loss(discriminator, generator(latent), True)
+            losses_g[rank].append(loss.item())
+            (loss / len(found)).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    _check(found, losses, engine)
+    _check([{"losses": rank["losses_g"]} for rank in found], losses_g, engine)
