@@ -33,6 +33,7 @@ from tests.accelerator.programs import (
 from tests.accelerator.programs.synthetic import classifier, rows
 from tests.helpers.distributed import run_distributed
 from trainwright import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainwright.core.errors import ConfigurationError
 from trainwright.utils import set_seed
 
 on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
@@ -392,3 +393,16 @@ def test_two_models_train_against_each_other(engine: str | None) -> None:
             optimizer.zero_grad()
     _check(found, losses, engine)
     _check([{"losses": rank["losses_g"]} for rank in found], losses_g, engine)
+
+
+def _switch_at_stage_3() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        schedule_free.training_function(_SMALL, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_schedule_free_optimizer_is_an_error_at_stage_3() -> None:
+    for message in run_distributed(_switch_at_stage_3, 2, init=False, timeout=240):
+        assert "takes the parameters from ScheduleFreeSGD between two steps" in message
