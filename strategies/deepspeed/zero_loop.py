@@ -65,8 +65,10 @@ class ZeroGradients(Gradients):
         if model.is_complete:
             raise ConfigurationError(
                 "backward() was called twice after the last micro-batch of a step, and an engine of DeepSpeed has "
-                "averaged the gradients in the first call. Add the losses and call backward once, within "
-                "accelerator.accumulate(model), and leave sync_each_batch out."
+                "averaged the gradients in the first call. To accumulate gradients, set "
+                "Accelerator(gradient_accumulation_steps=n), call backward and step within "
+                "accelerator.accumulate(model), and leave sync_each_batch out. To sum losses, add them and call "
+                "backward once."
             )
         model.holds_gradients, model.is_complete = True, boundary
         model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)

@@ -68,6 +68,7 @@ def _by_hand(
     scheduler: Any = None,
     accumulate: int = 1,
     num_items: Callable[[Any], Any] | None = None,
+    weight_of: Callable[[int, int], float] = lambda rank, index: 1.0,
 ) -> list[list[float]]:
     """Train on the micro-batches of all ranks of a program, and return each rank's losses.
 
@@ -80,6 +81,7 @@ def _by_hand(
         accumulate: Micro-batches of a step.
         num_items: Returns the items of a batch: the loss is a sum, which is divided by those of a step. Default: None,
             where the loss is a mean.
+        weight_of: Returns the weight of a rank's micro-batch, by its index.
     """
     losses: list[list[float]] = [[] for _ in found]
     num = len(found[0]["batches"])
@@ -89,10 +91,10 @@ def _by_hand(
         if num_items is not None:
             divisor = sum(int(num_items(batch)) for batches in group for batch in batches)
         for rank, batches in enumerate(group):
-            for batch in batches:
+            for index, batch in enumerate(batches, start=start):
                 loss = loss_of(model, batch)
                 losses[rank].append(loss.item())
-                (loss / divisor).backward()
+                (loss * weight_of(rank, index) / divisor).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
@@ -178,7 +180,7 @@ def test_a_language_model_trains_on_packed_blocks_on_two_ranks(engine: str) -> N
 _AUTOREGRESSIVE = {"lr": 1e-2, "num_epochs": 2, "seed": 1, "gradient_accumulation_steps": 2, "num": 24}
 
 
-def _accumulate(found: list[dict[str, Any]]) -> list[list[float]]:
+def _accumulate(found: list[dict[str, Any]], weight_of: Any = lambda rank, index: 1.0) -> list[list[float]]:
     set_seed(1)
     model = language_model.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -191,7 +193,7 @@ def _accumulate(found: list[dict[str, Any]]) -> list[list[float]]:
         found: torch.Tensor = batch["labels"][:, 1:].ne(-100).sum()
         return found
 
-    return _by_hand(found, model, optimizer, loss_of, accumulate=2, num_items=tokens)
+    return _by_hand(found, model, optimizer, loss_of, accumulate=2, num_items=tokens, weight_of=weight_of)
 
 
 def test_samples_of_variable_length_are_weighted_by_their_tokens() -> None:
@@ -205,6 +207,22 @@ def test_samples_of_variable_length_are_weighted_by_their_tokens() -> None:
 def test_samples_of_variable_length_are_weighted_by_their_tokens_on_two_ranks(engine: str) -> None:
     found = _run(autoregressive.training_function, engine, _AUTOREGRESSIVE)
     _check(found, _accumulate(found), engine)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_a_rank_without_data_weighs_nothing_if_a_step_is_fetched_first(engine: str) -> None:
+    found = _run(autoregressive.training_function, engine, {**_AUTOREGRESSIVE, "num": 22})
+
+    def weight_of(rank: int, index: int) -> float:
+        """Three of four micro-batches of the last step of a pass are real."""
+        if index % 6 < 4:
+            return 1.0
+        return 0.0 if (rank, index % 6) == (1, 5) else 4 / 3
+
+    assert len(found[0]["losses"]) == 12
+    _check(found, _accumulate(found, weight_of), engine)
 
 
 # Programs that train the classifier of rows

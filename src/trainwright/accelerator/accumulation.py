@@ -169,6 +169,7 @@ class Accumulation:
         self.sync_with_dataloader = sync_with_dataloader
         self.short_group = short_group
         self.sync_gradients = True
+        self.in_micro_batch = False  # within a block of `accumulate`
         self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
         self.num_micro_batches = 0  # that have begun, over all loops
         self.num_groups = 0  # that loaders have begun, over all passes
@@ -193,6 +194,8 @@ class Accumulation:
         if not self._passes:
             return loss if self.num_steps == 1 else loss / self.num_steps
         place = self._passes[-1][1]
+        if place.received and not self.in_micro_batch:
+            place.begin()
         if place.num_missing and self.warns:
             self._warn(place.num_missing)
         if place.fresh and tuple(map(id, self.models)) in place.fresh:
