@@ -27,6 +27,7 @@ from tests.accelerator.programs import (
     language_model,
     local_sgd,
     multi_process_metrics,
+    saving,
     schedule_free,
     seedable_sampler,
 )
@@ -39,7 +40,7 @@ from trainwright.utils import set_seed
 on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
 Program = Callable[..., dict[str, Any]]
 Loss = Callable[[Any, Any], torch.Tensor]
-_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model)]
+_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model, saving)]
 _ENGINES = ["ddp", "fsdp", "zero2"]
 _TOLERANCES = {"ddp": 1e-6, "fsdp": 1e-6, "zero2": 2e-5}
 
@@ -424,3 +425,16 @@ def _switch_at_stage_3() -> str:
 def test_a_schedule_free_optimizer_is_an_error_at_stage_3() -> None:
     for message in run_distributed(_switch_at_stage_3, 2, init=False, timeout=240):
         assert "takes the parameters from ScheduleFreeSGD between two steps" in message
+
+
+@all_engines
+def test_a_trained_model_is_saved_for_transformers(engine: str | None, tmp_path: Path) -> None:
+    found = _find(saving.training_function, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")})
+    set_seed(1)
+    model: Any = language_model.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+    _check(found, _by_hand(found, model, optimizer, lambda model, batch: model(**batch).loss), engine)
+    saved = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    tolerance = 0.0 if engine is None else 1e-5
+    torch.testing.assert_close(dict(saved), dict(model.state_dict()), atol=tolerance, rtol=0)

@@ -7,19 +7,13 @@ from typing import Any
 import torch
 from torch.optim import AdamW
 from torch.utils.data import DataLoader
-from transformers import (
-    BatchEncoding,
-    BertConfig,
-    BertForSequenceClassification,
-    get_linear_schedule_with_warmup,
-)
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
 from tests.accelerator.programs.synthetic import Accuracy, Record, sentences
 from trainwright import Accelerator
 from trainwright.utils import set_seed
 
-MAX_GPU_BATCH_SIZE = 4
-EVAL_BATCH_SIZE = 4
+MAX_GPU_BATCH_SIZE, EVAL_BATCH_SIZE = 4, 4
 
 
 def make_model() -> Any:
@@ -51,16 +45,14 @@ def get_dataloaders(batch_size: int, num: int) -> tuple[Any, Any]:
 def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Train and evaluate for each epoch."""
     accelerator = Accelerator(**options)
-    lr, num_epochs, seed, batch_size = config["lr"], config["num_epochs"], config["seed"], config["batch_size"]
-    metric, record, metrics = Accuracy(), Record(), []
-    gradient_accumulation_steps = 1
+    metric, record, metrics, gradient_accumulation_steps = Accuracy(), Record(), [], 1
+    num_epochs, batch_size = config["num_epochs"], config["batch_size"]
     if batch_size > MAX_GPU_BATCH_SIZE:
-        gradient_accumulation_steps = batch_size // MAX_GPU_BATCH_SIZE
-        batch_size = MAX_GPU_BATCH_SIZE
-    set_seed(seed)
+        gradient_accumulation_steps, batch_size = batch_size // MAX_GPU_BATCH_SIZE, MAX_GPU_BATCH_SIZE
+    set_seed(config["seed"])
     train_dataloader, eval_dataloader = get_dataloaders(batch_size, config["num"])
     model = make_model().to(accelerator.device)
-    optimizer: Any = AdamW(params=model.parameters(), lr=lr)
+    optimizer: Any = AdamW(params=model.parameters(), lr=config["lr"])
     total = (len(train_dataloader) * num_epochs) // gradient_accumulation_steps
     lr_scheduler: Any = get_linear_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=total)
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
@@ -70,11 +62,9 @@ def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
         model.train()
         for step, batch in enumerate(train_dataloader):
             batch.to(accelerator.device)
-            outputs = model(**batch)
-            loss = outputs.loss
+            loss = model(**batch).loss
             record.add(batch, loss)
-            loss = loss / gradient_accumulation_steps
-            accelerator.backward(loss)
+            accelerator.backward(loss / gradient_accumulation_steps)
             if step % gradient_accumulation_steps == 0:
                 optimizer.step()
                 lr_scheduler.step()
@@ -84,9 +74,7 @@ def training_function(config: dict[str, Any], **options: Any) -> dict[str, Any]:
             batch.to(accelerator.device)
             with torch.no_grad():
                 outputs = model(**batch)
-            predictions = outputs.logits.argmax(dim=-1)
-            predictions, references = accelerator.gather_for_metrics((predictions, batch["labels"]))
-            metric.add_batch(predictions=predictions, references=references)
+            metric.add_batch(*accelerator.gather_for_metrics((outputs.logits.argmax(dim=-1), batch["labels"])))
         metrics.append(metric.compute())
     accelerator.end_training()
     return {"batches": record.batches, "losses": record.losses, "metrics": metrics, "total": total}

@@ -33,7 +33,7 @@ def group_texts(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def num_tokens(batch: Any) -> torch.Tensor:
-    """Return the number of predicted tokens: the first label of a block has no prediction."""
+    """Return the number of predicted tokens."""
     return (batch["labels"][:, 1:] != -100).sum()
 
 
@@ -52,11 +52,10 @@ def training_function(args: dict[str, Any], **options: Any) -> dict[str, Any]:
         {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
     ]  # fmt: skip
     optimizer: Any = torch.optim.AdamW(optimizer_grouped_parameters, lr=args["lr"])
-    total = math.ceil(len(train_dataloader) / steps) * args["num_train_epochs"]
+    total = len(train_dataloader) // steps * args["num_train_epochs"]
     lr_scheduler: Any = get_scheduler("linear", optimizer, 1, total)
-    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
-        model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
-    )
+    prepared = accelerator.prepare(model, optimizer, train_dataloader, eval_dataloader, lr_scheduler)
+    model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = prepared
     for _ in range(args["num_train_epochs"]):
         model.train()
         training_iterator = iter(train_dataloader)
@@ -75,8 +74,7 @@ def training_function(args: dict[str, Any], **options: Any) -> dict[str, Any]:
         losses = []
         for batch in eval_dataloader:
             with torch.no_grad():
-                outputs = model(**batch)
-            losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(2)))
+                losses.append(accelerator.gather_for_metrics(model(**batch).loss.repeat(2)))
         perplexities.append(math.exp(torch.cat(losses)[:13].mean()))
     accelerator.end_training()
     return {"batches": record.batches, "losses": record.losses, "perplexities": perplexities, "total": total}
