@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from tests.accelerator.programs import (
@@ -33,7 +34,7 @@ from tests.accelerator.programs import (
 )
 from tests.accelerator.programs.synthetic import classifier, rows
 from tests.helpers.distributed import run_distributed
-from trainwright import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainwright import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from trainwright.core.errors import ConfigurationError
 from trainwright.utils import set_seed
 
@@ -412,6 +413,43 @@ def test_two_models_train_against_each_other(engine: str | None) -> None:
             optimizer.zero_grad()
     _check(found, losses, engine)
     _check([{"losses": rank["losses_g"]} for rank in found], losses_g, engine)
+
+
+def _resume_schedule_free(folder: str, **options: Any) -> dict[str, Any]:
+    """Save after two steps, evaluate after eight, and continue from the state."""
+    accelerator = Accelerator(seed=3, **options)
+    found = []
+    for resumes in (False, True):
+        set_seed(3)
+        model = classifier()
+        optimizer: Any = schedule_free.ScheduleFreeSGD(model.parameters(), lr=0.5)
+        loader: Any = DataLoader(rows(64), shuffle=True, batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if resumes:
+            accelerator.load_state(folder)
+        optimizer.train()
+        losses = []
+        for step, batch in enumerate(loader):
+            loss = _cross_entropy(model, batch)
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and not resumes:
+                accelerator.save_state(folder)
+        optimizer.eval()
+        found.append((losses, model(rows(5, seed=1).tensors[0]).tolist()))
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    accelerator.end_training()
+    return {"found": found}
+
+
+@all_engines
+def test_a_schedule_free_optimizer_resumes(engine: str | None, tmp_path: Path) -> None:
+    for rank in _find(_resume_schedule_free, engine, str(tmp_path / "state")):
+        (losses, outputs), (resumed, resumed_outputs) = rank["found"]
+        assert resumed == losses[2:]
+        assert resumed_outputs == outputs
 
 
 def _switch_at_stage_3() -> str:
