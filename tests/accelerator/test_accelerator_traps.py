@@ -372,3 +372,12 @@ def test_a_loop_may_fetch_the_micro_batches_of_a_step_first_or_skip_some(skips: 
         for batch in [next(iterator) for _ in range(2)]:
             train(batch)
     assert steps == [False, True, False, True]
+
+
+def test_an_accelerator_is_pickled_while_its_loader_is_read() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    net, loader = accelerator.prepare(_net(), _loader(batch_size=2))
+    for batch in loader:
+        with accelerator.accumulate(net):
+            accelerator.backward(net(batch[0]).mean())
+            assert pickle.loads(pickle.dumps(accelerator)).sync_gradients == accelerator.sync_gradients

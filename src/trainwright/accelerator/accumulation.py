@@ -6,7 +6,7 @@ import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -105,6 +105,10 @@ class Place:
     num_batches: int = 0
     received: list[tuple[weakref.ref[torch.Tensor] | None, tuple[Any, ...]]] = field(default_factory=list)
     fetched_ahead: bool = False
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Return the position without references to micro-batches, which belong to the loop of this process."""
+        return None, {each.name: getattr(self, each.name) for each in fields(self)} | {"received": []}
 
     def receive(self, batch: Any) -> None:
         """Record that the loop receives a micro-batch, whose position is the current one."""
