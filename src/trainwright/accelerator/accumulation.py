@@ -140,8 +140,16 @@ class Place:
 
 
 _POSITION_FIELDS = (
-    "weight", "divisor", "num_missing", "starts_group", "ends_group", "group", "carried", "position", "num_rows",
-)  # fmt: skip
+    "weight",
+    "divisor",
+    "num_missing",
+    "starts_group",
+    "ends_group",
+    "group",
+    "carried",
+    "position",
+    "num_rows",
+)
 _MOST_RECEIVED = 256
 _POSITION = operator.attrgetter(*_POSITION_FIELDS)
 

@@ -50,7 +50,7 @@ def training_function(args: dict[str, Any], **options: Any) -> dict[str, Any]:
     optimizer_grouped_parameters: Any = [
         {"params": [p for n, p in named if not any(nd in n for nd in no_decay)], "weight_decay": 0.1},
         {"params": [p for n, p in named if any(nd in n for nd in no_decay)], "weight_decay": 0.0},
-    ]  # fmt: skip
+    ]
     optimizer: Any = torch.optim.AdamW(optimizer_grouped_parameters, lr=args["lr"])
     total = len(train_dataloader) // steps * args["num_train_epochs"]
     lr_scheduler: Any = get_scheduler("linear", optimizer, 1, total)
