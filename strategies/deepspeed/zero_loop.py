@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.tree import map_tensors
 from trainwright.strategies.deepspeed.zero_model import ZeroModel
+from trainwright.strategies.deepspeed.zero_pieces import FlatPieces
 from trainwright.strategies.steps.gradients import (
     GradientClip,
     Gradients,
@@ -63,8 +65,10 @@ class ZeroGradients(Gradients):
         if model.is_complete:
             raise ConfigurationError(
                 "backward() was called twice after the last micro-batch of a step, and an engine of DeepSpeed has "
-                "averaged the gradients in the first call. Add the losses and call backward once, within "
-                "accelerator.accumulate(model), and leave sync_each_batch out."
+                "averaged the gradients in the first call. To accumulate gradients, set "
+                "Accelerator(gradient_accumulation_steps=n), call backward and step within "
+                "accelerator.accumulate(model), and leave sync_each_batch out. To sum losses, add them and call "
+                "backward once."
             )
         model.holds_gradients, model.is_complete = True, boundary
         model.engine.backward(loss, retain_graph=retain, scale_wrt_gas=False)
@@ -150,7 +154,24 @@ class ZeroOptimizer(Optimizer):
             self._gradients.free(self.zero.model.parameters())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
+        found = getattr(self.optimizer, name)
+        return partial(self._switch, name, found) if name in ("train", "eval") else found
+
+    def _switch(self, name: str, switch: Callable[[], Any]) -> None:
+        """Switch an optimizer with two sets of weights, and update the model from its shards. Collective.
+
+        Raises:
+            ConfigurationError: The engine is at stage 3, where the optimizer holds no parameters between its steps.
+        """
+        pieces = self.zero.pieces
+        if pieces is not None and not isinstance(pieces, FlatPieces):
+            raise ConfigurationError(
+                f"optimizer.{name}(): DeepSpeed's stage 3 takes the parameters from {type(self.optimizer).__name__} "
+                "between two steps, and it cannot switch its weights. Use stage 2 or 1, or FSDP."
+            )
+        switch()
+        if pieces is not None:
+            pieces.update_model()
 
     def __repr__(self) -> str:
         """Show the optimizer."""

@@ -224,6 +224,10 @@ class FlatPieces(ZeroPieces):
             zero.reset_cpu_buffers()
             zero._offload_accumulated_param_ids = set()
 
+    def update_model(self) -> None:
+        """Copy the optimizer's shards of the weights to the model on every rank. Collective."""
+        self.zero.update_lp_params()
+
     def after_loading(self) -> None:
         self.zero._hp_optimizer_states_linked = False
         if self.states:

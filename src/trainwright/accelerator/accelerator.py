@@ -513,7 +513,8 @@ class Accelerator:
             models: trained within the block, with one forward and backward each.
         """
         accumulation = self._accumulation
-        outer, accumulation.models = accumulation.models, models
+        outer, accumulation.models = (accumulation.models, accumulation.in_micro_batch), models
+        accumulation.in_micro_batch = True
         try:
             accumulation.begin_micro_batch(models, self._accumulated_parameters)
             with ExitStack() as stack:
@@ -523,7 +524,7 @@ class Accelerator:
                 yield
             accumulation.end_micro_batch(models)
         finally:
-            accumulation.models = outer
+            accumulation.models, accumulation.in_micro_batch = outer
 
     def _accumulated_parameters(self) -> list[torch.Tensor]:
         """Return the parameters of the current group: those of its models and of their optimizers."""

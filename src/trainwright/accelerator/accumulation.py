@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -84,6 +86,9 @@ class Place:
         fresh: Sets of models that had none of the carried micro-batches; their losses are divided by the others alone.
         num_rows: Samples of the current micro-batch if they may be fewer than in a full one; otherwise None.
         num_batches: micro-batches of this pass that the loop has received, skipped ones included.
+        received: Micro-batches that the loop has received and not yet begun, each with its part of the position. Used
+            while steps have several micro-batches.
+        fetched_ahead: True if the loop had received others when the newest micro-batch began.
     """
 
     weight: float | None = None
@@ -98,6 +103,55 @@ class Place:
     fresh: set[tuple[int, ...]] = field(default_factory=set)
     num_rows: int | None = None
     num_batches: int = 0
+    received: list[tuple[weakref.ref[torch.Tensor] | None, tuple[Any, ...]]] = field(default_factory=list)
+    fetched_ahead: bool = False
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Return the position without references to micro-batches, which belong to the loop of this process."""
+        return None, {each.name: getattr(self, each.name) for each in fields(self)} | {"received": []}
+
+    def receive(self, batch: Any) -> None:
+        """Record that the loop receives a micro-batch, whose position is the current one."""
+        while not isinstance(batch, torch.Tensor):
+            if isinstance(batch, Mapping):
+                batch = tuple(batch.values())
+            if not isinstance(batch, (list, tuple)) or not batch:
+                break
+            batch = batch[0]
+        tensor = weakref.ref(batch) if isinstance(batch, torch.Tensor) else None
+        if self.fetched_ahead or len(self.received) == _MOST_RECEIVED:
+            self.received.clear()  # the loop skips some, or begins none
+            self.fetched_ahead = False
+        self.received.append((tensor, _POSITION(self)))
+
+    def begin(self) -> None:
+        """Go to the position of the micro-batch that begins, of those that the loop has received.
+
+        A loop may fetch the micro-batches of a step first, and then begins them in their order. Micro-batches that it
+        has freed, or that are left when it fetches another one, were skipped.
+        """
+        received = self.received
+        while len(received) > 1 and (received[0][0] is None or received[0][0]() is None):
+            del received[0]
+        _, values = received.pop(0)
+        self.fetched_ahead = bool(received)
+        for name, value in zip(_POSITION_FIELDS, values, strict=True):
+            setattr(self, name, value)
+
+
+_POSITION_FIELDS = (
+    "weight",
+    "divisor",
+    "num_missing",
+    "starts_group",
+    "ends_group",
+    "group",
+    "carried",
+    "position",
+    "num_rows",
+)
+_MOST_RECEIVED = 256
+_POSITION = operator.attrgetter(*_POSITION_FIELDS)
 
 
 class Accumulation:
@@ -127,6 +181,7 @@ class Accumulation:
         self.sync_with_dataloader = sync_with_dataloader
         self.short_group = short_group
         self.sync_gradients = True
+        self.in_micro_batch = False  # within a block of `accumulate`
         self.models: Sequence[nn.Module] = ()  # that the present micro-batch trains; none: all
         self.num_micro_batches = 0  # that have begun, over all loops
         self.num_groups = 0  # that loaders have begun, over all passes
@@ -154,6 +209,8 @@ class Accumulation:
         if not self._passes:
             return loss if self.num_steps == 1 else loss / self.num_steps
         place = self._passes[-1][1]
+        if place.received and not self.in_micro_batch:
+            place.begin()
         if place.num_missing and self.warns:
             self._warn(place.num_missing)
         if place.fresh and tuple(map(id, self.models)) in place.fresh:
@@ -254,6 +311,8 @@ class Accumulation:
             self._num_counted += 1
             self.sync_gradients = self._num_counted % self.num_steps == 0
         else:
+            if place.received:
+                place.begin()
             self.sync_gradients = place.ends_group
             if place.ends_group and not self._open and not place.carried:
                 return

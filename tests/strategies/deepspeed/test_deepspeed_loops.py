@@ -198,4 +198,4 @@ def test_what_an_engine_cannot_train_is_refused() -> None:
         assert "2 optimizers hold parameters of Net" in several
         assert "holds parameters of Net and others" in shared
         assert "after the forwards of 2 models" in joint
-        assert "Add the losses and call backward once" in twice
+        assert "To sum losses, add them and call backward once" in twice

@@ -146,6 +146,8 @@ class AcceleratedLoader(SkippableLoader):
                     place.num_batches += 1
                     if self._mover is not None:
                         batch = self._mover(batch)
+                    if steps > 1:
+                        place.receive(batch)
                     yield batch
                     del batch
                 carried = 0

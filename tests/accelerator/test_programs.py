@@ -1,0 +1,478 @@
+"""Whole programs written for Accelerate train to the losses of loops in plain PyTorch, under each engine.
+
+The programs are the files of `programs/`. A loop in one process trains on the micro-batches that the ranks of a program
+received.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import get_scheduler
+
+from tests.accelerator.programs import (
+    autoregressive,
+    batch_size,
+    checkpointing,
+    classification,
+    cross_validation,
+    early_stopping,
+    gan,
+    language_model,
+    local_sgd,
+    multi_process_metrics,
+    saving,
+    schedule_free,
+    seedable_sampler,
+)
+from tests.accelerator.programs.synthetic import classifier, rows
+from tests.helpers.distributed import run_distributed
+from trainwright import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from trainwright.core.errors import ConfigurationError
+from trainwright.utils import set_seed
+
+on_two_ranks = [pytest.mark.distributed, pytest.mark.slow]
+Program = Callable[..., dict[str, Any]]
+Loss = Callable[[Any, Any], torch.Tensor]
+_OF_TRANSFORMERS = [module.training_function for module in (autoregressive, classification, language_model, saving)]
+_ENGINES = ["ddp", "fsdp", "zero2"]
+_TOLERANCES = {"ddp": 1e-6, "fsdp": 1e-6, "zero2": 2e-5}
+
+
+def _options(program: Program, engine: str) -> dict[str, Any]:
+    if engine == "fsdp":
+        policy = "TRANSFORMER_BASED_WRAP" if program in _OF_TRANSFORMERS else "NO_WRAP"
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)}
+    return {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)} if engine == "zero2" else {}
+
+
+def _rank(program: Program, engine: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    return program(*arguments, **_options(program, engine))
+
+
+def _run(program: Program, engine: str, *arguments: Any) -> list[dict[str, Any]]:
+    return run_distributed(_rank, 2, program, engine, arguments, init=False, timeout=240)
+
+
+def _by_hand(
+    found: list[dict[str, Any]],
+    model: Any,
+    optimizer: Any,
+    loss_of: Loss,
+    *,
+    scheduler: Any = None,
+    accumulate: int = 1,
+    num_items: Callable[[Any], Any] | None = None,
+    weight_of: Callable[[int, int], float] = lambda rank, index: 1.0,
+) -> list[list[float]]:
+    """Train on the micro-batches of all ranks of a program, and return each rank's losses.
+
+    Args:
+        found: The result of each rank.
+        model: Trained by `optimizer`.
+        optimizer: Steps after `accumulate` micro-batches of each rank.
+        loss_of: Returns the loss of the model for a batch.
+        scheduler: Of the optimizer. Default: None.
+        accumulate: Micro-batches of a step.
+        num_items: Returns the items of a batch: the loss is a sum, which is divided by those of a step. Default: None,
+            where the loss is a mean.
+        weight_of: Returns the weight of a rank's micro-batch, by its index.
+    """
+    losses: list[list[float]] = [[] for _ in found]
+    num = len(found[0]["batches"])
+    for start in range(0, num, accumulate):
+        group = [rank["batches"][start : start + accumulate] for rank in found]
+        divisor = len(found) * accumulate
+        if num_items is not None:
+            divisor = sum(int(num_items(batch)) for batches in group for batch in batches)
+        for rank, batches in enumerate(group):
+            for index, batch in enumerate(batches, start=start):
+                loss = loss_of(model, batch)
+                losses[rank].append(loss.item())
+                (loss * weight_of(rank, index) / divisor).backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _check(found: list[dict[str, Any]], by_hand: list[list[float]], engine: str | None = None) -> None:
+    """Compare the losses of each rank, to the last bit without an engine."""
+    tolerance = 0.0 if engine is None else _TOLERANCES[engine]
+    for rank, losses in zip(found, by_hand, strict=True):
+        assert len(losses) > 3
+        assert rank["losses"] == pytest.approx(losses, rel=tolerance, abs=tolerance)
+
+
+# Classification
+
+_GLUE = {"lr": 1e-2, "num_epochs": 2, "seed": 42, "batch_size": 4, "num": 42}
+
+
+def _classify(found: list[dict[str, Any]]) -> list[list[float]]:
+    set_seed(42)
+    model = classification.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = get_scheduler("linear", optimizer, 2, found[0]["total"])
+    return _by_hand(found, model, optimizer, lambda model, batch: model(**batch).loss, scheduler=scheduler)
+
+
+def test_classification_trains_and_evaluates() -> None:
+    found = classification.training_function(_GLUE)
+    _check([found], _classify([found]))
+    assert [metric["num"] for metric in found["metrics"]] == [11, 11]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_classification_trains_and_evaluates_on_two_ranks(engine: str) -> None:
+    found = _run(classification.training_function, engine, _GLUE)
+    _check(found, _classify(found), engine)
+    assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
+    assert found[0]["metrics"] == found[1]["metrics"]
+
+
+# Language models
+
+_LM = {"lr": 1e-2, "num_train_epochs": 2, "seed": 1, "gradient_accumulation_steps": 2}
+
+
+def _model_language(found: list[dict[str, Any]]) -> list[list[float]]:
+    set_seed(1)
+    model, tokens = language_model.make_model(), language_model.num_tokens
+    plain, decayed = [], []
+    for name, parameter in model.named_parameters():
+        (plain if "norm.weight" in name else decayed).append(parameter)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return _by_hand(
+        found,
+        model,
+        optimizer,
+        lambda model, batch: model(**batch).loss * tokens(batch),
+        scheduler=get_scheduler("linear", optimizer, 1, found[0]["total"]),
+        accumulate=2,
+        num_items=tokens,
+    )
+
+
+def test_a_language_model_trains_on_packed_blocks() -> None:
+    found = language_model.training_function(_LM)
+    _check([found], _model_language([found]))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_a_language_model_trains_on_packed_blocks_on_two_ranks(engine: str) -> None:
+    found = _run(language_model.training_function, engine, _LM)
+    _check(found, _model_language(found), engine)
+    assert found[0]["perplexities"] == found[1]["perplexities"]
+
+
+_AUTOREGRESSIVE = {"lr": 1e-2, "num_epochs": 2, "seed": 1, "gradient_accumulation_steps": 2, "num": 24}
+
+
+def _accumulate(found: list[dict[str, Any]], weight_of: Any = lambda rank, index: 1.0) -> list[list[float]]:
+    set_seed(1)
+    model = language_model.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(model: Any, batch: Any) -> torch.Tensor:
+        outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return autoregressive.sum_of_losses(outputs.logits, batch["labels"])
+
+    def tokens(batch: Any) -> torch.Tensor:
+        found: torch.Tensor = batch["labels"][:, 1:].ne(-100).sum()
+        return found
+
+    return _by_hand(found, model, optimizer, loss_of, accumulate=2, num_items=tokens, weight_of=weight_of)
+
+
+def test_samples_of_variable_length_are_weighted_by_their_tokens() -> None:
+    found = autoregressive.training_function(_AUTOREGRESSIVE)
+    _check([found], _accumulate([found]))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_samples_of_variable_length_are_weighted_by_their_tokens_on_two_ranks(engine: str) -> None:
+    found = _run(autoregressive.training_function, engine, _AUTOREGRESSIVE)
+    _check(found, _accumulate(found), engine)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", _ENGINES)
+def test_a_rank_without_data_weighs_nothing_if_a_step_is_fetched_first(engine: str) -> None:
+    found = _run(autoregressive.training_function, engine, {**_AUTOREGRESSIVE, "num": 22})
+
+    def weight_of(rank: int, index: int) -> float:
+        """Three of four micro-batches of the last step of a pass are real."""
+        if index % 6 < 4:
+            return 1.0
+        return 0.0 if (rank, index % 6) == (1, 5) else 4 / 3
+
+    assert len(found[0]["losses"]) == 12
+    _check(found, _accumulate(found, weight_of), engine)
+
+
+# Programs that train the classifier of rows
+
+_SMALL = {"lr": 0.02, "num_epochs": 2, "seed": 3}
+
+
+def _train_rows(found: list[dict[str, Any]], seed: int = 3, *, warms_up: int = 0, accumulate: int = 1) -> Any:
+    set_seed(seed)
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warms_up) if warms_up else None
+    return _by_hand(found, model, optimizer, _cross_entropy, scheduler=scheduler, accumulate=accumulate)
+
+
+def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def _find(program: Program, engine: str | None, *arguments: Any) -> list[dict[str, Any]]:
+    return [program(*arguments)] if engine is None else _run(program, engine, *arguments)
+
+
+all_engines = pytest.mark.parametrize(
+    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES)]
+)
+one_and_two_ranks = pytest.mark.parametrize("engine", [None, pytest.param("ddp", marks=on_two_ranks)])
+
+
+@all_engines
+def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> None:
+    found = _find(cross_validation.training_function, engine, {**_SMALL, "batch_size": 4})
+    for i in range(3):
+        fold = [rank["folds"][i] for rank in found]
+        _check(fold, _train_rows(fold, 3 + i, warms_up=4), engine)
+    for rank in found:
+        assert [metric["num"] for metric in rank["metrics"]] == [8] * 6
+        assert rank["test"] == found[0]["test"]
+        assert rank["test"]["num"] == 11
+
+
+@all_engines
+@pytest.mark.parametrize(
+    ("checkpointing_steps", "path"), [("epoch", "epoch_0"), ("epoch", "newest"), ("3", "step_3"), ("3", "newest")]
+)
+def test_a_program_resumes_by_epoch_and_by_step(
+    checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
+) -> None:
+    config = {**_SMALL, "num_epochs": 2, "output_dir": str(tmp_path), "checkpointing_steps": checkpointing_steps}
+    program = checkpointing.training_function
+    found = _find(program, engine, {**config, "resume_from_checkpoint": None})
+    _check(found, _train_rows(found, warms_up=12), engine)
+    if path == "newest":
+        states = sorted(tmp_path.iterdir(), key=os.path.getctime)
+        start = int(states[-1].name.split("_")[1])
+        start = (start + 1) * found[0]["step"] // 2 if checkpointing_steps == "epoch" else start
+        config["num_epochs"] = 3
+    else:
+        start = 3 if path == "step_3" else found[0]["step"] // 2
+        path = str(tmp_path / path)
+    resumed = _find(program, engine, {**config, "resume_from_checkpoint": path})
+    for rank, again in zip(found, resumed, strict=True):
+        assert again["step"] == found[0]["step"] // 2 * config["num_epochs"]
+        rest = rank["losses"][start:]
+        assert again["losses"][: len(rest)] == rest
+        assert len(again["losses"]) == again["step"] - start
+
+
+@all_engines
+def test_early_stopping_stops_all_ranks_in_the_same_step(engine: str | None) -> None:
+    found = _find(early_stopping.training_function, engine, _SMALL)
+    assert any(rank["stopped"] for rank in found)
+    assert len({len(rank["losses"]) for rank in found}) == 1
+    _check(found, _train_rows(found), engine)
+
+
+@one_and_two_ranks
+def test_local_sgd_averages_models_of_ranks(engine: str | None) -> None:
+    config = {**_SMALL, "accumulate": 2, "local_sgd_steps": 2}
+    found = _find(local_sgd.training_function, engine, config)
+    models, optimizers, losses = [], [], [[] for _ in found]  # type: ignore[var-annotated]
+    for _ in found:
+        set_seed(3)
+        models.append(classifier())
+        optimizers.append(torch.optim.AdamW(models[-1].parameters(), lr=0.02))
+    num = len(found[0]["batches"])
+    for index in range(num):
+        for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            loss = _cross_entropy(model, found[rank]["batches"][index])
+            losses[rank].append(loss.item())
+            (loss / 2).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        if index % 4 == 3 or index == num // 2 - 1:
+            for weights in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack([weight.data for weight in weights]).mean(0)
+                for weight in weights:
+                    weight.data.copy_(mean)
+    _check(found, losses, engine)
+    assert [metric["num"] for metric in found[0]["metrics"]] == [11, 11]
+    assert all(rank["metrics"] == found[0]["metrics"] for rank in found)
+
+
+@all_engines
+def test_a_batch_size_is_found_and_accumulates_to_the_wanted_one(engine: str | None) -> None:
+    found = _find(batch_size.training_function, engine, {**_SMALL, "batch_size": 16, "fits": 4})
+    assert all(rank["tried"] == [16, 8, 4] for rank in found)
+    _check(found, _train_rows(found, accumulate=4), engine)
+
+
+@one_and_two_ranks
+@pytest.mark.parametrize("num", [11, 16, 25])
+def test_metrics_cut_padding_by_hand(engine: str | None, num: int) -> None:
+    set_seed(3)
+    inputs, labels = rows(num).tensors
+    right = (classifier()(inputs).argmax(-1) == labels).float().mean().item()
+    for rank in _find(multi_process_metrics.evaluation_function, engine, {**_SMALL, "num": num}):
+        assert rank["metric"] == {"accuracy": pytest.approx(right), "num": num}
+        assert sorted(rank["seen"][:, 0].tolist()) == sorted(inputs[:, 0].tolist())
+
+
+@all_engines
+def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine: str | None) -> None:
+    found = _find(schedule_free.training_function, engine, {**_SMALL, "lr": 0.5})
+    set_seed(3)
+    model, evaluations = classifier(), []
+    optimizer = schedule_free.ScheduleFreeSGD(model.parameters(), lr=0.5)
+    half = len(found[0]["batches"]) // 2
+    losses: list[list[float]] = [[] for _ in found]
+    for epoch in (slice(None, half), slice(half, None)):
+        optimizer.train()
+        part = [{"batches": rank["batches"][epoch]} for rank in found]
+        for rank, more in zip(losses, _by_hand(part, model, optimizer, _cross_entropy), strict=True):
+            rank += more
+        optimizer.eval()
+        evaluations.append(model(rows(5, seed=1).tensors[0]).detach())
+    _check(found, losses, engine)
+    tolerance = 0.0 if engine is None else 1e-5
+    for rank in found:
+        torch.testing.assert_close(torch.tensor(rank["evaluations"]), torch.stack(evaluations), atol=tolerance, rtol=0)
+
+
+@all_engines
+@pytest.mark.parametrize("sampler", [False, True])
+def test_shuffled_data_has_the_order_of_a_seed(engine: str | None, sampler: bool) -> None:
+    found = _find(seedable_sampler.training_function, engine, {**_SMALL, "sampler": sampler})
+    _check(found, _train_rows(found), engine)
+    again = seedable_sampler.training_function({**_SMALL, "sampler": sampler})
+    for epoch in range(2):
+        num = len(found[0]["batches"]) // 2
+        read = [batch[0] for rank in found for batch in rank["batches"][epoch * num :][:num]]
+        assert sorted(torch.cat(read)[:, 0].tolist()) == sorted(rows(32).tensors[0][:, 0].tolist())
+    first, second = (torch.cat([batch[0] for batch in again["batches"][i : i + 8]]) for i in (0, 8))
+    assert not torch.equal(first, second)
+    interleaved = [batch[0] for one in zip(*(rank["batches"] for rank in found), strict=True) for batch in one]
+    torch.testing.assert_close(torch.cat(interleaved), torch.cat([first, second]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "engine", [None, *(pytest.param(engine, marks=on_two_ranks) for engine in _ENGINES if engine != "zero2")]
+)
+def test_two_models_train_against_each_other(engine: str | None) -> None:
+    found = _find(gan.training_function, engine, {**_SMALL, "accumulate": 1})
+    set_seed(3)
+    generator, discriminator = gan.make_models()
+    optimizers = [
+        torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.5, 0.999)) for model in (generator, discriminator)
+    ]
+    losses: list[list[float]] = [[] for _ in found]
+    losses_g: list[list[float]] = [[] for _ in found]
+    for batches in zip(*(rank["batches"] for rank in found), strict=True):
+        for rank, (real, latent) in enumerate(batches):
+            loss = gan.adversarial_loss(discriminator, real, True)
+            loss = loss + gan.adversarial_loss(discriminator, generator(latent).detach(), False)
+            losses[rank].append(loss.item())
+            (loss / len(found)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        for rank, (_, latent) in enumerate(batches):
+            loss = gan.adversarial_loss(discriminator, generator(latent), True)
+            losses_g[rank].append(loss.item())
+            (loss / len(found)).backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    _check(found, losses, engine)
+    _check([{"losses": rank["losses_g"]} for rank in found], losses_g, engine)
+
+
+def _resume_schedule_free(folder: str, **options: Any) -> dict[str, Any]:
+    """Save after two steps, evaluate after eight, and continue from the state."""
+    accelerator = Accelerator(seed=3, **options)
+    found = []
+    for resumes in (False, True):
+        set_seed(3)
+        model = classifier()
+        optimizer: Any = schedule_free.ScheduleFreeSGD(model.parameters(), lr=0.5)
+        loader: Any = DataLoader(rows(64), shuffle=True, batch_size=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        if resumes:
+            accelerator.load_state(folder)
+        optimizer.train()
+        losses = []
+        for step, batch in enumerate(loader):
+            loss = _cross_entropy(model, batch)
+            losses.append(loss.item())
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and not resumes:
+                accelerator.save_state(folder)
+        optimizer.eval()
+        found.append((losses, model(rows(5, seed=1).tensors[0]).tolist()))
+        model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)
+    accelerator.end_training()
+    return {"found": found}
+
+
+@all_engines
+def test_a_schedule_free_optimizer_resumes(engine: str | None, tmp_path: Path) -> None:
+    for rank in _find(_resume_schedule_free, engine, str(tmp_path / "state")):
+        (losses, outputs), (resumed, resumed_outputs) = rank["found"]
+        assert resumed == losses[2:]
+        assert resumed_outputs == outputs
+
+
+def _switch_at_stage_3() -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        schedule_free.training_function(_SMALL, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_schedule_free_optimizer_is_an_error_at_stage_3() -> None:
+    for message in run_distributed(_switch_at_stage_3, 2, init=False, timeout=240):
+        assert "takes the parameters from ScheduleFreeSGD between two steps" in message
+
+
+@all_engines
+def test_a_trained_model_is_saved_for_transformers(engine: str | None, tmp_path: Path) -> None:
+    found = _find(saving.training_function, engine, {"lr": 1e-2, "seed": 1, "output_dir": str(tmp_path / "saved")})
+    set_seed(1)
+    model: Any = language_model.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1.0) and None)
+    _check(found, _by_hand(found, model, optimizer, lambda model, batch: model(**batch).loss), engine)
+    saved = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    tolerance = 0.0 if engine is None else 1e-5
+    torch.testing.assert_close(dict(saved), dict(model.state_dict()), atol=tolerance, rtol=0)
