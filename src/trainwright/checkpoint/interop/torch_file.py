@@ -14,6 +14,7 @@ that it writes to, and a view of a file that has been cut kills the process: wha
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import pathlib
@@ -54,12 +55,16 @@ class Unknown:
     name: str
 
 
-def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, list[str]]:
+def read_torch_file(
+    path: pathlib.Path, *, mapped: bool = True, span: tuple[int, int] | None = None
+) -> tuple[Any, list[str]]:
     """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
 
     Args:
         path: a zip archive as torch has written since 1.6, or what it wrote before, on a little-endian machine.
         mapped: False reads every tensor into memory.
+        span: first byte and length of a zip archive within the file, which is read into memory. Default: None, the
+            file is the archive.
 
     Returns:
         The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
@@ -72,7 +77,11 @@ def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, li
     """
     check_regular(path)
     try:
-        if zipfile.is_zipfile(path):
+        if span is not None:
+            data = np.fromfile(path, np.uint8, offset=span[0], count=span[1])
+            with zipfile.ZipFile(io.BytesIO(data.data)) as archive:
+                reader, tree = _interpreted(_Records(path, archive, mapped, data))
+        elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 reader, tree = _interpreted(_Records(path, archive, mapped))
         else:
@@ -99,7 +108,7 @@ def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]
 class _Records:
     """The entries of an archive: its pickle, and its storages by key."""
 
-    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool) -> None:
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool, data: Any = None) -> None:
         self._path = path
         self._mapped = mapped
         self._archive = archive
@@ -114,7 +123,7 @@ class _Records:
             raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
         self.room = _Room(path)
         # Private: whatever is written to a tensor never reaches the file.
-        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c")
+        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c") if data is None else data
 
     def parsed(self) -> Any:
         """Return the parsed pickle."""
@@ -450,14 +459,31 @@ _STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
     }.items()
 } | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
 
+# What a tensor of a file may have as its dtype.
+STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
+
 _SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+
+
+def _subclass(reader: _Interpreter, node: Node) -> Any:
+    """Interpret a tensor that was saved as a Parameter or with attributes, without these."""
+    rebuild, kind, args, _ = node.args
+    plain = type(kind) is Named and kind.name in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+    if type(rebuild) is not Named or type(args) is not tuple:
+        raise ValueError("a tensor of a subclass that is not made by a function")
+    known = rebuild.name[0] == "torch._utils" and rebuild.name[1] in ("_rebuild_tensor_v2", "_rebuild_parameter")
+    if not plain or not known:
+        return reader._unknown(kind.name if type(kind) is Named and not plain else rebuild.name)
+    return reader.value(Node(rebuild.name, args))
+
 
 _Maker = Callable[[_Interpreter, Node], Any]
 _MAKERS: dict[Name, _Maker] = {
     ("torch._utils", "_rebuild_tensor_v2"): _Interpreter.tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _Interpreter.tensor,
     ("torch._utils", "_rebuild_parameter"): lambda reader, node: reader.value(node.args[0]),
+    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
     ("torch", "Size"): lambda reader, node: torch.Size(_sizes(reader.value(node.args[0]))),
     ("torch", "device"): lambda reader, node: torch.device(*reader.value(node.args)),
     ("collections", "OrderedDict"): _mapping,
