@@ -20,7 +20,9 @@ from tests.helpers.distributed import run_distributed
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import convert_checkpoint
 from trainwright.checkpoint.interop.sharded_folder import merge_weights, read_sharded
+from trainwright.cli.main import main
 from trainwright.core.errors import CheckpointError
+from trainwright.utils import merge_fsdp_weights
 
 
 def _continued(folder: Path, *, two_groups: bool, is_bf16: bool = False) -> list[float]:
@@ -213,3 +215,39 @@ def test_latest_that_names_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     shutil.rmtree(folder / "global_step2")
     with pytest.raises(CheckpointError, match=r"global_step2.*missing"):
         convert_checkpoint(folder, tmp_path / "out")
+
+
+# Merged weights
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "sharded"])
+def test_merge_weights_writes_one_model(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
+    options = {"bin": ["--unsafe_serialization"], "sharded": ["--max_shard_size", "60B"]}.get(kind, [])
+    assert main(["merge-weights", str(folder), str(tmp_path / "out"), *options]) == 0
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert capsys.readouterr().out.count("\n") == len(names)
+    if kind == "bin":
+        weights = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    else:
+        assert (names == ["model.safetensors"]) is (kind == "safetensors")
+        files = [name for name in names if name.endswith(".safetensors")]
+        weights = {name: value for file in files for name, value in load_file(tmp_path / "out" / file).items()}
+    torch.testing.assert_close(weights, dict(sharded_runs.net().state_dict()), rtol=0, atol=0)
+    assert folder.is_dir()
+
+
+def test_merge_fsdp_weights_removes_the_shards_if_asked(tmp_path: Path) -> None:
+    folder = _dcp_folder(tmp_path / "pytorch_model_fsdp_0")
+    with pytest.raises(CheckpointError, match="would be removed"):
+        merge_fsdp_weights(folder, folder / "out", remove_checkpoint_dir=True)
+    merge_fsdp_weights(folder, tmp_path / "out", remove_checkpoint_dir=True)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == sharded_runs.net().state_dict().keys()
+    assert not folder.exists()
+
+
+def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no shards"):
+        merge_weights(tmp_path, tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        merge_weights(tmp_path / "nowhere", tmp_path / "out")

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src/trainwright"
 # Names that are not in the package's own list, by the module where they are defined.
 _HOMES = {
     "accelerator.accumulation": "GradientState",
-    "accelerator.functions": "extract_model_from_parallel get_mixed_precision_context_manager",
+    "accelerator.functions": "extract_model_from_parallel get_mixed_precision_context_manager merge_fsdp_weights",
     "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
     "core.names.constants": (
         "ComputeEnvironment LoggerType MODEL_NAME OPTIMIZER_NAME PrecisionType RNGType RNG_STATE_NAME SAFE_MODEL_NAME "
@@ -56,7 +56,7 @@ _UTILS = {
     ),
     "deepspeed": "DummyOptim DummyScheduler get_active_deepspeed_plugin",
     "environment": "clear_environment patch_environment",
-    "fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading",
+    "fsdp_utils": "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading merge_fsdp_weights",
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
     "memory": "clear_device_cache find_executable_batch_size release_memory",
     "modeling": (

@@ -2,6 +2,7 @@ from trainwright.accelerator.accelerator_state import get_active_deepspeed_plugi
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from trainwright.accelerator.functions import extract_model_from_parallel as extract_model_from_parallel
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
+from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend

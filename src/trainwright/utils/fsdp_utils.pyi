@@ -1,2 +1,3 @@
+from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
 from trainwright.processes.launcher import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from trainwright.processes.launcher import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading

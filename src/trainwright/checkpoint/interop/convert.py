@@ -23,11 +23,12 @@ from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_m
 from trainwright.checkpoint.format.safetensors_io import read_safetensors
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.format.writer import write_checkpoint
+from trainwright.checkpoint.interop.dcp_folder import METADATA
 from trainwright.checkpoint.interop.deepspeed_folder import LATEST
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
-from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, Sharded, read_sharded
-from trainwright.checkpoint.interop.shards import METADATA
-from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
+from trainwright.checkpoint.interop.pickle_parser import Unknown
+from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, Sharded, accelerate_rng, read_sharded
+from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.state import TrainState
@@ -261,7 +262,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
     if options.step is None:
         notes.append(f"Accelerate does not save the step; it is {state.step} ({told}). Set it with --step.")
     notes.append("Accelerate does not save the epoch; a resume begins one anew. Set how many are done with --epoch.")
-    rng = [_accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
+    rng = [accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
     if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
         notes.append(
             f"Accelerate steps schedules once per process ({len(rng)}) unless told otherwise, and here they step once "
@@ -290,24 +291,6 @@ def _numbered(read: Mapping[str, Any], stem: str) -> Iterator[Any]:
 def _number(name: str) -> int:
     found = re.search(r"_(\d+)\.", name)
     return int(found[1]) if found else 0
-
-
-def _accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
-    try:
-        name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
-        return {
-            "python": saved["random_state"],
-            "numpy": {
-                "bit_generator": name,
-                "state": {"key": key, "pos": position},
-                "has_gauss": has_gauss,
-                "gauss": gauss,
-            },
-            "torch": saved["torch_manual_seed"],
-        }
-    except (KeyError, TypeError, ValueError):
-        return {}
 
 
 # Shards of several ranks

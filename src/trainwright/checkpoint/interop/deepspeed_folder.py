@@ -19,7 +19,7 @@ import torch
 
 from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.pieces import Span
-from trainwright.checkpoint.interop.shards import ForeignShards
+from trainwright.checkpoint.interop.dcp_folder import ForeignShards
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 

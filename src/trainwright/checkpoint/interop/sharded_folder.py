@@ -15,8 +15,8 @@ import torch
 from trainwright.checkpoint.disk.planned_file import Weight
 from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
 from trainwright.checkpoint.format.piece_files import SavedTensor, loaded
+from trainwright.checkpoint.interop.dcp_folder import METADATA, read_dcp
 from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
-from trainwright.checkpoint.interop.shards import METADATA, read_dcp
 from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.checkpoint.interop.weights_folder import replace_weights
 from trainwright.core.errors import CheckpointError
@@ -113,6 +113,24 @@ def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
         progress=progress,
         schedulers=list(progress.get("lr_schedulers") or []),
     )
+
+
+def accelerate_rng(saved: Any) -> dict[str, Any]:
+    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
+    try:
+        name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
+        return {
+            "python": saved["random_state"],
+            "numpy": {
+                "bit_generator": name,
+                "state": {"key": key, "pos": position},
+                "has_gauss": has_gauss,
+                "gauss": gauss,
+            },
+            "torch": saved["torch_manual_seed"],
+        }
+    except (KeyError, TypeError, ValueError):
+        return {}
 
 
 def merge_weights(

@@ -18,7 +18,7 @@ from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
 from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor
 from trainwright.checkpoint.format.pieces import Box, Region, lengths_of
 from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
-from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser
+from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
 from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
 from trainwright.core.errors import CheckpointError
 
@@ -161,8 +161,8 @@ class _Metadata:
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing. Copy the files of every rank into the folder.")
             self._sizes[path] = path.stat().st_size
-        offset, length = state["offset"], state["length"]
-        if not 0 <= offset <= offset + length <= self._sizes[path]:
+        offset, length = checked_size(state["offset"]), checked_size(state["length"])
+        if offset + length > self._sizes[path]:
             raise CheckpointError(
                 f"{path} has {self._sizes[path]} bytes, expected at least {offset + length}: it is cut short. Copy it "
                 "again, or use another checkpoint."
@@ -183,10 +183,7 @@ class _Metadata:
     def _size(node: Any) -> tuple[int, ...]:
         if not isinstance(node, Node) or node.name != ("torch", "Size"):
             raise ValueError("a shape that is no torch.Size")
-        sizes: tuple[int, ...] = node.args[0]
-        if any(type(size) is not int or size < 0 for size in sizes):
-            raise ValueError(f"the shape {sizes}")
-        return tuple(sizes)
+        return tuple(checked_sizes(node.args[0]))
 
 
 def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
