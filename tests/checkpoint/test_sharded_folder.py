@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.checkpoint import sharded_runs
 from tests.helpers.distributed import run_distributed
+from trainwright.accelerator.accelerator import Accelerator
 from trainwright.checkpoint import load_named_optimizer_state, read_checkpoint, verify
 from trainwright.checkpoint.interop.convert import convert_checkpoint
 from trainwright.checkpoint.interop.sharded_folder import merge_weights, read_sharded
 from trainwright.cli.main import main
-from trainwright.core.errors import CheckpointError
+from trainwright.core.errors import CheckpointError, TrainwrightWarning
 from trainwright.utils import merge_fsdp_weights
 
 
@@ -251,3 +253,27 @@ def test_merging_something_else_says_what_is_expected(tmp_path: Path) -> None:
         merge_weights(tmp_path, tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="nowhere"):
         merge_weights(tmp_path / "nowhere", tmp_path / "out")
+
+
+# Continuing
+
+
+@pytest.mark.usefixtures("fresh_state")
+def test_a_loop_continues_from_the_conversion(tmp_path: Path) -> None:
+    model = sharded_runs.net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sharded_runs.loss_of(model, sharded_runs.batch(0)).backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    _dcp_folder(tmp_path / "x", model=model.state_dict(), optimizer=state)
+    assert convert_checkpoint(tmp_path / "x", tmp_path / "out").kind == "full"
+    accelerator = Accelerator(cpu=True)
+    other = sharded_runs.Net()
+    prepared = accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=0.5))
+    with pytest.warns(TrainwrightWarning, match="checkpoint of a Trainer"):
+        accelerator.load_state(tmp_path / "out")
+    for one, step in ((model, optimizer), prepared):
+        step.zero_grad()
+        sharded_runs.loss_of(one, sharded_runs.batch(1)).backward()
+        step.step()
+    torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
