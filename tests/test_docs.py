@@ -317,9 +317,9 @@ def test_every_argument_of_the_trainer_that_is_shown_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_every_command_that_is_shown_exists(path: Path) -> None:
-    commands = re.findall(r"^\s*trainwright (\w+)", _read(path), re.MULTILINE)
-    commands += re.findall(r"`trainwright (\w+)", _read(path))
-    commands += re.findall(r"-m trainwright (\w+)", _read(path))
+    commands = re.findall(r"^\s*trainwright (\w[\w-]*)", _read(path), re.MULTILINE)
+    commands += re.findall(r"`trainwright (\w[\w-]*)", _read(path))
+    commands += re.findall(r"-m trainwright (\w[\w-]*)", _read(path))
     assert set(commands) <= set(COMMANDS)
 
 

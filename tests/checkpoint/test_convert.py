@@ -387,7 +387,7 @@ def test_nothing_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "advice"),
-    [(".metadata", "dcp_to_torch"), ("zero_to_fp32.py", "zero_to_fp32"), ("notes.txt", "holds: notes.txt")],
+    [(".metadata", "damaged"), ("__0_0.distcp", ".metadata is missing"), ("notes.txt", "holds: notes.txt")],
 )
 def test_a_folder_of_another_kind_says_what_to_do(name: str, advice: str, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from tests.checkpoint.snapshots import same
-from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
+from trainwright.checkpoint.interop.pickle_parser import Unknown
+from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 
 

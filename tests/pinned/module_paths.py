@@ -19,7 +19,7 @@ _HOMES = {
     "accelerator.accumulation": "GradientState",
     "accelerator.functions": (
         "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
-        "get_parameters_from_modules"
+        "get_parameters_from_modules merge_fsdp_weights"
     ),
     "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
@@ -67,7 +67,7 @@ _UTILS = {
     "environment": "clear_environment patch_environment",
     "fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
-        "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+        "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import nn
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.handlers import AutocastKwargs
 from trainwright.accelerator.prepared.accelerated_model import unwrapped
+from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.core.names.constants import PrecisionType
+from trainwright.processes.partial_state import PartialState
 
 
 def extract_model_from_parallel(
@@ -31,6 +35,42 @@ def extract_model_from_parallel(
     for name, child in list(found.named_children()) if recursive else ():
         setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive))
     return found
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights that FSDP (`SHARDED_STATE_DICT`) or DeepSpeed saved in shards as one model.
+
+    Every process calls it; the main process writes, and the others wait. The extra memory is one tensor. Pickles in the
+    folder are parsed, never executed.
+
+    Args:
+        checkpoint_dir: `pytorch_model_fsdp_0`, the folder above it, or a folder of DeepSpeed's `save_checkpoint`.
+        output_path: The folder for `model.safetensors`; above 10 GB shards and an index. A former model in it is
+            replaced.
+        safe_serialization: False writes `pytorch_model.bin`. Default: True.
+        remove_checkpoint_dir: Delete `checkpoint_dir` afterwards. Default: False.
+
+    Raises:
+        FileNotFoundError: `checkpoint_dir` does not exist.
+        CheckpointError: It has no shards, a file in it is missing or damaged, or `output_path` cannot be written.
+    """
+    state = PartialState()
+    try:
+        if state.is_main_process:
+            merge_weights(
+                Path(checkpoint_dir),
+                Path(output_path),
+                safe=safe_serialization,
+                max_shard_bytes=10 * 10**9,
+                remove_source=remove_checkpoint_dir,
+            )
+    finally:
+        state.wait_for_everyone()
 
 
 def get_mixed_precision_context_manager(

@@ -1,5 +1,6 @@
-"""`trainwright checkpoint ls|show|verify|diff|merge|export|convert`: inspect checkpoints, and convert and export
-weights. Exit codes: 0; 1 if `verify` finds damage or `diff` a difference; 2 for errors.
+"""`trainwright checkpoint ls|show|verify|diff|merge|export|convert` and `trainwright merge-weights`.
+
+Exit codes: 0; 1 if `verify` finds damage or `diff` a difference; 2 for errors.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Convert a Lightning .ckpt, a folder of Accelerate's save_state, or a state dict (.pt, .pth, "
-        ".bin, .safetensors). Pickles are parsed, never executed, unless --trust-pickle is given."
+        "Convert a Lightning .ckpt, a folder of Accelerate's save_state, of torch.distributed.checkpoint or of "
+        "DeepSpeed, or a state dict (.pt, .pth, .bin, .safetensors). Pickles are parsed, never executed, unless "
+        "--trust-pickle is given."
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path, help="the checkpoint folder to write")
@@ -222,6 +224,41 @@ def _merge(wanted: argparse.Namespace) -> int:
     from trainwright.checkpoint.interop.export import export_weights
 
     _tell(export_weights(wanted.source, wanted.target))
+    return 0
+
+
+def merge_weights(argv: Sequence[str]) -> int:
+    """Run `trainwright merge-weights`: `accelerate merge-weights`, with `--max_shard_size`."""
+    from trainwright.checkpoint.interop.sharded_folder import merge_weights as merge
+
+    parser = argparse.ArgumentParser(
+        prog="trainwright merge-weights",
+        description="Merge the weights that FSDP (SHARDED_STATE_DICT) or DeepSpeed saved in shards into one model.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint_directory", type=Path, help="pytorch_model_fsdp_0, or a folder of DeepSpeed")
+    parser.add_argument("output_path", type=Path, help="the folder to write model.safetensors into")
+    parser.add_argument(
+        "--safe_serialization", action=argparse.BooleanOptionalAction, default=True, help="write safetensors"
+    )
+    parser.add_argument(
+        "--unsafe_serialization", dest="safe_serialization", action="store_false", help="write pytorch_model.bin"
+    )
+    parser.add_argument("--remove_checkpoint_dir", action="store_true", help="delete the shards afterwards")
+    parser.add_argument("--max_shard_size", default="10GB", help="of one file: 5GB, 500MB, ... (default: 10GB)")
+    wanted = parser.parse_args(argv)
+    try:
+        files = merge(
+            wanted.checkpoint_directory,
+            wanted.output_path,
+            safe=wanted.safe_serialization,
+            max_shard_bytes=_parse_size(wanted.max_shard_size),
+            remove_source=wanted.remove_checkpoint_dir,
+        )
+    except OSError as error:  # missing, no permission to read or write, or no space
+        raise CheckpointError(str(error)) from error
+    for file in files:
+        _print(file)
     return 0
 
 

@@ -37,6 +37,7 @@ COMMANDS: dict[str, Command] = {
     "migrate": Command("trainwright.cli.migration.migrate:migrate", "rewrite programs of Lightning and Accelerate"),
     "parity": Command("trainwright.cli.parity.parity:parity", "compare strategies, step by step, on your task"),
     "checkpoint": Command("trainwright.cli.checkpoint:checkpoint", "list, verify, compare, export or convert them"),
+    "merge-weights": Command("trainwright.cli.checkpoint:merge_weights", "merge the shards of FSDP and DeepSpeed"),
     "estimate": Command("trainwright.cli.estimate:estimate", "estimate the memory of a model"),
     "estimate-memory": Command("trainwright.cli.estimate:estimate", "the same, by Accelerate's name"),
     "env": Command("trainwright.cli.env:env", "show versions and devices, for a bug report"),

@@ -4,6 +4,7 @@ from trainwright.accelerator.functions import extract_model_from_parallel as ext
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
 from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
+from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend

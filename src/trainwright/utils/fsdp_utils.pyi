@@ -1,4 +1,5 @@
 from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
+from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
 from trainwright.accelerator.sharded_parts import load_fsdp_model as load_fsdp_model
 from trainwright.accelerator.sharded_parts import load_fsdp_optimizer as load_fsdp_optimizer
 from trainwright.accelerator.sharded_parts import save_fsdp_model as save_fsdp_model

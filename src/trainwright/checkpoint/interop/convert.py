@@ -1,4 +1,5 @@
-"""Taking over what other programs saved: a Lightning `.ckpt`, a folder of Accelerate's `save_state`, a state dict.
+"""Taking over what other programs saved: a Lightning `.ckpt`, a folder of Accelerate's `save_state`, of DeepSpeed or of
+torch.distributed.checkpoint, a state dict.
 
 Files of pickle are parsed and never executed (see `torch_file`), unless the caller trusts them.
 """
@@ -22,13 +23,17 @@ from trainwright.checkpoint.format.model import MODEL_INDEX, SINGLE_FILE, read_m
 from trainwright.checkpoint.format.safetensors_io import read_safetensors
 from trainwright.checkpoint.format.staging import clean_stale
 from trainwright.checkpoint.format.writer import write_checkpoint
+from trainwright.checkpoint.interop.dcp_folder import METADATA
+from trainwright.checkpoint.interop.deepspeed_folder import LATEST
 from trainwright.checkpoint.interop.foreign_optimizer import NamesUnknown, named_from_positions, steps_of
-from trainwright.checkpoint.interop.torch_file import Unknown, read_torch_file
+from trainwright.checkpoint.interop.pickle_parser import Unknown
+from trainwright.checkpoint.interop.sharded_folder import FSDP_MODEL, Sharded, accelerate_rng, read_sharded
+from trainwright.checkpoint.interop.torch_file import read_torch_file
 from trainwright.core.errors import CheckpointError
 from trainwright.core.names.hidden_names import plain_name
 from trainwright.core.state import TrainState
 
-Source = Literal["lightning", "accelerate", "state dict"]
+Source = Literal["lightning", "accelerate", "state dict", "torch.distributed", "deepspeed"]
 
 _LIGHTNING_VERSION = "pytorch-lightning_version"
 # What Lightning itself puts into a file; other entries are the user's, from hooks.
@@ -97,13 +102,14 @@ def convert_checkpoint(source: Path | str, target: Path | str, options: ConvertO
 
     The optimizers come along, keyed by parameter name, if the names and the class of every one of them can be told
     from the file or are given in `options`; without, the result holds weights only and `notes` say why. Tensors are
-    mapped from the source and written one at a time. One process calls it; it blocks on the disk. What a conversion
-    that was killed has left hidden beside `target` is deleted.
+    mapped from the source and written one at a time; the shards of several ranks are put together in memory. One
+    process calls it; it blocks on the disk. What a conversion that was killed has left hidden beside `target` is
+    deleted.
 
     Args:
         source: a Lightning `.ckpt`; a folder of Accelerate's `save_state`; a state dict in `.pt`, `.pth`, `.bin` or
             `.safetensors`, also below a key `state_dict`, `model_state_dict` or `model`; a folder of Hugging Face
-            safetensors.
+            safetensors, of torch.distributed.checkpoint, or of DeepSpeed's `save_checkpoint`.
         target: the checkpoint folder to make; must not exist.
         options: see `ConvertOptions`.
 
@@ -155,23 +161,16 @@ def _from_folder(path: Path, options: ConvertOptions, notes: list[str]) -> tuple
     names = {entry.name for entry in path.iterdir()}
     if MANIFEST in names:
         raise CheckpointError(f"{path} is a checkpoint of ours already.")
-    if ".metadata" in names or "meta.pt" in names:
-        raise CheckpointError(
-            f"{path} is a sharded checkpoint of torch.distributed. Put it together first: python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE (Lightning: python -m "
-            "lightning.pytorch.utilities.consolidate_checkpoint FOLDER), and convert the file."
-        )
-    if "zero_to_fp32.py" in names:
-        raise CheckpointError(
-            f"{path} is a checkpoint of DeepSpeed. Put its weights together first: python {path}/zero_to_fp32.py "
-            f"{path} FOLDER, and convert that folder."
-        )
     if any(re.fullmatch(r"(optimizer|scheduler)(_\d+)?\.bin|random_states_\d+\.pkl", name) for name in names):
         return "accelerate", _from_accelerate(path, names, options, notes)
+    sharded = read_sharded(path)
+    if sharded is not None:
+        return sharded.source, _from_sharded(sharded.load(), options, notes)
     if names & {MODEL_INDEX, SINGLE_FILE}:
         return "state dict", _weights(read_model(path, copy=False), notes)
     raise CheckpointError(
-        f"{path} is none of: a folder of Accelerate's save_state, a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
+        f"{path} is none of: a folder of Accelerate's save_state, of torch.distributed.checkpoint (it has no "
+        f"{METADATA}) or of DeepSpeed (no {LATEST}), a folder with {SINGLE_FILE} or {MODEL_INDEX}. "
         f"It holds: {', '.join(sorted(names)[:10]) or 'nothing'}."
     )
 
@@ -235,27 +234,35 @@ def _lightning_progress(tree: Mapping[str, Any], notes: list[str]) -> TrainState
 
 
 def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes: list[str]) -> Snapshot:
-    if names & {"model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_1"}:
+    if names & {"model_1.safetensors", "pytorch_model_1.bin", "pytorch_model_1", f"{FSDP_MODEL}1"}:
         raise CheckpointError(
             f"{path} holds several models, and a checkpoint of ours is one task. Convert each model's file by itself, "
             "and let the task load them by name."
         )
-    if names & {MODEL_INDEX, SINGLE_FILE}:
-        weights, ordered = _state_dict(read_model(path, copy=False)), False
-    elif "pytorch_model.bin" in names:
-        weights, ordered = _state_dict(_read_pickled(path / "pytorch_model.bin", options, notes)), True
+    sharded = read_sharded(path)
+    single = next((name for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin") if name in names), None)
+    if sharded is not None:
+        sharded.load()
+        weights, ordered = sharded.weights, True
+        notes.extend(sharded.notes)
+    elif names & {MODEL_INDEX, SINGLE_FILE}:
+        weights, ordered = read_model(path, copy=False), False
+    elif single is not None:
+        weights, ordered = _read_pickled(path / single, options, notes), True
     else:
         raise CheckpointError(
             f"{path} has no {SINGLE_FILE}, {MODEL_INDEX} or pytorch_model.bin; its weights are missing."
         )
     read = {name: _read_pickled(path / name, options, notes) for name in sorted(names) if _ACCELERATE.fullmatch(name)}
-    packed = list(_numbered(read, "optimizer"))
+    packed = list(_numbered(read, "optimizer")) if sharded is None else sharded.optimizers
     state = TrainState(step=max((steps_of(item) for item in packed), default=0))
+    if sharded is not None and sharded.step is not None:
+        state.step = sharded.step
     told = "its optimizer's own count" if state.step else "unknown"
     if options.step is None:
         notes.append(f"Accelerate does not save the step; it is {state.step} ({told}). Set it with --step.")
     notes.append("Accelerate does not save the epoch; a resume begins one anew. Set how many are done with --epoch.")
-    rng = [_accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
+    rng = [accelerate_rng(read[name]) for name in sorted(read, key=_number) if name.startswith("random_states_")]
     if len(rng) > 1 and any(name.startswith("scheduler") for name in read):
         notes.append(
             f"Accelerate steps schedules once per process ({len(rng)}) unless told otherwise, and here they step once "
@@ -263,7 +270,7 @@ def _from_accelerate(path: Path, names: set[str], options: ConvertOptions, notes
         )
     custom = {Path(name).stem: value for name, value in read.items() if name.startswith("custom_checkpoint_")}
     return _with_optimizers(
-        Snapshot(state=state.to_dict(), model=weights, trainer={"hyper_parameters": {}, "task": custom}),
+        Snapshot(state=state.to_dict(), model=_state_dict(weights), trainer={"hyper_parameters": {}, "task": custom}),
         packed=packed,
         schedulers=list(_numbered(read, "scheduler")),
         scaler=read.get("scaler.pt"),
@@ -286,22 +293,29 @@ def _number(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _accelerate_rng(saved: Any) -> dict[str, Any]:
-    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
-    try:
-        name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
-        return {
-            "python": saved["random_state"],
-            "numpy": {
-                "bit_generator": name,
-                "state": {"key": key, "pos": position},
-                "has_gauss": has_gauss,
-                "gauss": gauss,
-            },
-            "torch": saved["torch_manual_seed"],
-        }
-    except (KeyError, TypeError, ValueError):
-        return {}
+# Shards of several ranks
+
+
+def _from_sharded(sharded: Sharded, options: ConvertOptions, notes: list[str]) -> Snapshot:
+    notes.extend(sharded.notes)
+    state = _lightning_progress(sharded.progress, notes)
+    state.step = state.step or max((steps_of(item) for item in sharded.optimizers), default=0)
+    if sharded.step is not None:
+        state.step = sharded.step
+    elif not sharded.progress and options.step is None:
+        notes.append(f"The source does not say the step; it is {state.step}, its optimizer's. Set it with --step.")
+    if not sharded.progress:
+        notes.append("The epoch is not in the source; a resume begins one anew. Set how many are done with --epoch.")
+    trainer = {"hyper_parameters": sharded.progress.get("hyper_parameters") or {}, "task": {}}
+    return _with_optimizers(
+        Snapshot(state.to_dict(), _state_dict(sharded.weights), trainer=trainer),
+        packed=sharded.optimizers,
+        schedulers=sharded.schedulers,
+        scaler=None,
+        ordered=True,
+        options=options,
+        notes=notes,
+    )
 
 
 # Parts that the sources have in common

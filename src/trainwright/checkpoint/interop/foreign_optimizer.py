@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
 
 # What schedules and named parameters add to a group.
 _ADDED_KEYS = frozenset(
@@ -38,7 +39,8 @@ def named_from_positions(
     """Return a saved `optimizer.state_dict()` in the form of `named_optimizer_state`.
 
     Args:
-        packed: what `torch.optim.Optimizer.state_dict` gave, with positions.
+        packed: what `torch.optim.Optimizer.state_dict` gave, with positions; or with the parameters' names, as FSDP
+            saves it.
         weights: the state dict of the model, buffers included.
         ordered: `weights` stand in the order of the model's modules; files of safetensors do not keep it.
         names: the parameters' names in the optimizer's order, where the caller knows them.
@@ -50,11 +52,16 @@ def named_from_positions(
     """
     try:
         groups = [dict(group) for group in packed["param_groups"]]
-        positions = [[int(position) for position in group["params"]] for group in groups]
-        state = {position: dict(values) for position, values in packed["state"].items()}
+        positions = [list(group["params"]) for group in groups]
+        state = {position: dict(values) for position, values in packed.get("state", {}).items()}
+        by_name = any(isinstance(place, str) for places in positions for place in places)
+        positions = positions if by_name else [[int(place) for place in places] for places in positions]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is no state of a torch optimizer: {error!r}.") from error
-    name_of = _names(groups, positions, state, weights, ordered, names)
+    if by_name:
+        name_of = {place: plain_name(str(place)) for places in positions for place in places}
+    else:
+        name_of = _names(groups, positions, state, weights, ordered, names)
     tree_groups = [
         {key: value for key, value in group.items() if key not in ("params", "param_names")}
         | {"params": [name_of[position] for position in places]}

@@ -22,6 +22,8 @@ _NEWEST_PROTOCOL = 5
 _MAX_KEY_BITS = 64  # of an integer: larger ones can be chosen so that a dict of them takes quadratic time
 _MAX_KEY_PARTS = 1000  # of a tuple that is a key: hashing one that shares its parts takes exponential time
 
+_MAX_DIMS = 64
+
 Name = tuple[str, str]
 
 
@@ -51,6 +53,13 @@ class Node:
         self.state: Any = None
         self.values: list[Any] = []
         self.pairs: list[tuple[Any, Any]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """Stands where a file holds something outside the closed list; `name` is its `module.name`."""
+
+    name: str
 
 
 STORAGE: Name = ("", "storage")
@@ -276,6 +285,27 @@ def checked_key(key: Any) -> Any:
         elif type(part) is int and part.bit_length() > _MAX_KEY_BITS:
             raise ValueError(f"an integer of {part.bit_length()} bits is a key")
     return key
+
+
+def checked_size(number: Any) -> int:
+    """Return a number of a pickle if it can be a size; otherwise raise a ValueError."""
+    if type(number) is not int or not 0 <= number < 2**62:
+        raise ValueError(f"a {type(number).__name__} that is not a size where one was expected")
+    return number
+
+
+def checked_sizes(numbers: Any) -> list[int]:
+    """Return numbers of a pickle if they can be a shape; otherwise raise a ValueError."""
+    if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
+        raise ValueError(f"a {type(numbers).__name__} that is not a shape where one was expected")
+    return [checked_size(number) for number in numbers]
+
+
+def length_of(value: Any) -> int:
+    """Return how long a plain value is; 0 for a number of ordinary size."""
+    if isinstance(value, (str, bytes, bytearray)):
+        return len(value)
+    return value.bit_length() // 8 if type(value) is int else 0
 
 
 def _tuple_of(parser: PickleParser, count: int) -> None:

@@ -14,6 +14,7 @@ that it writes to, and a view of a file that has been cut kills the process: wha
 
 from __future__ import annotations
 
+import io
 import math
 import mmap
 import pathlib
@@ -22,21 +23,30 @@ import struct
 import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from trainwright.checkpoint.disk.untrusted import check_regular, shortened
-from trainwright.checkpoint.interop.pickle_parser import STORAGE, Name, Named, Node, PickleParser, checked_key
+from trainwright.checkpoint.interop.pickle_parser import (
+    STORAGE,
+    Name,
+    Named,
+    Node,
+    PickleParser,
+    Unknown,
+    checked_key,
+    checked_size,
+    checked_sizes,
+    length_of,
+)
 from trainwright.core.errors import CheckpointError
 
 MAX_PICKLE_BYTES = 128 * 2**20
 # What all values come to where each is counted as often as it is referred to; those of text by its length as well.
 MAX_VALUES = 8_000_000
 _TEXT_OF_A_VALUE = 32  # characters
-_MAX_DIMS = 64
 # Views may show an element many times over. A file whose tensors come to more than this many times its size is refused.
 _FILE_SIZES = 4
 _FREE_BYTES = 16 * 2**20
@@ -47,19 +57,16 @@ _HEAD_BYTES = 32
 _FORMER_VERSION = 1001
 
 
-@dataclass(frozen=True, slots=True)
-class Unknown:
-    """Stands where a file holds something outside the closed list; `name` is its `module.name`."""
-
-    name: str
-
-
-def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, list[str]]:
+def read_torch_file(
+    path: pathlib.Path, *, mapped: bool = True, span: tuple[int, int] | None = None
+) -> tuple[Any, list[str]]:
     """Read a file of `torch.save` as plain data; nothing in it is executed or imported.
 
     Args:
         path: a zip archive as torch has written since 1.6, or what it wrote before, on a little-endian machine.
         mapped: False reads every tensor into memory.
+        span: first byte and length of a zip archive within the file, which is read into memory. Default: None, the
+            file is the archive.
 
     Returns:
         The tree, with `Unknown` where it names something outside the closed list, and the sorted names of these.
@@ -72,7 +79,11 @@ def read_torch_file(path: pathlib.Path, *, mapped: bool = True) -> tuple[Any, li
     """
     check_regular(path)
     try:
-        if zipfile.is_zipfile(path):
+        if span is not None:
+            data = np.fromfile(path, np.uint8, offset=span[0], count=span[1])
+            with zipfile.ZipFile(io.BytesIO(data.data)) as archive:
+                reader, tree = _interpreted(_Records(path, archive, mapped, data))
+        elif zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 reader, tree = _interpreted(_Records(path, archive, mapped))
         else:
@@ -99,7 +110,7 @@ def _interpreted(records: _Records | _FormerRecords) -> tuple[_Interpreter, Any]
 class _Records:
     """The entries of an archive: its pickle, and its storages by key."""
 
-    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool) -> None:
+    def __init__(self, path: pathlib.Path, archive: zipfile.ZipFile, mapped: bool, data: Any = None) -> None:
         self._path = path
         self._mapped = mapped
         self._archive = archive
@@ -114,7 +125,7 @@ class _Records:
             raise CheckpointError(f"{path} was written on a big-endian machine, which is not supported.")
         self.room = _Room(path)
         # Private: whatever is written to a tensor never reaches the file.
-        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c")
+        self._file: Any = np.memmap(path, dtype=np.uint8, mode="c") if data is None else data
 
     def parsed(self) -> Any:
         """Return the parsed pickle."""
@@ -264,7 +275,7 @@ class _Interpreter:
             self._counted(1)
             return self._reference(value.name)
         if kind not in _SHARED:
-            self._counted(1 + _size_of(value) // _TEXT_OF_A_VALUE)
+            self._counted(1 + length_of(value) // _TEXT_OF_A_VALUE)
             return value
         known = self._made.get(id(value))
         if known is not None:
@@ -315,14 +326,14 @@ class _Interpreter:
         if wanted is None:
             raise ValueError("a tensor without a dtype")
         # An untyped storage counts bytes.
-        count = _whole(num) if own is not None else _whole(num) // wanted.itemsize
+        count = checked_size(num) if own is not None else checked_size(num) // wanted.itemsize
         if (key, wanted) not in self._storages:
             self._storages[key, wanted] = self.records.storage(key, wanted, count)
         flat = self._storages[key, wanted]
         if not view or view[0] is None:
             return flat
         _, start, length = view[0]  # torch before 0.4 pickled storages that are parts of others
-        return flat[_whole(start) : _whole(start) + _whole(length)]
+        return flat[checked_size(start) : checked_size(start) + checked_size(length)]
 
     def tensor(self, node: Node) -> torch.Tensor:
         """Build a tensor after checking that it lies in its storage."""
@@ -334,11 +345,11 @@ class _Interpreter:
         else:
             metadata = node.args[6] if len(node.args) > 6 else None
         flat = self.flat(storage, dtype)
-        sizes, strides = _sizes(self.value(size)), _sizes(self.value(stride))
+        sizes, strides = checked_sizes(self.value(size)), checked_sizes(self.value(stride))
         if len(sizes) != len(strides):
             raise ValueError(f"a tensor of sizes {sizes} and strides {strides}")
         self.records.room.take(math.prod(sizes) * flat.itemsize)
-        last = _whole(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+        last = checked_size(offset) + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
         if math.prod(sizes) and last >= flat.numel():
             raise CheckpointError(
                 f"a tensor of sizes {sizes} and strides {strides} at {offset} reaches beyond its storage of "
@@ -353,18 +364,6 @@ class _Interpreter:
         return tensor._neg_view() if isinstance(metadata, dict) and metadata.get("neg") else tensor
 
 
-def _whole(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 2**62:
-        raise ValueError(f"a {type(number).__name__} that is not a size where one was expected")
-    return number
-
-
-def _sizes(numbers: Any) -> list[int]:
-    if not isinstance(numbers, (list, tuple)) or len(numbers) > _MAX_DIMS:
-        raise ValueError(f"a {type(numbers).__name__} that is not a shape where one was expected")
-    return [_whole(number) for number in numbers]
-
-
 def _key_of(node: Any) -> str:
     """Return the key of a storage node."""
     if type(node) is not Node or node.name != STORAGE or type(node.args[0]) is not tuple:
@@ -373,13 +372,6 @@ def _key_of(node: Any) -> str:
     if type(kind) is not Named or type(key) is not str:
         raise ValueError("a storage without a type and a key")
     return key
-
-
-def _size_of(value: Any) -> int:
-    """Return how long a plain value is; 0 for a number of ordinary size."""
-    if isinstance(value, (str, bytes, bytearray)):
-        return len(value)
-    return value.bit_length() // 8 if type(value) is int else 0
 
 
 def _mapping(reader: _Interpreter, node: Node) -> dict[Any, Any]:
@@ -424,7 +416,7 @@ def _numpy_scalar(reader: _Interpreter, node: Node) -> Any:
 
 def _numpy_array(reader: _Interpreter, node: Node) -> Any:
     _, shape, dtype, fortran, data = (reader.value(value) for value in node.state)
-    sizes = _sizes(shape)
+    sizes = checked_sizes(shape)
     return np.frombuffer(data, dtype).reshape(sizes, order="F" if fortran else "C").copy()
 
 
@@ -450,15 +442,32 @@ _STORAGE_DTYPES: dict[Name, torch.dtype | None] = {
     }.items()
 } | {("torch.storage", "UntypedStorage"): None}  # fmt: skip
 
+# What a tensor of a file may have as its dtype.
+STORABLE_DTYPES: dict[Name, torch.dtype] = {("torch", name): getattr(torch, name) for name in _DTYPES}
+
 _SHARED = frozenset({Node, dict, list, tuple, set, frozenset})
 _NUMPY_DTYPE = re.compile(r"[<>|=]?[biufc][0-9]{1,2}")
+
+
+def _subclass(reader: _Interpreter, node: Node) -> Any:
+    """Interpret a tensor that was saved as a Parameter or with attributes, without these."""
+    rebuild, kind, args, _ = node.args
+    plain = type(kind) is Named and kind.name in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+    if type(rebuild) is not Named or type(args) is not tuple:
+        raise ValueError("a tensor of a subclass that is not made by a function")
+    known = rebuild.name[0] == "torch._utils" and rebuild.name[1] in ("_rebuild_tensor_v2", "_rebuild_parameter")
+    if not plain or not known:
+        return reader._unknown(kind.name if type(kind) is Named and not plain else rebuild.name)
+    return reader.value(Node(rebuild.name, args))
+
 
 _Maker = Callable[[_Interpreter, Node], Any]
 _MAKERS: dict[Name, _Maker] = {
     ("torch._utils", "_rebuild_tensor_v2"): _Interpreter.tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _Interpreter.tensor,
     ("torch._utils", "_rebuild_parameter"): lambda reader, node: reader.value(node.args[0]),
-    ("torch", "Size"): lambda reader, node: torch.Size(_sizes(reader.value(node.args[0]))),
+    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
+    ("torch", "Size"): lambda reader, node: torch.Size(checked_sizes(reader.value(node.args[0]))),
     ("torch", "device"): lambda reader, node: torch.device(*reader.value(node.args)),
     ("collections", "OrderedDict"): _mapping,
     ("collections", "defaultdict"): _default_dict,

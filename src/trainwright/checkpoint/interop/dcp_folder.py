@@ -1,0 +1,204 @@
+"""Tensors in the shards of another program, and folders of torch.distributed.checkpoint.
+
+Such a folder has a `.metadata` pickle, which says where each block of each tensor is, and files of one `torch.save`
+archive after the other. Both are parsed, never executed (see `torch_file`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.checkpoint.disk.untrusted import inside, read_bytes, reading
+from trainwright.checkpoint.format.piece_files import PieceFiles, SavedTensor
+from trainwright.checkpoint.format.pieces import Box, Region, lengths_of
+from trainwright.checkpoint.format.safetensors_io import dtype_name, to_storable
+from trainwright.checkpoint.interop.pickle_parser import Named, Node, PickleParser, checked_size, checked_sizes
+from trainwright.checkpoint.interop.torch_file import MAX_PICKLE_BYTES, STORABLE_DTYPES, read_torch_file
+from trainwright.core.errors import CheckpointError
+
+METADATA = ".metadata"
+_TORCH = "torch.distributed.checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    region: Region
+    read: Callable[[], torch.Tensor]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ForeignShards(PieceFiles):
+    """Shards that are read when they are used."""
+
+    def __init__(self) -> None:
+        self._by_name = {}
+
+    def add(
+        self, name: str, region: Region, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[], torch.Tensor]
+    ) -> None:
+        """Add one shard.
+
+        Args:
+            name: of the full tensor.
+            region: of the full tensor that the shard holds.
+            shape: of the full tensor.
+            dtype: of both.
+            read: returns the shard's values.
+        """
+        shard: Any = _Shard(region, read, dtype_name(dtype), shape)
+        self._by_name.setdefault(name, []).append(shard)
+
+    def full(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, origin: Path) -> SavedTensor:
+        """Return the full tensor, which is read when it is used.
+
+        Raises:
+            CheckpointError: its shards do not cover it, or overlap.
+        """
+        try:
+            return self.find(name, shape, dtype_name(dtype))
+        except CheckpointError as error:
+            raise CheckpointError(f"{origin} is incomplete: {error}") from error
+
+    def _mapped(self, piece: Any) -> torch.Tensor:
+        return to_storable(piece.read().reshape(lengths_of(piece.region)))[0]
+
+
+def read_dcp(folder: Path) -> dict[str, Any]:
+    """Read a folder of torch.distributed.checkpoint as the nested state dict that was saved.
+
+    Args:
+        folder: with `.metadata` and the files of all ranks.
+
+    Returns:
+        Containers and plain data. Tensors are read when they are used.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or names something else than tensors and plain data; the message
+            names it.
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        raise CheckpointError(
+            f"{path} is missing, so that the other files of the folder cannot be read. It is written last: the save "
+            "was interrupted, or the copy is incomplete. Copy it, or use another checkpoint."
+        )
+    with reading(path, "is no metadata of torch.distributed.checkpoint"):
+        data = read_bytes(path, max_bytes=MAX_PICKLE_BYTES)
+        found = _Metadata(folder, PickleParser(data, limit=MAX_PICKLE_BYTES, origin=str(path)).parse())
+        values = {name: found.value(name, entry) for name, entry in found.entries.items()}
+        return _nested({found.path(name): value for name, value in values.items()})
+
+
+class _Metadata:
+    """The parsed metadata: what the state dict held, and where each block of it is."""
+
+    def __init__(self, folder: Path, tree: Any) -> None:
+        self._folder, self._origin = folder, folder / METADATA
+        state = self._state(tree, "metadata.Metadata")
+        self.entries: dict[str, Any] = state["state_dict_metadata"]
+        self._paths: Mapping[str, Any] = state.get("planner_data") or {}
+        self._shards = ForeignShards()
+        self._sizes: dict[Path, int] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], tuple[Path, int, int]] = {}
+        for index, info in state["storage_data"].items():
+            key = self._state(index, "metadata.MetadataIndex")
+            offset = key.get("offset")
+            self._places[key["fqn"], None if offset is None else self._size(offset)] = self._place(info)
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Return where a value was in the nested state dict."""
+        return tuple(self._paths.get(name, (name,)))
+
+    def value(self, name: str, entry: Any) -> Any:
+        """Return one value; tensors are read when they are used."""
+        if isinstance(entry, Node) and entry.name == (f"{_TORCH}.metadata", "BytesStorageMetadata"):
+            return self._read(self._places[name, None])
+        state = self._state(entry, "metadata.TensorStorageMetadata")
+        properties = self._state(state["properties"], "metadata.TensorProperties")
+        named = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+        dtype = STORABLE_DTYPES.get(named.name) if isinstance(named, Named) else None
+        if dtype is None:
+            raise CheckpointError(f"{self._origin}: {name!r} has no dtype that is read.")
+        shape = self._size(state["size"])
+        for chunk in state["chunks"]:
+            block = self._state(chunk, "metadata.ChunkStorageMetadata")
+            region = Box(self._size(block["offsets"]), self._size(block["sizes"]))
+            place = self._places.get((name, region.offsets))
+            if place is None:
+                raise CheckpointError(f"{self._origin} does not say where {name!r} at {region.offsets} is stored.")
+            self._shards.add(name, region, shape, dtype, partial(self._tensor, place, dtype))
+        return self._shards.full(name, shape, dtype, self._folder)
+
+    def _tensor(self, place: tuple[Path, int, int], dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._read(place)
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != dtype:
+            raise CheckpointError(f"{place[0]} holds no {dtype} tensor at byte {place[1]}. It is damaged.")
+        return tensor
+
+    def _read(self, place: tuple[Path, int, int]) -> Any:
+        path, offset, length = place
+        tree, unknown = read_torch_file(path, span=(offset, length))
+        if unknown:
+            raise CheckpointError(
+                f"{path} names {', '.join(unknown[:8])}, which is neither a tensor nor plain data. It is refused, and "
+                "nothing of it was executed. Save the state dict without it."
+            )
+        return tree
+
+    def _place(self, info: Any) -> tuple[Path, int, int]:
+        state = self._state(info, "filesystem._StorageInfo")
+        if state.get("transform_descriptors"):
+            raise CheckpointError(f"{self._origin}: its files are compressed. Save them without extensions.")
+        path = inside(self._folder, state["relative_path"], str(self._origin))
+        if path not in self._sizes:
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing. Copy the files of every rank into the folder.")
+            self._sizes[path] = path.stat().st_size
+        offset, length = checked_size(state["offset"]), checked_size(state["length"])
+        if offset + length > self._sizes[path]:
+            raise CheckpointError(
+                f"{path} has {self._sizes[path]} bytes, expected at least {offset + length}: it is cut short. Copy it "
+                "again, or use another checkpoint."
+            )
+        return path, offset, length
+
+    def _state(self, node: Any, name: str) -> Any:
+        module, _, kind = f"{_TORCH}.{name}".rpartition(".")
+        if not isinstance(node, Node) or node.name != (module, kind):
+            got = ".".join(node.name) if isinstance(node, (Node, Named)) else type(node).__name__
+            raise CheckpointError(
+                f"{self._origin} names {got} where {module}.{kind} was expected. It is refused, and nothing of it was "
+                "executed."
+            )
+        return node.state
+
+    @staticmethod
+    def _size(node: Any) -> tuple[int, ...]:
+        if not isinstance(node, Node) or node.name != ("torch", "Size"):
+            raise ValueError("a shape that is no torch.Size")
+        return tuple(checked_sizes(node.args[0]))
+
+
+def _nested(values: Mapping[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """Return nested containers of values by their paths; numbers in a path are positions in a list."""
+    root: dict[Any, Any] = {}
+    for path, value in values.items():
+        target = root
+        for key in path[:-1]:
+            target = target.setdefault(key, {})
+        target[path[-1]] = value
+
+    def listed(tree: Any) -> Any:
+        if type(tree) is not dict:
+            return tree
+        made = {key: listed(value) for key, value in tree.items()}
+        return [made[key] for key in sorted(made)] if made and all(type(key) is int for key in made) else made
+
+    return {str(key): listed(value) for key, value in root.items()}

@@ -1,0 +1,194 @@
+"""Folders in which the ranks of another program have left their shards, and merging their weights."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trainwright.checkpoint.disk.planned_file import Weight
+from trainwright.checkpoint.format.model import MAX_SHARD_BYTES
+from trainwright.checkpoint.format.piece_files import SavedTensor, loaded
+from trainwright.checkpoint.interop.dcp_folder import METADATA, read_dcp
+from trainwright.checkpoint.interop.deepspeed_folder import find_deepspeed, read_deepspeed
+from trainwright.checkpoint.interop.torch_file import read_torch_file
+from trainwright.checkpoint.interop.weights_folder import replace_weights
+from trainwright.core.errors import CheckpointError
+from trainwright.core.names.hidden_names import plain_name
+from trainwright.core.tree import map_tensors
+
+FSDP_MODEL = "pytorch_model_fsdp_"  # how Accelerate names the folder of a model, before its number
+_FSDP_OPTIMIZER = "optimizer_"
+_LIGHTNING_META = "meta.pt"
+_WEIGHTS = ("model", "state_dict", "model_state_dict", "app")  # under which a state dict holds the weights
+_OPTIMIZER = re.compile(r"(?:optimizer|optim)(?:_?(\d+))?")
+
+
+@dataclass
+class Sharded:
+    """A checkpoint put together from its shards; tensors are read when they are used.
+
+    Attributes:
+        source: the library that wrote it.
+        weights: name → tensor.
+        optimizers: state dicts of torch, by name or position.
+        step: completed optimizer steps; None: unknown.
+        schedulers: states of learning-rate schedules.
+        progress: what Lightning saved beside the shards.
+        notes: sentences: what was skipped.
+    """
+
+    source: Literal["torch.distributed", "deepspeed"]
+    weights: Mapping[str, Any]
+    optimizers: list[Any] = field(default_factory=list)
+    step: int | None = None
+    schedulers: list[Any] = field(default_factory=list)
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def load(self) -> Sharded:
+        """Put all tensors together in memory; what is one tensor under two names remains one. Returns itself."""
+        full: dict[int, torch.Tensor] = {}
+
+        def once(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in full:
+                full[id(tensor)] = loaded(tensor)
+            return full[id(tensor)]
+
+        # The sources stay alive until both are done: their ids are the keys.
+        self.weights, self.optimizers = map_tensors(once, (self.weights, self.optimizers))
+        return self
+
+
+def read_sharded(path: Path) -> Sharded | None:
+    """Read a folder of torch.distributed.checkpoint or DeepSpeed, or one of Accelerate or Lightning with such.
+
+    Returns:
+        None: there are no such shards in it.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or there are no weights; the message names it.
+    """
+    if (path / METADATA).is_file() or any(path.glob("*.distcp")):
+        return _from_dcp(path, read_dcp(path))
+    if (path / f"{FSDP_MODEL}0").is_dir():
+        tree = read_dcp(path / f"{FSDP_MODEL}0")
+        folders = sorted(entry for entry in path.glob(f"{_FSDP_OPTIMIZER}*") if entry.is_dir())
+        return _from_dcp(path, tree | {folder.name: read_dcp(folder).get("optimizer") for folder in folders})
+    folder = find_deepspeed(path)
+    if folder is None:
+        return None
+    state = read_deepspeed(folder)
+    optimizers = [] if state.optimizer is None else [state.optimizer]
+    schedulers = [] if state.scheduler is None else [state.scheduler]
+    return Sharded("deepspeed", state.weights, optimizers, state.step, schedulers, notes=state.notes)
+
+
+def _from_dcp(path: Path, tree: Mapping[str, Any]) -> Sharded:
+    inner = tree.get("app")
+    if isinstance(inner, Mapping):  # an object with state_dict(), as in torch's tutorial
+        tree = {**tree, **inner}
+    found = {key: match for key in tree if (match := _OPTIMIZER.fullmatch(key))}
+    optimizers = [tree[key] for key in sorted(found, key=lambda key: int(found[key][1] or 0))]
+    weights = next((tree[key] for key in _WEIGHTS if isinstance(tree.get(key), Mapping)), None)
+    if weights is None:
+        weights = {name: value for name, value in tree.items() if isinstance(value, torch.Tensor)}
+    if not weights:
+        raise CheckpointError(
+            f"{path} holds no weights under {', '.join(_WEIGHTS)}: it has {', '.join(list(tree)[:10]) or 'nothing'}. "
+            f"Of Accelerate's save_state pass {FSDP_MODEL}0, or the folder above it, which has the optimizer too."
+        )
+    meta = path / _LIGHTNING_META
+    progress = read_torch_file(meta)[0] if meta.is_file() else {}
+    return Sharded(
+        "torch.distributed",
+        weights,
+        [state for state in optimizers if isinstance(state, Mapping) and "param_groups" in state],
+        progress=progress,
+        schedulers=list(progress.get("lr_schedulers") or []),
+    )
+
+
+def accelerate_rng(saved: Any) -> dict[str, Any]:
+    """Return one rank's generators as `core.rng.rng_state` gives them; empty if something is missing."""
+    try:
+        name, key, position, has_gauss, gauss = saved["numpy_random_seed"]
+        return {
+            "python": saved["random_state"],
+            "numpy": {
+                "bit_generator": name,
+                "state": {"key": key, "pos": position},
+                "has_gauss": has_gauss,
+                "gauss": gauss,
+            },
+            "torch": saved["torch_manual_seed"],
+        }
+    except (KeyError, TypeError, ValueError):
+        return {}
+
+
+def merge_weights(
+    source: Path | str,
+    target: Path | str,
+    *,
+    safe: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    remove_source: bool = False,
+) -> list[Path]:
+    """Write the weights of a sharded checkpoint as a model in Hugging Face's layout.
+
+    One process calls it; it blocks on the disk. The extra memory is one tensor.
+
+    Args:
+        source: a folder of torch.distributed.checkpoint, DeepSpeed, or Accelerate's `save_state` with such.
+        target: a folder; a former model in it is replaced, other files are left alone.
+        safe: safetensors; otherwise `pytorch_model.bin`.
+        max_shard_bytes: of the tensors in one file.
+        remove_source: delete `source` when the weights are on the disk.
+
+    Returns:
+        The files written, the index last if there is one.
+
+    Raises:
+        FileNotFoundError: nothing is at `source`.
+        CheckpointError: `source` is none of these, incomplete or damaged, or `target` cannot be written.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_dir():
+        raise FileNotFoundError(f"there is no folder at {source}.")
+    if remove_source and target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target} is within {source}, which would be removed. Choose another folder.")
+    sharded = read_sharded(source)
+    if sharded is None:
+        raise CheckpointError(
+            f"{source} has no shards: no {METADATA}, no {FSDP_MODEL}0 and no files of DeepSpeed. Pass the folder that "
+            "the ranks wrote. For a checkpoint of Trainwright run `trainwright checkpoint merge`."
+        )
+    weights: dict[str, Weight] = {}
+    tied: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for raw, value in sharded.weights.items():
+        name = plain_name(raw)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if first.setdefault(id(value), name) != name:
+            tied[name] = first[id(value)]
+        elif isinstance(value, SavedTensor):
+            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            weights[name] = Weight(like, partial(_read, value))
+        else:
+            weights[name] = Weight.of(value)
+    files = replace_weights(target, weights, max_shard_bytes=max_shard_bytes, safe=safe, tied=tied)
+    if remove_source:
+        shutil.rmtree(source)
+    return files
+
+
+def _read(tensor: SavedTensor) -> Iterator[torch.Tensor]:
+    yield tensor.load().reshape(-1)
