@@ -16,6 +16,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -83,7 +84,8 @@ class Accelerator:
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: True on several processes is an error: a loader's batch size is that of one process.
+        split_batches: the batch size of a prepared DataLoader is that of all processes, which get equal parts of each
+            batch. Default: False, which is the batch size of one process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
@@ -152,9 +154,8 @@ class Accelerator:
     ) -> None:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
-        split_batches, seed = loader_settings(split_batches, seed, dataloader_config)
+        self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
-            split_batches=split_batches,
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
             accumulation=gradient_accumulation_plugin,
@@ -176,13 +177,15 @@ class Accelerator:
         self.state.processes.watch_calls()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
-        self.device_placement, self.split_batches = device_placement, split_batches
+        self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
-        self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
+        self._begin(
+            self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
+        )
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
@@ -204,8 +207,20 @@ class Accelerator:
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
-            self.state, self.engine, self._accumulation, self._scale, self._make_context, seed
+            self.state,
+            self.engine,
+            self._accumulation,
+            self._scale,
+            self._make_context,
+            replace(self.dataloader_config, data_seed=seed),
         )
+
+    # How loaders are prepared
+
+    @property
+    def split_batches(self) -> bool:
+        """True if the batch size of a prepared loader is that of all processes."""
+        return self.dataloader_config.split_batches
 
     # Where it runs
 

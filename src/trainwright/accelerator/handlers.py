@@ -21,7 +21,7 @@ class DataLoaderConfiguration:
     """Options for preparing loaders, by Accelerate's names. Those that are always on accept both values.
 
     Args:
-        split_batches: the same as `Accelerator(split_batches=…)`. Default: False.
+        split_batches: the batch size is that of all processes, which get equal parts of each batch. Default: False.
         dispatch_batches: only False or None: each process reads its own share of the data. Default: None.
         even_batches: only True: all processes get the same number of batches. Default: True.
         use_seedable_sampler: always on: shuffled data has the order of a seed. Default: False.

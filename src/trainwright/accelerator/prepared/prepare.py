@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
@@ -54,7 +55,7 @@ class PreparedObjects:
         accumulation: state of gradient accumulation, shared by what is prepared.
         scale: of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
-        seed: of the order of the data; None: torch's initial seed on the first process.
+        loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
 
     Attributes:
         models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
@@ -68,10 +69,11 @@ class PreparedObjects:
         accumulation: Accumulation,
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
-        seed: int | None,
+        loaders: DataLoaderConfiguration,
     ) -> None:
         self._state, self._engine, self._accumulation = state, engine, accumulation
-        self._scale, self._make_context, self.seed = scale, make_context, seed
+        self._scale, self._make_context = scale, make_context
+        self._config, self.seed = loaders, loaders.data_seed
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -102,6 +104,7 @@ class PreparedObjects:
             world=ranks.size,
             seed=self.seed,
             agree=ranks.gather_integers if ranks.size > 1 else None,
+            split_batches=self._config.split_batches,
             name="the loader",
         )
 
