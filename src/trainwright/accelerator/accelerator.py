@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -123,7 +123,6 @@ class Accelerator:
 
     # How loaders are prepared, under Accelerate's names.
     even_batches: ClassVar[bool] = True  # a rank without data repeats its last batch with weight 0
-    dispatch_batches: ClassVar[bool] = False  # each process reads its own share
     use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
     use_stateful_dataloader: ClassVar[bool] = True  # a prepared loader has state_dict and load_state_dict
     non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
@@ -221,6 +220,11 @@ class Accelerator:
     def split_batches(self) -> bool:
         """True if the batch size of a prepared loader is that of all processes."""
         return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if the first process reads all data; None: only undivided iterable data sets."""
+        return self.dataloader_config.dispatch_batches
 
     # Where it runs
 
@@ -444,14 +448,22 @@ class Accelerator:
         """Return a schedule that advances with the optimizer it was made for. Not collective."""
         return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
 
-    def prepare_data_loader(self, data_loader: object, device_placement: bool | None = None) -> AcceleratedLoader:
+    def prepare_data_loader(
+        self,
+        data_loader: object,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> AcceleratedLoader:
         """Return a loader of this process's share of the data; see `prepare_loader`.
 
         Args:
             data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
             device_placement: move batches to the device. Default: the constructor's.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's share
+                of a dispatched batch. Default: None, which slices tensors and lists.
         """
-        return self._prepared.loader(data_loader, placed=self._is_placed(device_placement))
+        placed = self._is_placed(device_placement)
+        return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
         """Return a prepared loader whose first pass begins later; skipped batches are not fetched."""

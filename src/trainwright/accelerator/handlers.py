@@ -22,7 +22,8 @@ class DataLoaderConfiguration:
 
     Args:
         split_batches: the batch size is that of all processes, which get equal parts of each batch. Default: False.
-        dispatch_batches: only False or None: each process reads its own share of the data. Default: None.
+        dispatch_batches: the first process reads the data and sends each other process its share. Default: None, which
+            is True for iterable data sets that do not declare how they are divided.
         even_batches: only True: all processes get the same number of batches. Default: True.
         use_seedable_sampler: always on: shuffled data has the order of a seed. Default: False.
         data_seed: the same as `Accelerator(seed=…)`. Default: None.
@@ -44,11 +45,6 @@ class DataLoaderConfiguration:
     custom_classes: object = None
 
     def __post_init__(self) -> None:
-        if self.dispatch_batches:
-            raise ConfigurationError(
-                "dispatch_batches=True is not supported: each process reads its own share of the data. Remove it. "
-                "An iterable data set is divided by ShardedIterable."
-            )
         if not self.even_batches:
             raise ConfigurationError(
                 "even_batches=False is not supported: all processes get the same number of batches. Remove it. The "

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.accelerator.accumulation import Accumulation
 from trainwright.accelerator.handlers import DataLoaderConfiguration
@@ -24,11 +24,13 @@ from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.dispatched import DispatchedLoader
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_cut
-from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
+from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
+from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
@@ -257,17 +259,31 @@ class PreparedObjects:
 
         return self._once(own, self.schedulers, make)
 
-    def loader(self, loader: object, *, placed: bool) -> AcceleratedLoader:
-        """Return a loader of this process's share of the data; see `prepare_loader`."""
+    def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
+        """Return a loader of this process's share of the data; see `prepare_loader` and `DispatchedLoader`."""
         own = self._own(loader)
         if isinstance(own, AcceleratedLoader):
             return own
 
         def make() -> AcceleratedLoader:
             mover = self._engine.batch_mover() if placed else None
-            return AcceleratedLoader(prepare_loader(own, self.loader_options), self._accumulation, mover)
+            options = self.loader_options
+            if self._dispatches(own):
+                prepared: PreparedLoader = DispatchedLoader(own, options, self._state.joined(), slice_fn)
+            else:
+                prepared = prepare_loader(own, options)
+            return AcceleratedLoader(prepared, self._accumulation, mover)
 
         return self._once(own, self.dataloaders, make)
+
+    def _dispatches(self, loader: object) -> bool:
+        """Return whether only the first process reads a loader."""
+        if self._state.num_processes == 1 or self._config.dispatch_batches is False:
+            return False
+        if self._config.dispatch_batches:
+            return True
+        data = loader.dataset if isinstance(loader, DataLoader) else None
+        return isinstance(data, IterableDataset) and not is_divided(data)
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return what was made of an object before; else make it and keep it."""
