@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import struct
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ class Round(NamedTuple):
 
 
 class RoundTransfer:
-    """Sends rounds that the first process reads. It reads one round ahead while the others receive the present one.
+    """Sends rounds that the first process reads. It reads one round ahead, which the others receive in a thread.
 
     A round is one message to each process, with the structure of its share, and one with the tensors.
 
@@ -66,18 +67,15 @@ class RoundTransfer:
         rounds = _deferring(read)
         try:
             error, found = next(rounds)
+            self._send(error, found)
             while found is not None:
-                self._send("round", found.facts, found.shares)
-                own = found.shares[self._places[0]]
-                facts = found.facts
+                own, facts = found.shares[self._places[0]], found.facts
                 error, found = next(rounds)
+                self._send(error, found)
                 yield own, facts
                 del own
-            if error is None:
-                self._send("end")
-                return
-            self._send("error", f"{type(error).__name__}: {error}")
-            raise error
+            if error is not None:
+                raise error
         finally:
             self._wait()
 
@@ -88,20 +86,30 @@ class RoundTransfer:
             work.wait()
 
     def _received(self) -> Iterator[tuple[Any, Any]]:
-        while True:
-            kind, facts, share = self._receive()
-            if kind == "end":
-                return
-            if kind == "error":
-                raise WorkerError(f"the first process could not read the data: {facts}")
-            yield share, facts
-            del share
+        ahead = _InThread(self._receive)
+        try:
+            while True:
+                kind, facts, share = ahead.result()
+                if kind == "end":
+                    return
+                if kind == "error":
+                    raise WorkerError(f"the first process could not read the data: {facts}")
+                ahead = _InThread(self._receive)
+                yield share, facts
+                del share
+        finally:
+            ahead.wait()  # it has been sent
 
-    def _send(self, kind: str, facts: object = None, shares: Sequence[Any] | None = None) -> None:
+    def _send(self, error: Exception | None, found: Round | None) -> None:
+        """Start to send a round, or the end of the pass, once the others have received what was sent before."""
         self._wait()
+        kind, facts = ("round", found.facts) if found else ("end", None)
+        if error is not None:
+            kind, facts = "error", f"{type(error).__name__}: {error}"
         group = self._processes.group_for(_CPU)
         for process in range(1, self._processes.world_size):
-            for message in _encode(self._pass, kind, facts, None if shares is None else shares[self._places[process]]):
+            share = None if found is None else found.shares[self._places[process]]
+            for message in _encode(self._pass, kind, facts, share):
                 self._pending.append((dist.isend(message, process, group=group, tag=_TAG), message))
 
     def _receive(self) -> tuple[str, Any, Any]:
@@ -115,6 +123,35 @@ class RoundTransfer:
                 dist.recv(content, 0, group=group, tag=_TAG)
             if number == self._pass:  # otherwise it belongs to a pass that this process has left
                 return _decode(header, described, content)
+
+
+class _InThread:
+    """Call of a function in another thread."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="trainwright-receive", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 -- it is raised by the thread that requests the result
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for the end of the call."""
+        self._thread.join()
+
+    def result(self) -> Any:
+        """Return the result once it is there, or raise the error of the call."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        found, self._result = self._result, None
+        return found
 
 
 class _Slot:
