@@ -122,7 +122,6 @@ class Accelerator:
     """
 
     # How loaders are prepared, under Accelerate's names.
-    even_batches: ClassVar[bool] = True  # a rank without data repeats its last batch with weight 0
     use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
     use_stateful_dataloader: ClassVar[bool] = True  # a prepared loader has state_dict and load_state_dict
     non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
@@ -220,6 +219,11 @@ class Accelerator:
     def split_batches(self) -> bool:
         """True if the batch size of a prepared loader is that of all processes."""
         return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """True if all processes get the same number of micro-batches; those that a process repeats have weight 0."""
+        return self.dataloader_config.even_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
@@ -572,23 +576,17 @@ class Accelerator:
 
         A process that leaves the loop early takes part in the others' averages with gradients of 0, as torch's `Join`
         does, and receives the weights of the last one at the end of the block. It takes part in nothing else: call
-        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block:
-        they return the same number of micro-batches on every process. Collective at the end of the block.
+        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block
+        unless `even_batches` is False: they return the same number of micro-batches on every process. Collective at the
+        end of the block.
 
         It has no effect, with a warning, on one process and under strategies other than DDP.
 
         Args:
             joinables: prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
-            even_batches: makes no difference: the batches that even out prepared loaders have weight 0. False with a
-                prepared loader raises a warning. Default: None.
+            even_batches: whether prepared loaders return the same number of micro-batches on every process in passes
+                that begin in the block. Default: None, which is the Accelerator's `even_batches`.
         """
-        if even_batches is False and self._prepared.dataloaders:
-            warnings.warn(
-                "join_uneven_inputs(even_batches=False): prepared loaders return the same number of micro-batches on "
-                "every process all the same. Those that repeat data have weight 0, and gather_for_metrics drops them.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
             warnings.warn(
@@ -596,13 +594,19 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=3,
             )
-            block = nullcontext()
+            block, even_batches = nullcontext(), None
+        loaders = [] if even_batches is None else list(self._prepared.dataloaders)
+        before = [loader.even_batches for loader in loaders]
         try:
             self._joins = True
+            for loader in loaders:
+                loader.even_batches = bool(even_batches)
             with block:
                 yield
         finally:
             self._joins = False
+            for loader, even in zip(loaders, before, strict=True):
+                loader.even_batches = even
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Any:
         """Return a context that computes in the mixed precision, for code outside of a prepared model.

@@ -45,7 +45,7 @@ ELSEWHERE = {
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
     },
-    "even_batches": "nothing: ranks that run out of data are padded, and gather_for_metrics leaves the padding out",
+    "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from trainwright.strategies.steps.gradients import weights_of_one_rank
 class AcceleratedLoader(SkippableLoader):
     """A prepared loader, which can be iterated any number of times.
 
-    All ranks get the same number of micro-batches. A rank that runs out of data repeats its last
-    one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are fetched together.
+    All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data
+    repeats its last one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are
+    fetched together.
     Other attributes are those of the user's loader.
 
     Args:
@@ -44,11 +46,28 @@ class AcceleratedLoader(SkippableLoader):
         self._last_place: Place | None = None  # of the newest pass, finished or not
 
     def __len__(self) -> int:
-        """Micro-batches of one pass, the same number on every rank."""
-        found = self.prepared.num_batches
+        """Micro-batches of one pass, the same number on every rank unless `even_batches` is False."""
+        found = self.prepared.num_batches if self.even_batches else self._own_batches
         if found is None:
             raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
         return found
+
+    @property
+    def even_batches(self) -> bool:
+        """True if all ranks get the same number of micro-batches; False: each rank gets only its own."""
+        return self.prepared.ends_together or self.prepared.options.in_lockstep
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.prepared.options = replace(self.prepared.options, lockstep=even)
+
+    @property
+    def _own_batches(self) -> int | None:
+        """Micro-batches of this rank in one pass; None if unknown."""
+        counts, options = self.prepared.counts, self.prepared.options
+        if counts is None:
+            return None
+        return min(counts) if options.uneven == "stop" else counts[options.rank]
 
     @property
     def total_batch_size(self) -> int:
@@ -124,7 +143,8 @@ class AcceleratedLoader(SkippableLoader):
         # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
         full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
-            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first, carried=carried):
+            own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
+            for group in iterate_groups(prepared, accumulate=steps, start_batch=first, carried=carried, **own):
                 batches, weights = group.batches, group.weights
                 if weights is not None and not accumulation.gradients.averaged:
                     weights = weights_of_one_rank(weights)

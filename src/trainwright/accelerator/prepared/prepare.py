@@ -107,6 +107,7 @@ class PreparedObjects:
             seed=self.seed,
             agree=ranks.gather_integers if ranks.size > 1 else None,
             split_batches=self._config.split_batches,
+            lockstep=self._config.even_batches,
             name="the loader",
         )
 
