@@ -18,6 +18,7 @@ PACKAGE = ROOT / "src/trainwright"
 _HOMES = {
     "accelerator.accumulation": "GradientState",
     "accelerator.functions": "extract_model_from_parallel get_mixed_precision_context_manager",
+    "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
     "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
     "core.names.constants": (
         "ComputeEnvironment LoggerType MODEL_NAME OPTIMIZER_NAME PrecisionType RNGType RNG_STATE_NAME SAFE_MODEL_NAME "
@@ -88,8 +89,8 @@ PATHS: dict[str, str] = {
         "init_empty_weights init_on_device load_checkpoint_and_dispatch"
     ),
     "data_loader": (
-        "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader "
-        "skip_first_batches"
+        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
+        "SkipBatchSampler SkipDataLoader prepare_data_loader skip_first_batches"
     ),
     "hooks": _HOOKS,
     "local_sgd": "LocalSGD",

@@ -55,6 +55,7 @@ from trainwright.accelerator.settings import (
 from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
+from trainwright.core.names.constants import RNGType
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
@@ -104,6 +105,8 @@ class Accelerator:
         dataloader_config: a `DataLoaderConfiguration`, which sets `split_batches` and `seed`. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
+        rng_types: generators that get the state of the first process before each pass of a prepared loader; see
+            `synchronize_rng_states`. Default: None, which synchronizes none: the order of the data depends on `seed`.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
 
@@ -147,6 +150,7 @@ class Accelerator:
         dataloader_config: DataLoaderConfiguration | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
         strategy: str | Strategy = "auto",
         seed: int | None = None,
     ) -> None:
@@ -176,6 +180,7 @@ class Accelerator:
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
         self.device_placement = device_placement
+        self.rng_types = None if rng_types is None else [RNGType(kind) for kind in rng_types]
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
@@ -211,6 +216,7 @@ class Accelerator:
             self._scale,
             self._make_context,
             replace(self.dataloader_config, data_seed=seed),
+            self.rng_types,
         )
 
     # How loaders are prepared

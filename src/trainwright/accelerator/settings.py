@@ -49,7 +49,6 @@ ELSEWHERE = {
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
-    "rng_types": "seed=: the order of the data depends on it alone",
     "log_with": "your tracker's own interface, on accelerator.is_main_process",
 }
 METHODS = {

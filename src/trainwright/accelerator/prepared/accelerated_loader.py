@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 
 from trainwright.accelerator.accumulation import Accumulation, Place
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.constants import RNGType
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.skipped_batches import SkippableLoader
+from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.steps.gradients import weights_of_one_rank
 
 
@@ -32,13 +34,18 @@ class AcceleratedLoader(SkippableLoader):
         prepared: in lock step.
         accumulation: receives the position of each pass.
         mover: moves a batch to the device; None: batches are not moved.
+        rng_types: generators that are synchronized over processes before each pass. Default: None.
     """
 
     def __init__(
-        self, prepared: PreparedLoader, accumulation: Accumulation, mover: Callable[[Any], Any] | None
+        self,
+        prepared: PreparedLoader,
+        accumulation: Accumulation,
+        mover: Callable[[Any], Any] | None,
+        rng_types: Sequence[str | RNGType] | None = None,
     ) -> None:
         self.prepared = prepared
-        self._mover = mover
+        self._mover, self._rng_types = mover, rng_types
         self._accumulation = accumulation
         self._epoch = 0
         self._resumes_at: dict[str, int] | None = None
@@ -118,6 +125,8 @@ class AcceleratedLoader(SkippableLoader):
         Args:
             first: the first micro-batch. None: the position of a loaded state, or 0.
         """
+        if self._rng_types is not None:
+            synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
         position = self._resumes_at if first in (None, resume_batch) else None
         self._resumes_at = None
@@ -242,6 +251,13 @@ class AcceleratedLoader(SkippableLoader):
         if name.startswith("__") or "prepared" not in vars(self):
             raise AttributeError(name)
         return getattr(self.prepared.raw, name)
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """Return the generator of a user's loader, or of its sampler or data set."""
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    found = (getattr(part, "generator", None) for part in parts)
+    return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
 class SkippedStart(SkippableLoader):

@@ -27,6 +27,7 @@ from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOp
 from trainwright.accelerator.prepared.dispatched import DispatchedLoader
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_cut
 from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
@@ -58,6 +59,7 @@ class PreparedObjects:
         scale: of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
         loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
+        rng_types: generators that are synchronized before each pass of a loader. Default: None.
 
     Attributes:
         models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
@@ -72,10 +74,11 @@ class PreparedObjects:
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         loaders: DataLoaderConfiguration,
+        rng_types: Sequence[str | RNGType] | None = None,
     ) -> None:
         self._state, self._engine, self._accumulation = state, engine, accumulation
         self._scale, self._make_context = scale, make_context
-        self._config, self.seed = loaders, loaders.data_seed
+        self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -273,7 +276,7 @@ class PreparedObjects:
                 prepared: PreparedLoader = DispatchedLoader(own, options, self._state.joined(), slice_fn)
             else:
                 prepared = prepare_loader(own, options)
-            return AcceleratedLoader(prepared, self._accumulation, mover)
+            return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types)
 
         return self._once(own, self.dataloaders, make)
 
