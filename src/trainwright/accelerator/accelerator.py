@@ -102,7 +102,7 @@ class Accelerator:
         torch_tp_plugin: a `TorchTensorParallelPlugin`, instead of `strategy=TensorParallelStrategy(…)`.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
-        dataloader_config: a `DataLoaderConfiguration`, which sets `split_batches` and `seed`. Default: None.
+        dataloader_config: a `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         rng_types: generators that get the state of the first process before each pass of a prepared loader; see
