@@ -332,14 +332,7 @@ def prepare_data_loader(
         else:
             generator = None if use_seedable_sampler else _generator_of(sampler)
             batches = BatchSamplerShard(batches, world, index, split_batches, even_batches)
-    if is_iterable:
-        options |= {"batch_size": size, "drop_last": dataloader.drop_last}
-    elif batches is None:
-        options |= {"batch_size": None, "sampler": dataloader.sampler}
-    elif in_sampler:
-        options |= {"batch_size": None, "sampler": batches}
-    else:
-        options["batch_sampler"] = batches
+    options |= _batching(dataloader, batches, size, is_iterable=is_iterable, in_sampler=in_sampler)
     common: dict[str, Any] = {
         "_drop_last": dataloader.drop_last,
         "_non_blocking": non_blocking,
@@ -364,6 +357,15 @@ def prepare_data_loader(
         **common,
         **options,
     )
+
+
+def _batching(loader: Any, batches: Any, size: int | None, *, is_iterable: bool, in_sampler: bool) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that say which batches it reads."""
+    if is_iterable:
+        return {"batch_size": size, "drop_last": loader.drop_last}
+    if batches is None:
+        return {"batch_size": None, "sampler": loader.sampler}
+    return {"batch_size": None, "sampler": batches} if in_sampler else {"batch_sampler": batches}
 
 
 def _together(mesh: Any) -> int:
