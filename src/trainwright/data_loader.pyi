@@ -1,3 +1,6 @@
+from trainwright.accelerator.prepared.free_loaders import DataLoaderDispatcher as DataLoaderDispatcher
+from trainwright.accelerator.prepared.free_loaders import DataLoaderShard as DataLoaderShard
+from trainwright.accelerator.prepared.free_loaders import prepare_data_loader as prepare_data_loader
 from trainwright.data.batch_shards import BatchSamplerShard as BatchSamplerShard
 from trainwright.data.batch_shards import IterableDatasetShard as IterableDatasetShard
 from trainwright.data.batch_shards import SeedableRandomSampler as SeedableRandomSampler

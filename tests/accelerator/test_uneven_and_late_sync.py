@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from tests.helpers.distributed import run_distributed
+from trainwright import DataLoaderConfiguration
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.data import shard_info
 from trainwright.strategies import FSDPStrategy
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
@@ -70,13 +73,58 @@ def test_joining_on_one_process_warns_and_does_nothing() -> None:
         accelerator.join_uneven_inputs([model], even_batches=True),
     ):
         model(torch.ones(1, 4))
-    accelerator.prepare(DataLoader(TensorDataset(torch.ones(2, 1))))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with accelerator.join_uneven_inputs([model], even_batches=False):
+        with accelerator.join_uneven_inputs([model]):
             pass
-    assert "even_batches=False" in str(caught[0].message)
+    assert "no effect" in str(caught[0].message)
     assert caught[0].filename == __file__
+
+
+def _own_batches() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    config = DataLoaderConfiguration(even_batches=False)
+    for name, accelerator in {"even": Accelerator(), "uneven": Accelerator(dataloader_config=config)}.items():
+        loader, other = accelerator.prepare(
+            DataLoader(range(6), batch_size=2),  # type: ignore[arg-type]
+            DataLoader(_Stream(), batch_size=2),
+        )
+        net = _net()
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        read: dict[bool | None, Any] = {}
+        for even in (None, False, True):
+            with accelerator.join_uneven_inputs([model], even_batches=even):
+                read[even] = [len(loader), []]
+                for batch in loader:
+                    read[even][1].append(batch.tolist())
+                    if even is False:
+                        accelerator.backward(model(_batches(1)[0]).square().mean())
+                        optimizer.step()
+                        optimizer.zero_grad()
+        found[name] = read
+        found[f"{name} stream"] = len(list(other))
+        found[f"{name} weights"] = [value.detach() for value in net.parameters()]
+    return found
+
+
+class _Stream(IterableDataset[int]):
+    is_sharded = True
+
+    def __iter__(self) -> Iterator[int]:
+        rank, world = shard_info()
+        return iter(range(rank, 5, world))
+
+
+def test_processes_get_only_their_own_batches() -> None:
+    ranks = run_distributed(_own_batches, 2, init=False, timeout=60)
+    own = [[2, [[0, 1], [4, 5]]], [1, [[2, 3]]]]
+    padded = [[2, [[0, 1], [4, 5]]], [2, [[2, 3], [2, 3]]]]
+    for rank, found in enumerate(ranks):
+        assert found["even"] == {None: padded[rank], False: own[rank], True: padded[rank]}
+        assert found["uneven"] == {None: own[rank], False: own[rank], True: padded[rank]}
+        assert (found["even stream"], found["uneven stream"]) == (2, 2 - rank)
+        for name in ("even weights", "uneven weights"):
+            torch.testing.assert_close(found[name], ranks[0][name], rtol=0, atol=0)
 
 
 def _late(kind: str) -> dict[str, Any]:
@@ -146,4 +194,4 @@ def test_ranks_along_the_axes_of_a_strategy() -> None:
     one = Accelerator(cpu=True)
     assert not one.multi_device
     assert one.should_save_model
-    assert (one.split_batches, one.even_batches, one.dispatch_batches) == (False, True, False)
+    assert (one.split_batches, one.even_batches, one.dispatch_batches) == (False, True, None)

@@ -325,8 +325,6 @@ def test_a_loader_configuration_sets_the_seed_and_accepts_what_is_always_on() ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dispatch_batches": True}, "each process reads its own share"),
-        ({"even_batches": False}, "gather_for_metrics drops them"),
         ({"custom_classes": {}}, "keeps the class of yours"),
     ],
 )

@@ -26,6 +26,7 @@ _HOMES = {
     "bigmodels.maps.sizes": "named_module_tensors",
     "core.host.memory": "should_reduce_batch_size",
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
+    "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
     "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
     "core.names.constants": (
         "FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE "
@@ -101,8 +102,8 @@ PATHS: dict[str, str] = {
         "dispatch_model init_empty_weights init_on_device load_checkpoint_and_dispatch"
     ),
     "data_loader": (
-        "BatchSamplerShard IterableDatasetShard SeedableRandomSampler SkipBatchSampler SkipDataLoader "
-        "skip_first_batches"
+        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
+        "SkipBatchSampler SkipDataLoader prepare_data_loader skip_first_batches"
     ),
     "hooks": _HOOKS,
     "local_sgd": "LocalSGD",

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -54,6 +55,7 @@ from trainwright.accelerator.settings import (
 from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
+from trainwright.core.names.constants import RNGType
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
@@ -84,7 +86,8 @@ class Accelerator:
 
     Args:
         device_placement: move models and batches to this process's device.
-        split_batches: True on several processes is an error: a loader's batch size is that of one process.
+        split_batches: the batch size of a prepared DataLoader is that of all processes, which get equal parts of each
+            batch. Default: False, which is the batch size of one process.
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
         gradient_accumulation_steps: micro-batches of one optimizer step.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
@@ -102,9 +105,11 @@ class Accelerator:
             `fsdp_plugin` too.
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
-        dataloader_config: a `DataLoaderConfiguration`, which sets `split_batches` and `seed`. Default: None.
+        dataloader_config: a `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
+        rng_types: generators that get the state of the first process before each pass of a prepared loader; see
+            `synchronize_rng_states`. Default: None, which synchronizes none: the order of the data depends on `seed`.
         strategy: `"auto"` (one process: `"single"`, several: `"ddp"`), or a strategy that supports user-written loops.
         seed: of the order of the data. Default: torch's initial seed on the first process.
 
@@ -123,8 +128,6 @@ class Accelerator:
     """
 
     # How loaders are prepared, under Accelerate's names.
-    even_batches: ClassVar[bool] = True  # a rank without data repeats its last batch with weight 0
-    dispatch_batches: ClassVar[bool] = False  # each process reads its own share
     use_seedable_sampler: ClassVar[bool] = True  # shuffled data has the order of a seed
     use_stateful_dataloader: ClassVar[bool] = True  # a prepared loader has state_dict and load_state_dict
     non_blocking: ClassVar[bool] = True  # batches are copied to the device without waiting
@@ -151,14 +154,14 @@ class Accelerator:
         dataloader_config: DataLoaderConfiguration | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
         strategy: str | Strategy = "auto",
         seed: int | None = None,
     ) -> None:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
-        split_batches, seed = loader_settings(split_batches, seed, dataloader_config)
+        self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
-            split_batches=split_batches,
             mixed_precision=mixed_precision,
             steps=gradient_accumulation_steps,
             accumulation=gradient_accumulation_plugin,
@@ -181,13 +184,16 @@ class Accelerator:
         self.state.processes.watch_calls()
         self.engine = settings.selection.engine()
         self.engine.start(self.state.topology)
-        self.device_placement, self.split_batches = device_placement, split_batches
+        self.device_placement = device_placement
+        self.rng_types = None if rng_types is None else [RNGType(kind) for kind in rng_types]
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
         self._checkpoints = LoopCheckpoints(self.engine, StateFolders(self.project_configuration))
-        self._begin(seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process)
+        self._begin(
+            self.dataloader_config.data_seed, settings.accumulation.num_steps or 1, warns=self.state.is_main_process
+        )
         self._trigger, self._joins, self._num_met_clips = False, False, 0  # joins: within join_uneven_inputs
         self._signal: LoopSignal | None = None  # until should_stop is read
         compare_precision(self, self.mixed_precision, warns=self.state.is_main_process)
@@ -209,8 +215,31 @@ class Accelerator:
         )
         self._items = ItemCounts(self._accumulation, self.engine, scaled=self._scale is not None)
         self._prepared = PreparedObjects(
-            self.state, self.engine, self._accumulation, self._scale, self._make_context, seed
+            self.state,
+            self.engine,
+            self._accumulation,
+            self._scale,
+            self._make_context,
+            replace(self.dataloader_config, data_seed=seed),
+            self.rng_types,
         )
+
+    # How loaders are prepared
+
+    @property
+    def split_batches(self) -> bool:
+        """True if the batch size of a prepared loader is that of all processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """True if all processes get the same number of micro-batches; those that a process repeats have weight 0."""
+        return self.dataloader_config.even_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """True if the first process reads all data; None: only undivided iterable data sets."""
+        return self.dataloader_config.dispatch_batches
 
     # Where it runs
 
@@ -448,14 +477,22 @@ class Accelerator:
         """Return a schedule that advances with the optimizer it was made for. Not collective."""
         return self._prepared.scheduler(scheduler, steps_with_optimizer=self.step_scheduler_with_optimizer)
 
-    def prepare_data_loader(self, data_loader: object, device_placement: bool | None = None) -> AcceleratedLoader:
+    def prepare_data_loader(
+        self,
+        data_loader: object,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> AcceleratedLoader:
         """Return a loader of this process's share of the data; see `prepare_loader`.
 
         Args:
             data_loader: a DataLoader, a list of batches, or another iterable of batches that says how it is divided.
             device_placement: move batches to the device. Default: the constructor's.
+            slice_fn_for_dispatch: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a process's share
+                of a dispatched batch. Default: None, which slices tensors and lists.
         """
-        return self._prepared.loader(data_loader, placed=self._is_placed(device_placement))
+        placed = self._is_placed(device_placement)
+        return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
         """Return a prepared loader whose first pass begins later; skipped batches are not fetched."""
@@ -565,23 +602,17 @@ class Accelerator:
 
         A process that leaves the loop early takes part in the others' averages with gradients of 0, as torch's `Join`
         does, and receives the weights of the last one at the end of the block. It takes part in nothing else: call
-        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block:
-        they return the same number of micro-batches on every process. Collective at the end of the block.
+        `gather`, `reduce` and `backward(num_items=…)` outside of the block. Prepared loaders do not need the block
+        unless `even_batches` is False: they return the same number of micro-batches on every process. Collective at the
+        end of the block.
 
         It has no effect, with a warning, on one process and under strategies other than DDP.
 
         Args:
             joinables: prepared models, and torch's `Joinable` objects such as `ZeroRedundancyOptimizer`.
-            even_batches: makes no difference: the batches that even out prepared loaders have weight 0. False with a
-                prepared loader raises a warning. Default: None.
+            even_batches: whether prepared loaders return the same number of micro-batches on every process in passes
+                that begin in the block. Default: None, which is the Accelerator's `even_batches`.
         """
-        if even_batches is False and self._prepared.dataloaders:
-            warnings.warn(
-                "join_uneven_inputs(even_batches=False): prepared loaders return the same number of micro-batches on "
-                "every process all the same. Those that repeat data have weight 0, and gather_for_metrics drops them.",
-                TrainwrightWarning,
-                stacklevel=3,
-            )
         block = self.engine.join([self._prepared.engine_of(one) for one in joinables])
         if block is None:
             warnings.warn(
@@ -589,13 +620,19 @@ class Accelerator:
                 TrainwrightWarning,
                 stacklevel=3,
             )
-            block = nullcontext()
+            block, even_batches = nullcontext(), None
+        loaders = [] if even_batches is None else list(self._prepared.dataloaders)
+        before = [loader.even_batches for loader in loaders]
         try:
             self._joins = True
+            for loader in loaders:
+                loader.even_batches = bool(even_batches)
             with block:
                 yield
         finally:
             self._joins = False
+            for loader, even in zip(loaders, before, strict=True):
+                loader.even_batches = even
 
     def maybe_context_parallel(
         self,

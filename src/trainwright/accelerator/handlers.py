@@ -21,9 +21,12 @@ class DataLoaderConfiguration:
     """Options for preparing loaders, by Accelerate's names. Those that are always on accept both values.
 
     Args:
-        split_batches: the same as `Accelerator(split_batches=…)`. Default: False.
-        dispatch_batches: only False or None: each process reads its own share of the data. Default: None.
-        even_batches: only True: all processes get the same number of batches. Default: True.
+        split_batches: the batch size is that of all processes, which get equal parts of each batch. Default: False.
+        dispatch_batches: the first process reads the data and sends each other process its share. Default: None, which
+            is True for iterable data sets that do not declare how they are divided.
+        even_batches: all processes get the same number of batches; those that a process repeats have weight 0. False:
+            each gets only its own, for `join_uneven_inputs`. Makes no difference with `dispatch_batches`. Default:
+            True.
         use_seedable_sampler: always on: shuffled data has the order of a seed. Default: False.
         data_seed: the same as `Accelerator(seed=…)`. Default: None.
         non_blocking: always on: batches are copied to the device without waiting. Default: False.
@@ -44,16 +47,6 @@ class DataLoaderConfiguration:
     custom_classes: object = None
 
     def __post_init__(self) -> None:
-        if self.dispatch_batches:
-            raise ConfigurationError(
-                "dispatch_batches=True is not supported: each process reads its own share of the data. Remove it. "
-                "An iterable data set is divided by ShardedIterable."
-            )
-        if not self.even_batches:
-            raise ConfigurationError(
-                "even_batches=False is not supported: all processes get the same number of batches. Remove it. The "
-                "batches that a process repeats have weight 0, and gather_for_metrics drops them."
-            )
         if self.custom_classes is not None:
             raise ConfigurationError(
                 "custom_classes is not supported. Remove it: a prepared loader keeps the class of yours."

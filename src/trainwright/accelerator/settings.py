@@ -45,11 +45,10 @@ ELSEWHERE = {
     **{
         name: f"a TaskModule with {trainer}, which takes the same options" for name, trainer in ENGINE_ARGUMENTS.items()
     },
-    "even_batches": "nothing: ranks that run out of data are padded, and gather_for_metrics leaves the padding out",
-    "dispatch_batches": "nothing: each process reads its own share of the data",
+    "even_batches": "dataloader_config=DataLoaderConfiguration(even_batches=…)",
+    "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
-    "rng_types": "seed=: the order of the data depends on it alone",
     "log_with": "your tracker's own interface, on accelerator.is_main_process",
 }
 METHODS = {
@@ -112,7 +111,6 @@ class LoopSettings:
 
 def read_settings(
     *,
-    split_batches: bool,
     mixed_precision: str | None,
     steps: int,
     accumulation: GradientAccumulationPlugin | None,
@@ -140,11 +138,6 @@ def read_settings(
     origin = "dynamo_backend" if dynamo_plugin is None else "dynamo_plugin"
     texts += [*choice.overridden, *dynamo.overridden(origin)]
     precision = _precision(mixed_precision)
-    if split_batches and topology.world_size > 1:
-        raise ConfigurationError(
-            "split_batches=True is not served: a loader's batch size is that of one process. Divide it by "
-            f"{topology.world_size}, the number of processes."
-        )
     casts = handlers.autocast is None or handlers.autocast.enabled
     select = partial(
         select_for_loop,
@@ -240,20 +233,21 @@ def project_of(
     return configuration
 
 
-def loader_settings(split_batches: bool, seed: int | None, configuration: object) -> tuple[bool, int | None]:
-    """Return `split_batches` and the seed of the data, from the arguments of an Accelerator that may set them.
+def loader_settings(split_batches: bool, seed: int | None, configuration: object) -> DataLoaderConfiguration:
+    """Return the options for preparing loaders, from the arguments of an Accelerator that may set them.
 
     Raises:
         ConfigurationError: They name different seeds, or the configuration is of another class.
     """
     if configuration is None:
-        return split_batches, seed
+        return DataLoaderConfiguration(split_batches=split_batches, data_seed=seed)
     given = check_class("dataloader_config", configuration, DataLoaderConfiguration)
     if seed is not None and given.data_seed not in (None, seed):
         raise ConfigurationError(
             f"seed={seed} and DataLoaderConfiguration(data_seed={given.data_seed}) differ. Pass one of them."
         )
-    return split_batches or given.split_batches, given.data_seed if seed is None else seed
+    data_seed = given.data_seed if seed is None else seed
+    return replace(given, split_batches=split_batches or given.split_batches, data_seed=data_seed)
 
 
 def refuse_option(method: str, name: str, *_: object) -> None:

@@ -90,7 +90,7 @@ class BatchSamplerShard(BatchSampler):
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         _check_index(process_index, num_processes)
         if split_batches:
-            _check_divisible(self.batch_size, num_processes)
+            check_divisible(self.batch_size, num_processes)
 
     @property
     def total_length(self) -> int:
@@ -180,7 +180,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         _check_index(process_index, num_processes)
         if split_batches:
-            _check_divisible(batch_size, num_processes)
+            check_divisible(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -236,7 +236,12 @@ def _check_index(process_index: int, num_processes: int) -> None:
         raise ConfigurationError(f"process_index={process_index} is not in [0, num_processes={num_processes}).")
 
 
-def _check_divisible(batch_size: int | None, num_processes: int) -> None:
+def check_divisible(batch_size: int | None, num_processes: int) -> None:
+    """Check that a batch can be divided into equal parts.
+
+    Raises:
+        ConfigurationError: the batch size is unknown or not divisible.
+    """
     if batch_size is None:
         raise ConfigurationError("split_batches=True needs a batch sampler with the attribute batch_size.")
     if batch_size % num_processes:

@@ -93,7 +93,8 @@ def iterate_groups(
         rank, world, uneven, agree: as in `prepare_loader`; None: as the loader was prepared. Default: None.
         carried: micro-batches, fewer than `accumulate`, that the first group has already. Default: 0.
 
-    When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`.
+    When several ranks read a loader without length, every rank must iterate, and each group costs one call of `agree`
+    (none if their iterators end together).
     Otherwise nothing is communicated.
 
     Raises:
@@ -107,7 +108,7 @@ def iterate_groups(
     if rounds is not None:
         return _counted(loader, accumulate, rounds if limit is None else min(limit, rounds), start_batch, carried)
     world = options.world if world is None else world
-    if world == 1:
+    if world == 1 or loader.ends_together:
         return _looking_ahead(loader, accumulate, limit, start_batch, carried)
     agree = agree or options.agree
     if agree is None:
@@ -220,7 +221,7 @@ def _ended_early(loader: PreparedLoader, batch: int, rounds: int) -> None:
 def _looking_ahead(
     loader: PreparedLoader, accumulate: int, limit: int | None, start_batch: int, carried: int
 ) -> Iterator[Group]:
-    """Yield the groups of a loader without length, on one rank."""
+    """Yield the groups of a loader without length, on one rank or where ranks end together."""
     if limit is not None and start_batch >= limit:
         return
     batches = loader.iterate(start_batch)
@@ -229,8 +230,10 @@ def _looking_ahead(
     while ahead:
         size = accumulate - carried
         size, carried = size if limit is None else min(size, limit - first), 0
-        group = Group([ahead.pop(), *itertools.islice(batches, size - 1)], first)
-        first += len(group.batches)
+        taken = [ahead.pop(), *itertools.islice(batches, size - 1)]
+        group = _group(loader, taken, first, first + len(taken), is_last=False)
+        first += len(taken)
+        del taken
         loader.release_state()
         if first != limit:
             loader.hold_state()

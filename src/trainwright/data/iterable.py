@@ -287,6 +287,15 @@ def has_shard_method(dataset: object) -> TypeGuard[HasShards]:
     return True
 
 
+def is_divided(dataset: object) -> bool:
+    """Return whether an iterable data set declares how it is divided over ranks and workers."""
+    return (
+        isinstance(dataset, ShardedIterable)
+        or getattr(dataset, "is_sharded", False) is True
+        or has_shard_method(dataset)
+    )
+
+
 def place_iterable(dataset: object, *, rank: int, world: int, num_workers: int, block: int, name: str) -> Any:
     """Return the iterable that replaces `dataset` in the loader of one rank, so that no sample is seen twice.
 

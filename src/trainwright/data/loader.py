@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.core.rng import isolate_rng
+from trainwright.data.batch_shards import check_divisible
 from trainwright.data.combined import CombinedLoader, PreparedCombined, map_leaves
 from trainwright.data.iterable import (
     ByShardMethod,
@@ -27,7 +28,7 @@ from trainwright.data.iterable import (
 from trainwright.data.loader_options import LoaderOptions
 from trainwright.data.order import epoch_key
 from trainwright.data.prepared import PreparedLoader
-from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, mix_seeds
+from trainwright.data.sampler import BatchShard, Dealer, Seeding, ShardedBatchSampler, SplitBatchShard, mix_seeds
 from trainwright.data.seeding import (
     Indexed,
     IsolatedFetches,
@@ -75,6 +76,8 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
         # Each member yields this rank's own batches; the combination is padded as one loader.
         of_member = replace(options, lockstep=False)
         return PreparedCombined(loader, map_leaves(lambda m: _prepare(m, of_member), loader.iterables), options)
+    if options.split_batches and options.world > 1:
+        options = _check_split(loader, options)
     if isinstance(loader, DataLoader):
         if isinstance(loader.dataset, IterableDataset):
             return PreparedIterable(loader, options)
@@ -95,6 +98,28 @@ def _prepare(loader: object, options: LoaderOptions) -> PreparedLoader:
             "another iterable of batches, or a CombinedLoader."
         )
     return PreparedIterable(loader, options)
+
+
+def _check_split(loader: Any, options: LoaderOptions) -> LoaderOptions:
+    """Return the options for dividing each batch. An incomplete last batch is dropped as a whole with `drop_last`.
+
+    Raises:
+        ConfigurationError: the loader has no batches of samples, or they cannot be divided.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        raise ConfigurationError(
+            f"split_batches=True divides each batch of a DataLoader over {options.world} processes. {options.title} is "
+            f"a {type(loader).__name__} without a batch size. Give the DataLoader one, or pass split_batches=False."
+        )
+    if _is_distributed(loader):
+        raise ConfigurationError(
+            "split_batches=True divides each batch of a DataLoader, and its sampler divides the data already. Remove "
+            "the distributed sampler, or pass split_batches=False."
+        )
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if size is not None:
+        check_divisible(size, options.world)
+    return replace(options, uneven="stop") if getattr(loader, "drop_last", False) else options
 
 
 class _PreparedByIndex(PreparedLoader):
@@ -144,6 +169,21 @@ class PreparedDataLoader(_PreparedByIndex):
     @property
     def batch_size(self) -> int | None:
         return self._dealer.batch_size if self._loader.batch_sampler is not None else None
+
+    @property
+    def num_full_rounds(self) -> int:
+        return 0 if self._is_split else super().num_full_rounds
+
+    def has_batch(self, batch: int) -> bool:
+        return self._dealer.has_batch(batch) if self._is_split else super().has_batch(batch)
+
+    def real_ranks(self, batch: int) -> int:
+        return self._dealer.real_ranks(batch) if self._is_split else super().real_ranks(batch)
+
+    @property
+    def _is_split(self) -> bool:
+        """True if the parts of each batch are known only once it is drawn."""
+        return isinstance(self._dealer, SplitBatchShard)
 
     def samples_in_round(self, batch: int) -> int | None:
         return self._dealer.samples_in_round(batch) if self._is_dealt and self.batch_size is not None else None
@@ -210,6 +250,8 @@ class PreparedIterable(PreparedLoader):
         dataset: Any = loader if batched is None else batched.dataset
         self._num_workers = 0 if batched is None else batched.num_workers
         self._batch_size = None if batched is None else batched.batch_size
+        if options.split_batches and self._batch_size is not None:
+            self._batch_size //= options.world
         if options.use_distributed_sampler:
             dataset = place_iterable(
                 dataset,
@@ -228,7 +270,10 @@ class PreparedIterable(PreparedLoader):
             self._seeds = _WorkerSeeds(batched)
             init = WorkerPlace(options.rank, options.world, options.worker_start(batched.worker_init_fn))
             more: dict[str, Any] = {}
-            size = batched.batch_size
+            size = self._batch_size
+            if size is not None and size != batched.batch_size:
+                parts = BatchSampler(batched.sampler, size, batched.drop_last)
+                more = {"batch_size": size, "batch_sampler": parts}
             if self._num_workers > 0 and keeps_state(loader):
                 # A resume starts new workers: their random numbers must not depend on earlier ones.
                 self._turns = SeededTurns(size)
@@ -351,7 +396,7 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
     if _has_default_sampler(loader):
         dealer = ShardedBatchSampler(
             cast(SequentialSampler, loader.sampler).data_source,
-            (loader.batch_size or 1) if batched else 1,
+            (loader.batch_size or 1) // (world if options.split_batches else 1) if batched else 1,
             shuffle=_shuffles(loader, options),
             seed=options.seed,
             drop_last=batched and loader.drop_last,
@@ -362,7 +407,8 @@ def _dealer_for(loader: DataLoader[Any], options: LoaderOptions) -> tuple[Dealer
         )
     else:
         own: Any = loader.batch_sampler if batched else loader.sampler
-        dealer = BatchShard(own, rank=rank, world=world, seed=options.seed, seeding=seeding)
+        kind = SplitBatchShard if options.split_batches and world > 1 else BatchShard
+        dealer = kind(own, rank=rank, world=world, seed=options.seed, seeding=seeding)
     if not is_dealt:
         dealer.stream = options.rank
     return dealer, is_dealt

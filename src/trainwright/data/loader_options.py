@@ -46,6 +46,8 @@ class LoaderOptions:
             fetched depend on (seed, epoch, the sample's index) alone, and while a batch is collated on its first
             sample; this process's generators are not changed. Costs about 20 µs per sample. For data with indices only.
             Default: False.
+        split_batches: a loader's batch size is that of all ranks: each rank gets its part of each batch. For
+            DataLoaders with batches. Default: False.
         workers: registry of the loaders' workers, which ignore the signals that end a run; the caller ends them with
             `close`. Default: None.
         name: name of the loader, for messages; None (default): that of the stage's hook. Default: None.
@@ -65,6 +67,7 @@ class LoaderOptions:
     agree: Agree | None = None
     shuffle: bool | None = None
     per_sample_rng: bool = False
+    split_batches: bool = False
     workers: Workers | None = None
     name: str | None = None
 

@@ -82,6 +82,11 @@ class PreparedLoader(ABC):
         return self._state_source is not None
 
     @property
+    def ends_together(self) -> bool:
+        """True if the iterators of all ranks end after the same round, also if their number is unknown."""
+        return False
+
+    @property
     def can_seek(self) -> bool:
         """True if an epoch can begin at any batch by arithmetic alone, without a state."""
         return False

@@ -387,8 +387,11 @@ class BatchShard(Dealer):
             head = next(batches, _END)
         if head is _END:
             return iter(())
-        mine = itertools.islice(itertools.chain((head,), batches), first, None, self.world)
-        return self._seeded(mine, first)
+        return self._seeded(self._mine(itertools.chain((head,), batches), first), first)
+
+    def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        """Return this rank's batches, from micro-batch `first` on."""
+        return itertools.islice(batches, first, None, self.world)
 
     def _consumed_micro_batches(self, resume: Mapping[str, int]) -> int:
         if "micro_batches" in resume:
@@ -396,6 +399,63 @@ class BatchShard(Dealer):
         if self.batch_size is not None and "samples" in resume:
             return -(-int(resume["samples"]) // self.batch_size)
         return int(resume["batch"]) * self.world
+
+
+class SplitBatchShard(BatchShard):
+    """Parts of each batch of a user's batch sampler, one for each rank. Round i is the sampler's batch i.
+
+    A rank's part has `batch_size // world` indices. Without a known batch size each batch is divided evenly. A rank for
+    which a short batch has no index gets the batch's first one as padding.
+
+    Args:
+        batch_sampler: an iterable of lists of indices, the same on every rank.
+        rank, world: this rank and the number of data-parallel ranks.
+        seed: seed of the run. Default: 0.
+        seeding: seeds sent with the indices. Default: `"none"`.
+    """
+
+    def __init__(
+        self, batch_sampler: Iterable[Any], *, rank: int = 0, world: int = 1, seed: int = 0, seeding: Seeding = "none"
+    ) -> None:
+        super().__init__(batch_sampler, seed=seed, seeding=seeding)
+        self._part, self._num_parts = rank, world
+        size = getattr(batch_sampler, "batch_size", None)
+        self._part_size = None if size is None else size // world
+        self.batch_size = None if self._plain is None else self._part_size
+        self._short_rounds: dict[int, int] = {}
+        if seeding == "batch":
+            self.stream = rank
+
+    def counts(self) -> list[int] | None:
+        """Return the number of batches, once for each rank; None if unknown."""
+        counts = super().counts()
+        return None if counts is None else counts * self._num_parts
+
+    def has_batch(self, round_index: int) -> bool:
+        """Return whether this rank's part of a round that was drawn is real."""
+        return self._part < self.real_ranks(round_index)
+
+    def real_ranks(self, round_index: int) -> int:
+        """Return the number of ranks with a real part of a round that was drawn."""
+        return self._short_rounds.get(round_index, self._num_parts)
+
+    def start(self, batch: int) -> None:
+        """Let the next iteration begin at round `batch`; see `Dealer.start`."""
+        super().start(batch)
+        self._short_rounds = {}
+
+    def facts(self) -> dict[str, Any]:
+        return {"num_batches": self._num_batches()}
+
+    def _mine(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        short, round_index = self._short_rounds, self._start_round
+        for batch in itertools.islice(batches, first, None):
+            size = self._part_size or -(-len(batch) // self._num_parts)
+            real = min(self._num_parts, -(-len(batch) // size))
+            if real < self._num_parts:
+                short[round_index] = real
+            round_index += 1
+            yield list(batch[self._part * size : (self._part + 1) * size] or batch[:1])
 
 
 def _plain_index(index: object) -> int | str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,31 +13,39 @@ from torch.utils.data import DataLoader
 
 from trainwright.accelerator.accumulation import Accumulation, Place
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.constants import RNGType
 from trainwright.core.tree import batch_size, iterate_tensors, map_tensors
 from trainwright.data import iterate_groups
 from trainwright.data.prepared import PreparedLoader
 from trainwright.data.skipped_batches import SkippableLoader
+from trainwright.processes.random_states import synchronize_rng_states
 from trainwright.strategies.steps.gradients import weights_of_one_rank
 
 
 class AcceleratedLoader(SkippableLoader):
     """A prepared loader, which can be iterated any number of times.
 
-    All ranks get the same number of micro-batches. A rank that runs out of data repeats its last
-    one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are fetched together.
+    All ranks get the same number of micro-batches, unless `even_batches` is False. A rank that runs out of data
+    repeats its last one with weight 0, and `gather_for_metrics` drops it. The micro-batches of one optimizer step are
+    fetched together.
     Other attributes are those of the user's loader.
 
     Args:
         prepared: in lock step.
         accumulation: receives the position of each pass.
         mover: moves a batch to the device; None: batches are not moved.
+        rng_types: generators that are synchronized over processes before each pass. Default: None.
     """
 
     def __init__(
-        self, prepared: PreparedLoader, accumulation: Accumulation, mover: Callable[[Any], Any] | None
+        self,
+        prepared: PreparedLoader,
+        accumulation: Accumulation,
+        mover: Callable[[Any], Any] | None,
+        rng_types: Sequence[str | RNGType] | None = None,
     ) -> None:
         self.prepared = prepared
-        self._mover = mover
+        self._mover, self._rng_types = mover, rng_types
         self._accumulation = accumulation
         self._epoch = 0
         self._resumes_at: dict[str, int] | None = None
@@ -44,11 +53,28 @@ class AcceleratedLoader(SkippableLoader):
         self._last_place: Place | None = None  # of the newest pass, finished or not
 
     def __len__(self) -> int:
-        """Micro-batches of one pass, the same number on every rank."""
-        found = self.prepared.num_batches
+        """Micro-batches of one pass, the same number on every rank unless `even_batches` is False."""
+        found = self.prepared.num_batches if self.even_batches else self._own_batches
         if found is None:
             raise TypeError(f"{type(self.prepared.raw).__name__} has no length")
         return found
+
+    @property
+    def even_batches(self) -> bool:
+        """True if all ranks get the same number of micro-batches; False: each rank gets only its own."""
+        return self.prepared.ends_together or self.prepared.options.in_lockstep
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.prepared.options = replace(self.prepared.options, lockstep=even)
+
+    @property
+    def _own_batches(self) -> int | None:
+        """Micro-batches of this rank in one pass; None if unknown."""
+        counts, options = self.prepared.counts, self.prepared.options
+        if counts is None:
+            return None
+        return min(counts) if options.uneven == "stop" else counts[options.rank]
 
     @property
     def total_batch_size(self) -> int:
@@ -99,6 +125,8 @@ class AcceleratedLoader(SkippableLoader):
         Args:
             first: the first micro-batch. None: the position of a loaded state, or 0.
         """
+        if self._rng_types is not None:
+            synchronize_rng_states(self._rng_types, _generator_of(self.prepared.raw))
         resume_batch = None if self._resumes_at is None else self._resumes_at["batch"]
         position = self._resumes_at if first in (None, resume_batch) else None
         self._resumes_at = None
@@ -124,7 +152,8 @@ class AcceleratedLoader(SkippableLoader):
         # This rank's last batch, or any if their number is unknown, may have fewer rows than the others.
         full = 0 if prepared.counts is None else prepared.counts[prepared.options.rank] - 1
         try:
-            for group in iterate_groups(self.prepared, accumulate=steps, start_batch=first, carried=carried):
+            own: dict[str, Any] = {} if self.even_batches else {"limit": self._own_batches, "world": 1}
+            for group in iterate_groups(prepared, accumulate=steps, start_batch=first, carried=carried, **own):
                 batches, weights = group.batches, group.weights
                 if weights is not None and not accumulation.gradients.averaged:
                     weights = weights_of_one_rank(weights)
@@ -224,6 +253,13 @@ class AcceleratedLoader(SkippableLoader):
         if name.startswith("__") or "prepared" not in vars(self):
             raise AttributeError(name)
         return getattr(self.prepared.raw, name)
+
+
+def _generator_of(loader: Any) -> torch.Generator | None:
+    """Return the generator of a user's loader, or of its sampler or data set."""
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset"))]
+    found = (getattr(part, "generator", None) for part in parts)
+    return next((one for one in found if isinstance(one, torch.Generator)), None)
 
 
 class SkippedStart(SkippableLoader):

@@ -16,18 +16,22 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.accelerator.accumulation import Accumulation
+from trainwright.accelerator.handlers import DataLoaderConfiguration
 from trainwright.accelerator.loss_scale import LossScale
 from trainwright.accelerator.prepared.accelerated_loader import AcceleratedLoader, SkippedStart
 from trainwright.accelerator.prepared.accelerated_model import AcceleratedModel
 from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOptimizer
+from trainwright.accelerator.prepared.dispatched import DispatchedLoader
 from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler, holds_optimizer, is_scheduler
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning
+from trainwright.core.names.constants import RNGType
 from trainwright.core.run import SchedulerConfig
 from trainwright.core.tree import is_cut
-from trainwright.data import CombinedLoader, LoaderOptions, prepare_loader
+from trainwright.data import CombinedLoader, LoaderOptions, PreparedLoader, prepare_loader
+from trainwright.data.iterable import is_divided
 from trainwright.processes.collectives import same_on_all_ranks
 from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.engine import Engine
@@ -54,7 +58,8 @@ class PreparedObjects:
         accumulation: state of gradient accumulation, shared by what is prepared.
         scale: of an fp16 loss; None: the loss is not scaled.
         make_context: makes the context of a model's forward; None: it has none.
-        seed: of the order of the data; None: torch's initial seed on the first process.
+        loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
+        rng_types: generators that are synchronized before each pass of a loader. Default: None.
 
     Attributes:
         models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
@@ -68,10 +73,12 @@ class PreparedObjects:
         accumulation: Accumulation,
         scale: LossScale | None,
         make_context: Callable[[], AbstractContextManager[Any]] | None,
-        seed: int | None,
+        loaders: DataLoaderConfiguration,
+        rng_types: Sequence[str | RNGType] | None = None,
     ) -> None:
         self._state, self._engine, self._accumulation = state, engine, accumulation
-        self._scale, self._make_context, self.seed = scale, make_context, seed
+        self._scale, self._make_context = scale, make_context
+        self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -102,6 +109,8 @@ class PreparedObjects:
             world=ranks.size,
             seed=self.seed,
             agree=ranks.gather_integers if ranks.size > 1 else None,
+            split_batches=self._config.split_batches,
+            lockstep=self._config.even_batches,
             name="the loader",
         )
 
@@ -254,17 +263,31 @@ class PreparedObjects:
 
         return self._once(own, self.schedulers, make)
 
-    def loader(self, loader: object, *, placed: bool) -> AcceleratedLoader:
-        """Return a loader of this process's share of the data; see `prepare_loader`."""
+    def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
+        """Return a loader of this process's share of the data; see `prepare_loader` and `DispatchedLoader`."""
         own = self._own(loader)
         if isinstance(own, AcceleratedLoader):
             return own
 
         def make() -> AcceleratedLoader:
             mover = self._engine.batch_mover() if placed else None
-            return AcceleratedLoader(prepare_loader(own, self.loader_options), self._accumulation, mover)
+            options = self.loader_options
+            if self._dispatches(own):
+                prepared: PreparedLoader = DispatchedLoader(own, options, self._state.joined(), slice_fn)
+            else:
+                prepared = prepare_loader(own, options)
+            return AcceleratedLoader(prepared, self._accumulation, mover, self._rng_types)
 
         return self._once(own, self.dataloaders, make)
+
+    def _dispatches(self, loader: object) -> bool:
+        """Return whether only the first process reads a loader."""
+        if self._state.num_processes == 1 or self._config.dispatch_batches is False:
+            return False
+        if self._config.dispatch_batches:
+            return True
+        data = loader.dataset if isinstance(loader, DataLoader) else None
+        return isinstance(data, IterableDataset) and not is_divided(data)
 
     def _once(self, value: object, kept: list[T], make: Callable[[], T]) -> T:
         """Return what was made of an object before; else make it and keep it."""

@@ -142,11 +142,6 @@ _ACCELERATE = {
         "SwanLabTracker TrackioTracker",
         "use a logger of trainwright.loggers: start(), log_metrics(), finish().",
     ),
-    **_each(
-        "DataLoaderDispatcher DataLoaderShard",
-        "prepare() divides the data; ShardedIterable divides an iterable data set.",
-    ),
-    "prepare_data_loader": "call accelerator.prepare_data_loader(loader).",
     **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",

@@ -1,0 +1,231 @@
+"""Loaders that only the first process reads: it sends each other process its share of every round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+
+from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
+from trainwright.core.errors import ConfigurationError, WorkerError
+from trainwright.core.tree import batch_size, is_container, rebuild
+from trainwright.data import LoaderOptions, PreparedLoader, prepare_loader
+from trainwright.data.batch_shards import check_divisible
+from trainwright.processes.collectives import concatenate
+from trainwright.processes.process_group import Processes
+
+T = TypeVar("T")
+SliceFunction = Callable[..., Any]
+
+
+class DispatchedLoader(PreparedLoader):
+    """Prepared loader that the first process reads. The batches of each round are those of a divided loader.
+
+    A process without a real share in a short last round receives the first share as padding.
+
+    Args:
+        raw: the user's loader; only the first process reads it.
+        options: as for `prepare_loader`; with `split_batches` the shares of a round are the parts of one batch.
+        processes: all processes of the script.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: None, which
+            slices tensors and lists.
+
+    Raises:
+        ConfigurationError: `split_batches` with a batch size that cannot be divided.
+    """
+
+    def __init__(
+        self, raw: Any, options: LoaderOptions, processes: Processes, slice_fn: SliceFunction | None = None
+    ) -> None:
+        super().__init__(raw, replace(options, agree=None))
+        self._processes = processes
+        self._slice_fn = slice_fn
+        self._transfer = RoundTransfer(processes, [row[0] for row in processes.gather_integers([options.rank])])
+        self._inner: PreparedLoader | None = None
+        self._resume: Mapping[str, int] | None = None
+        self._anchor_round = self._anchor_batch = 0
+        self._short_rounds: dict[int, int] = {}
+        self._snapshot: Any = None
+        self._can_seek, self._keeps_state, self._size = self._on_first(self._prepare)
+        self._state_source = self._inner if self._keeps_state else None
+        self.count_batches()
+
+    def _prepare(self) -> tuple[bool, bool, int | None]:
+        options = self.options
+        alone = replace(options, rank=0, world=1, split_batches=False)
+        self._inner = inner = prepare_loader(self.raw, alone)
+        size = inner.batch_size
+        if options.split_batches:
+            if size is None:
+                size = getattr(getattr(self.raw, "batch_sampler", None), "batch_size", None)
+            if size is not None:
+                check_divisible(size, options.world)
+                size //= options.world
+        return inner.can_seek, inner.stateful, size
+
+    @property
+    def batch_size(self) -> int | None:
+        return self._size
+
+    @property
+    def stateful(self) -> bool:
+        return self._keeps_state and self._inner is not None
+
+    @property
+    def can_seek(self) -> bool:
+        return self._can_seek
+
+    @property
+    def ends_together(self) -> bool:
+        return True
+
+    @property
+    def num_full_rounds(self) -> int:
+        return 0  # of short rounds, each process learns when it receives its share
+
+    def has_batch(self, batch: int) -> bool:
+        return self.options.rank < self.real_ranks(batch)
+
+    def real_ranks(self, batch: int) -> int:
+        return self._short_rounds.get(batch, self.options.world)
+
+    def position(self, batch: int) -> dict[str, int]:
+        return {"batch": batch, "micro_batches": self._batches_before(batch)}
+
+    def check_resume(self, batch: int, *, has_state: bool) -> None:
+        if self._inner is not None or not self._keeps_state:  # elsewhere the first process has the state
+            super().check_resume(batch, has_state=has_state)
+
+    def iterate(self, start_batch: int = 0) -> Iterator[Any]:
+        self.release_state()
+        self._short_rounds = short = {}
+        self._restored = False
+        world = self.options.world
+        received = self._open(start_batch)
+        for index in itertools.count(start_batch):
+            found = None if index == self.num_batches else next(received, None)
+            if found is None:
+                return
+            batch, real = found
+            del found
+            if real < world:
+                short[index] = real
+            yield batch
+            del batch
+
+    def _open(self, start_batch: int) -> Iterator[Any]:
+        return self._transfer.iterate(lambda: self._read(start_batch))
+
+    def _read(self, start_batch: int) -> Iterator[Round]:
+        """Yield the shares of each round, on the first process."""
+        inner, options = self._inner, self.options
+        assert inner is not None
+        batches = inner.iterate(self._batches_before(start_batch))
+        world = options.world
+        groups = ([batch] for batch in batches) if options.split_batches else rounds_of(batches, world)
+        while True:
+            if inner.stateful:
+                self._snapshot = inner.state_dict()
+            group = next(groups, None)
+            if group is None:
+                return
+            if options.split_batches or self._slice_fn is not None:
+                shares = self._parts(group)
+            else:
+                shares = group
+            real = len(shares)
+            yield Round([*shares, *shares[:1] * (world - real)], real)
+            del group, shares
+
+    def _parts(self, group: list[Any]) -> list[Any]:
+        """Return the shares of one batch, or of the batches of a round that the user's function slices."""
+        world = self.options.world
+        batch = group[0] if self.options.split_batches else concatenate(group)
+        rows = batch_size(batch)
+        part = self._size or (-(-rows // world) if self.options.split_batches else batch_size(group[0]))
+        cut = self._slice_fn or slice_batch
+        slices = [slice(start, start + part) for start in range(0, rows, part)]
+        if len(slices) > world:
+            raise ConfigurationError(
+                f"{self.options.title} returned a batch of {rows} samples, more than {part} for each of {world} "
+                "processes. Return batches of the DataLoader's batch size."
+            )
+        return [cut(batch, one, process_index=i, num_processes=world) for i, one in enumerate(slices)]
+
+    def _batches_before(self, start_batch: int) -> int:
+        """Return the number of the user's batches before a round."""
+        per_round = 1 if self.options.split_batches else self.options.world
+        return self._anchor_batch + (start_batch - self._anchor_round) * per_round
+
+    def _turn_to(self, epoch: int, resume: Mapping[str, int] | None) -> None:
+        self._anchor_round = int(resume["batch"]) if resume else 0
+        per_round = 1 if self.options.split_batches else self.options.world
+        self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * per_round)) if resume else 0
+
+    def _count(self) -> list[int] | int | None:
+        found = self._on_first(self._count_on_first)
+        if found is None:
+            return None
+        per_round = 1 if self.options.split_batches else self.options.world
+        rounds = self._anchor_round + max(0, -(-(found - self._anchor_batch) // per_round))
+        return [rounds] * self.options.world
+
+    def _count_on_first(self) -> int | None:
+        assert self._inner is not None
+        self._inner.set_epoch(self.epoch)
+        return self._inner.num_batches
+
+    def _own_state(self) -> Any:
+        if self._snapshot is None:
+            assert self._inner is not None
+            return self._inner.state_dict()
+        return self._snapshot
+
+    def _load_own(self, state: Any, *, at_epoch_start: bool) -> None:
+        assert self._inner is not None
+        self._snapshot = None
+        self._inner.load_state_dict(state, at_epoch_start=at_epoch_start)
+
+    def _on_first(self, work: Callable[[], T]) -> T:
+        """Run `work` on the first process and return its result on all. An error is raised on all. Collective."""
+        problem, result = None, None
+        if self._processes.rank == 0:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001 -- it is raised on every process
+                problem = error
+        told, result = self._processes.broadcast_object((problem and f"{type(problem).__name__}: {problem}", result))
+        if problem is not None:
+            raise problem
+        if told is not None:
+            raise WorkerError(f"the first process could not prepare {self.options.title}: {told}")
+        return cast(T, result)
+
+
+def slice_batch(
+    batch: object, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Return a part of a batch: tensors are sliced in their first dimension, and lists of other objects by entries.
+
+    Args:
+        batch: tensors and other objects in lists, tuples and mappings.
+        tensor_slice: the samples of the part.
+        process_index, num_processes: accepted for functions that are called in the same way.
+    """
+    rows = batch_size(batch)
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, torch.Tensor):
+            return part[tensor_slice] if part.dim() else part
+        if isinstance(part, (list, tuple)) and len(part) == rows and not any(map(_is_nested, part)):
+            return part[tensor_slice]
+        return rebuild(part, visit)
+
+    return visit(batch)
+
+
+def _is_nested(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or is_container(value)

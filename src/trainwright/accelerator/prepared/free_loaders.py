@@ -1,0 +1,393 @@
+"""Loaders of one process with the index lists of Accelerate, for loops without an `Accelerator`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
+from trainwright.core.errors import ConfigurationError
+from trainwright.core.names.constants import RNGType
+from trainwright.core.tree import batch_size as rows_of
+from trainwright.data.batch_shards import (
+    BatchSamplerShard,
+    IterableDatasetShard,
+    SeedableRandomSampler,
+    check_divisible,
+)
+from trainwright.data.iterable import sets_epoch
+from trainwright.processes.collectives import concatenate, send_to_device, slice_tensors
+from trainwright.processes.partial_state import PartialState
+from trainwright.processes.random_states import synchronize_rng_states
+
+_KEPT = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+    *("prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
+)
+
+
+class _Loader(DataLoader[Any]):
+    """DataLoader that reports the end of a pass.
+
+    Attributes:
+        iteration: the epoch (0-based) of the next pass. A complete pass increments it.
+        end_of_dataloader: True once the newest pass has returned its last batch.
+        remainder: samples of the last batch over all processes, 0 if it is full; -1 if unknown or dropped.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        skip_batches: int,
+        use_stateful_dataloader: bool,
+        drop_last: bool,
+        non_blocking: bool,
+        iteration: int,
+        options: dict[str, Any],
+    ) -> None:
+        if use_stateful_dataloader:
+            raise ConfigurationError(
+                "use_stateful_dataloader=True is not supported here. Loaders that an Accelerator prepares have "
+                "state_dict and load_state_dict."
+            )
+        super().__init__(dataset, **options)
+        self.skip_batches = skip_batches
+        self._drop_last, self._non_blocking = drop_last, non_blocking
+        self.iteration = iteration
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    @property
+    def _batches(self) -> Any:
+        """The batch sampler."""
+        return self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set over all processes."""
+        own = self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset
+        return len(own)  # type: ignore[arg-type]
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one batch over all processes."""
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch (0-based) of the next pass, also in the sampler or the data set."""
+        self.iteration = epoch
+        sampler, found = self._batches, False
+        while sampler is not None:
+            if sets_epoch(sampler):
+                sampler.set_epoch(epoch)
+                found = True
+            sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        if not found and sets_epoch(self.dataset):
+            self.dataset.set_epoch(epoch)
+
+    def _begin(self) -> None:
+        self.end_of_dataloader, self.remainder = False, -1
+        if not self._drop_last:
+            try:
+                self.remainder = self.total_dataset_length % self.total_batch_size
+            except TypeError:  # the data set has no length
+                self.remainder = -1
+        self.set_epoch(self.iteration)
+
+
+class DataLoaderShard(_Loader):
+    """DataLoader over the batches of one process, which a sampler or data set such as `BatchSamplerShard` divides.
+
+    Args:
+        dataset: the data set.
+        device: batches are moved there. Default: None, which does not move them.
+        rng_types: generators that are synchronized over processes before each pass; see `synchronize_rng_states`.
+        synchronized_generator: what `"generator"` in `rng_types` names. Default: None.
+        skip_batches: first batches of each pass that are dropped. Default: 0.
+        use_stateful_dataloader: only False. Default: False.
+        _drop_last: an incomplete last round is dropped. Default: False.
+        _non_blocking: copy batches to the device without waiting. Default: False.
+        torch_device_mesh: accepted for Accelerate's sake.
+        iteration: the epoch (0-based) of the first pass. Default: 0.
+        **kwargs: arguments of `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | str | None = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: object = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, _drop_last, _non_blocking, iteration, kwargs)
+        del torch_device_mesh
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one batch over all processes."""
+        divided = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batches
+        size: int = getattr(divided, "batch_size", None) or self.batch_size or 1
+        return size if getattr(divided, "split_batches", False) else size * getattr(divided, "num_processes", 1)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
+        """Iterate over the batches of the next epoch. Collective with `rng_types`."""
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self._begin()
+        batches = islice(super().__iter__(), self.skip_batches, None)
+        ahead = list(islice(batches, 1))
+        while ahead:
+            batch = ahead.pop()
+            ahead = list(islice(batches, 1))
+            self.end_of_dataloader = not ahead
+            yield batch if self.device is None else send_to_device(batch, self.device, non_blocking=self._non_blocking)
+        self.iteration += 1
+
+
+class DataLoaderDispatcher(_Loader):
+    """DataLoader that only the first process reads. It sends each other process its share of every round.
+
+    A round is one batch with `split_batches`, else one for each process. The samples of an incomplete last round are
+    completed with those of the beginning. Batches are moved to the process's device. Iterating is collective.
+
+    Args:
+        dataset: the data set; only the first process reads it.
+        split_batches: divide each batch over the processes. Default: False.
+        skip_batches: first batches of each pass that are dropped. Default: 0.
+        use_stateful_dataloader: only False. Default: False.
+        _drop_last: an incomplete last round is dropped. Default: False.
+        _non_blocking: copy batches to the device without waiting. Default: False.
+        slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` returns a share. Default: `slice_tensors`.
+        torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` receive the same batches.
+        iteration: the epoch (0-based) of the first pass. Default: 0.
+        **kwargs: arguments of `DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, skip_batches, use_stateful_dataloader, _drop_last, _non_blocking, iteration, kwargs)
+        self.split_batches = split_batches
+        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.state = PartialState()
+        together = _together(torch_device_mesh)
+        self._places = [process // together for process in range(self.state.num_processes)]
+        self._world = self._places[-1] + 1
+        self._transfer = RoundTransfer(self.state.joined(), self._places)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one batch over all processes."""
+        size: int = self.batch_size or getattr(self._batches, "batch_size", None) or 1
+        return size if self.split_batches else size * self._world
+
+    def __len__(self) -> int:
+        """Batches of one process in a pass."""
+        if self.split_batches:
+            return super().__len__()
+        rounds, rest = divmod(super().__len__(), self._world)
+        return rounds + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
+        """Iterate over this process's batches of the next epoch. Collective."""
+        self._begin()
+        for number, (batch, (rows, is_last)) in enumerate(self._transfer.iterate(self._read)):
+            if is_last:
+                self.end_of_dataloader, self.remainder = True, rows
+            if number >= self.skip_batches:
+                yield send_to_device(batch, self.state.device, non_blocking=self._non_blocking)
+        self.iteration += 1
+
+    def _read(self) -> Iterator[Round]:
+        """Yield the shares of each round, on the first process."""
+        world = self._world
+        rounds = self._rounds()
+        first: Any = None
+        batch = next(rounds, None)
+        while batch is not None:
+            upcoming = next(rounds, None)
+            rows = rows_of(batch)
+            share = rows // world
+            if first is None and not self._drop_last:
+                first = self._slice(batch, 0, world, 0)
+            if upcoming is None and rows % world and not self._drop_last:
+                batch, share = concatenate([batch, first]), share + 1
+            shares = [self._slice(batch, place * share, (place + 1) * share, place) for place in range(world)]
+            yield Round(shares, (rows, upcoming is None))
+            batch = upcoming
+
+    def _rounds(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        if self.split_batches:
+            yield from batches
+            return
+        for found in rounds_of(batches, self._world):
+            if len(found) == self._world or not self._drop_last:
+                yield concatenate(found)
+
+    def _slice(self, batch: Any, start: int, stop: int, place: int) -> Any:
+        return self.slice_fn(batch, slice(start, stop), process_index=place, num_processes=self._world)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoader[Any]:
+    """Return a loader of one process's share of the data, with the index lists of Accelerate.
+
+    An `Accelerator` prepares loaders with an order that depends on a seed alone, and without repeated samples.
+
+    Args:
+        dataloader: a DataLoader. A random sampler without a generator gets one.
+        device: with `put_on_device`, batches are moved there.
+        num_processes, process_index: Default: those of this script's processes.
+        split_batches: the batch size is that of all processes. Default: False.
+        put_on_device: move batches to the device. Default: False.
+        rng_types: generators that are synchronized before each pass; `"generator"` is that of the sampler or the
+            iterable data set. Default: None.
+        dispatch_batches: only the first process reads the data; needs `put_on_device`. Default: None, which is True for
+            iterable data sets with `put_on_device`.
+        even_batches: all processes get the same number of batches. Default: True.
+        slice_fn_for_dispatch: the `slice_fn` of `DataLoaderDispatcher`. Default: None.
+        use_seedable_sampler: shuffle by a `SeedableRandomSampler`. Default: False.
+        data_seed: its seed. Default: torch's initial seed.
+        non_blocking: copy batches to the device without waiting. Default: False.
+        use_stateful_dataloader: only False. Default: False.
+        torch_device_mesh: processes that differ only in its dimensions `"tp"` and `"cp"` get the same batches.
+
+    Raises:
+        ConfigurationError: the batch size is unknown or cannot be divided, or `dispatch_batches` without
+            `put_on_device`.
+    """
+    dataset: Any = dataloader.dataset
+    is_iterable = isinstance(dataset, IterableDataset)
+    dispatches = put_on_device and is_iterable if dispatch_batches is None else dispatch_batches
+    if dispatches and not put_on_device:
+        raise ConfigurationError("dispatch_batches=True needs put_on_device=True.")
+    state = PartialState()
+    together = _together(torch_device_mesh)
+    world = (state.num_processes if num_processes is None else num_processes) // together
+    index = (state.process_index if process_index is None else process_index) // together
+    in_sampler = isinstance(dataloader.sampler, BatchSampler)
+    batches: Any = dataloader.sampler if in_sampler else dataloader.batch_sampler
+    if split_batches:
+        check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
+    sampler = getattr(batches, "sampler", None)
+    if use_seedable_sampler and isinstance(sampler, RandomSampler):
+        sampler = SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
+        )
+        batches = copy.copy(batches)
+        batches.sampler = sampler
+    options = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
+    size = dataloader.batch_size
+    generator = None
+    if world > 1 and not dispatches:
+        if is_iterable and _has_hub_shards(dataset, world) and not split_batches:
+            dataset = dataset.shard(num_shards=world, index=index)
+        elif is_iterable:
+            generator = getattr(dataset, "generator", None)
+            dataset = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, world, index, split_batches)
+            size = size // world if split_batches and size else size
+        elif batches is None:
+            raise ConfigurationError("prepare_data_loader divides batches: give the DataLoader a batch size.")
+        else:
+            generator = None if use_seedable_sampler else _generator_of(sampler)
+            batches = BatchSamplerShard(batches, world, index, split_batches, even_batches)
+    options |= _batching(dataloader, batches, size, is_iterable=is_iterable, in_sampler=in_sampler)
+    common: dict[str, Any] = {
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+        "use_stateful_dataloader": use_stateful_dataloader,
+    }
+    if dispatches:
+        return DataLoaderDispatcher(
+            dataset,
+            split_batches,
+            slice_fn=slice_fn_for_dispatch,
+            torch_device_mesh=torch_device_mesh,
+            **common,
+            **options,
+        )
+    if rng_types is not None and generator is None:
+        rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
+    return DataLoaderShard(
+        dataset,
+        device if put_on_device else None,
+        rng_types=rng_types,
+        synchronized_generator=generator,
+        **common,
+        **options,
+    )
+
+
+def _batching(loader: Any, batches: Any, size: int | None, *, is_iterable: bool, in_sampler: bool) -> dict[str, Any]:
+    """Return the arguments of a DataLoader that say which batches it reads."""
+    if is_iterable:
+        return {"batch_size": size, "drop_last": loader.drop_last}
+    if batches is None:
+        return {"batch_size": None, "sampler": loader.sampler}
+    return {"batch_size": None, "sampler": batches} if in_sampler else {"batch_sampler": batches}
+
+
+def _together(mesh: Any) -> int:
+    """Return the number of neighboring processes that get the same batches."""
+    found = 1
+    for name in ("tp", "cp"):
+        if mesh is not None and name in (mesh.mesh_dim_names or ()):
+            found *= mesh[name].size()
+    return found
+
+
+def _has_hub_shards(dataset: Any, world: int) -> bool:
+    """Return whether an iterable data set of the library `datasets` has a shard for each process."""
+    return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "n_shards", 0) >= world
+
+
+def _generator_of(sampler: Any) -> torch.Generator | None:
+    """Return the generator of a sampler, which gets a seeded one if it has none."""
+    if not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    found: torch.Generator = sampler.generator
+    return found

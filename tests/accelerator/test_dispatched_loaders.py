@@ -1,0 +1,227 @@
+"""Loaders that only the first process reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from tests.helpers.distributed import RankError, run_distributed
+from trainwright import Accelerator, DataLoaderConfiguration
+from trainwright.core.errors import WorkerError
+
+Batches = list[list[int]]
+
+
+class OnlyFirst(Dataset[int]):
+    """The numbers below n, which the other ranks cannot read."""
+
+    def __init__(self, n: int, wrong: int = -1) -> None:
+        self.n, self.wrong = n, wrong
+
+    def __len__(self) -> int:
+        assert os.environ["RANK"] == "0"
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        assert os.environ["RANK"] == "0"
+        if index == self.wrong:
+            raise OSError(f"sample {index} is damaged")
+        return index
+
+
+class Stream(IterableDataset[int]):
+    """The numbers below n, without a length, which the other ranks cannot read."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        assert os.environ["RANK"] == "0"
+        return iter(range(self.n))
+
+
+def mapped(n: int, **options: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        if os.environ["RANK"] == "0":
+            return DataLoader(OnlyFirst(n), batch_size=4, **options)
+        return DataLoader([0])  # type: ignore[arg-type]
+
+    return make
+
+
+def streamed(n: int, **options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Stream(n), batch_size=4, **options)
+
+
+B = [list(range(i, i + 4)) for i in range(0, 16, 4)]
+# name → split_batches, loader, both ranks' batches without padding, what gather_for_metrics returns
+CASES: dict[str, tuple[bool, Callable[[], Any], list[Batches], Batches]] = {
+    "full": (False, mapped(16), [[B[0], B[2]], [B[1], B[3]]], [B[0] + B[1], B[2] + B[3]]),
+    "short": (False, mapped(14), [[B[0], B[2]], [B[1], [12, 13]]], [B[0] + B[1], [*B[2], 12, 13]]),
+    "one rank": (False, mapped(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
+    "drop_last": (False, mapped(10, drop_last=True), [[B[0]], [B[1]]], [B[0] + B[1]]),
+    "workers": (False, mapped(16, num_workers=1), [[B[0], B[2]], [B[1], B[3]]], [B[0] + B[1], B[2] + B[3]]),
+    "stream": (False, streamed(10), [[B[0], [8, 9]], [B[1]]], [B[0] + B[1], [8, 9]]),
+    "full stream": (False, streamed(8), [[B[0]], [B[1]]], [B[0] + B[1]]),
+    "split": (True, mapped(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+    "split, one rank": (True, mapped(6), [[[0, 1], [4, 5]], [[2, 3]]], [B[0], [4, 5]]),
+    "split, drop_last": (True, mapped(6, drop_last=True), [[[0, 1]], [[2, 3]]], [B[0]]),
+    "split stream": (True, streamed(7), [[[0, 1], [4, 5]], [[2, 3], [6]]], [B[0], [4, 5, 6]]),
+}
+
+
+def _read(accelerator: Accelerator, loader: Any) -> tuple[Batches, Batches, bool]:
+    own, gathered = [], []
+    for batch in loader:
+        place = accelerator._accumulation.place
+        assert place is not None
+        if place.weight != 0:
+            own.append(batch.tolist())
+        gathered.append(accelerator.gather_for_metrics(batch).tolist())
+    return own, gathered, loader.end_of_dataloader
+
+
+def _nested(numbers: list[int]) -> dict[str, Any]:
+    long = ["word" * 500] * len(numbers)
+    x = torch.tensor(numbers)
+    return {"x": (x, x > 1), "text": [str(n) for n in numbers], "empty": torch.empty(len(numbers), 0), "long": long}
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), tuple(value.shape), value.tolist())
+    if isinstance(value, dict):
+        return {key: _listed(part) for key, part in value.items()}
+    return [_listed(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _every_case() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for split in (False, True):
+        config = DataLoaderConfiguration(split_batches=split, dispatch_batches=True)
+        accelerator = Accelerator(dataloader_config=config)
+        for name, (splits, make, *_) in CASES.items():
+            if splits == split:
+                loader = accelerator.prepare_data_loader(make())
+                found[name] = [_read(accelerator, loader) for _ in range(2)]
+        nested = accelerator.prepare_data_loader(mapped(7, collate_fn=_nested)())
+        found[f"nested {split}"] = [_listed(batch) for batch in nested]
+        loader = accelerator.prepare_data_loader(mapped(20)())
+        found[f"numbers {split}"] = (loader.total_batch_size, len(loader))
+        found[f"skipped {split}"] = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+        for _ in loader:
+            break
+        state = loader.state_dict()
+        assert state["position"] is None
+        for number, _ in enumerate(loader):
+            if number == 1:
+                state = loader.state_dict()
+                break
+        resumed = accelerator.prepare_data_loader(mapped(20)())
+        resumed.load_state_dict(state)
+        found[f"resumed {split}"] = [batch.tolist() for batch in resumed]
+        reversing = accelerator.prepare_data_loader(mapped(8)(), slice_fn_for_dispatch=_reversed)
+        found[f"sliced {split}"] = [batch.tolist() for batch in reversing]
+    found["default"] = [batch.tolist() for batch in Accelerator().prepare_data_loader(streamed(10)())]
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    stream = accelerator.prepare_data_loader(streamed(20)())
+    found["weights"] = [
+        None if (p := accelerator._accumulation.place) is None else (p.weight, p.ends_data) for _ in stream
+    ]
+    return found
+
+
+def _reversed(batch: Any, tensor_slice: slice, process_index: int, num_processes: int) -> Any:
+    assert num_processes == 2
+    assert process_index in (0, 1)
+    return batch.flip(0)[tensor_slice]
+
+
+def test_the_first_process_sends_the_others_their_share() -> None:
+    ranks = run_distributed(_every_case, 2, init=False, timeout=50)
+    whole = [_listed(_nested(numbers)) for numbers in (B[0], [4, 5, 6])]
+    parts = [[_listed(_nested(numbers)) for numbers in of_rank] for of_rank in CASES["split"][2]]
+    for rank, found in enumerate(ranks):
+        for name, (_, _, expected, gathered) in CASES.items():
+            assert found[name] == [(expected[rank], gathered, True)] * 2, name
+        assert found["nested False"] == [whole[rank]]
+        assert found["nested True"] == parts[rank]
+        assert (found["numbers False"], found["numbers True"]) == ((8, 3), (4, 5))
+        assert found["skipped False"] == [[16, 17, 18, 19]]  # padding on rank 1
+        assert found["skipped True"] == [[[8, 9], [12, 13], [16, 17]], [[10, 11], [14, 15], [18, 19]]][rank]
+        assert found["resumed False"] == [[16, 17, 18, 19]]
+        assert found["resumed True"] == found["skipped True"]
+        assert found["sliced False"] == [[[7, 6, 5, 4]], [[3, 2, 1, 0]]][rank]
+        assert found["sliced True"] == [[[3, 2], [7, 6]], [[1, 0], [5, 4]]][rank]
+        assert found["default"] == [[B[0], [8, 9]], [B[1], [8, 9]]][rank]
+    assert ranks[0]["weights"] == [(None, False), (None, False), (1.0, True)]
+    assert ranks[1]["weights"] == [(None, False), (None, False), (0.0, True)]
+
+
+def _damaged() -> str:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    loader = accelerator.prepare_data_loader(
+        DataLoader(OnlyFirst(8, wrong=5), batch_size=2) if os.environ["RANK"] == "0" else []
+    )
+    read = 0
+    try:
+        for _ in loader:
+            read += 1
+    except (OSError, WorkerError) as error:
+        return f"{read} {type(error).__name__}: {error}"
+    return ""
+
+
+def _empty() -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    accelerator.prepare_data_loader(DataLoader(OnlyFirst(0)) if accelerator.is_main_process else [])
+
+
+def test_an_error_of_the_first_process_ends_all() -> None:
+    first, second = run_distributed(_damaged, 2, init=False, timeout=50)
+    assert first == "1 OSError: sample 5 is damaged"
+    assert second == "1 WorkerError: the first process could not read the data: OSError: sample 5 is damaged"
+    with pytest.raises(RankError, match="is empty"):
+        run_distributed(_empty, 2, init=False, timeout=50)
+
+
+class _Resumable(Stream):
+    """A stream that keeps its position."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < self.n:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def _resumed_stream() -> Any:
+    accelerator = Accelerator(split_batches=True)
+    loader = accelerator.prepare_data_loader(DataLoader(_Resumable(12), batch_size=4))
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    other = accelerator.prepare_data_loader(DataLoader(_Resumable(12), batch_size=4))
+    other.load_state_dict(state)
+    return [[batch.tolist() for batch in other] for _ in range(2)]
+
+
+def test_a_stream_that_keeps_its_position_is_resumed() -> None:
+    first, second = run_distributed(_resumed_stream, 2, init=False, timeout=50)
+    assert first == [[[4, 5], [8, 9]], [[0, 1], [4, 5], [8, 9]]]
+    assert second == [[[6, 7], [10, 11]], [[2, 3], [6, 7], [10, 11]]]
