@@ -10,6 +10,7 @@ from typing import Any
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
 from trainwright.strategies.deepspeed.config import AUTO, read_config
+from trainwright.strategies.deepspeed.hf_config import HfDeepSpeedConfig
 from trainwright.strategies.deepspeed.options import look_up
 from trainwright.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -34,8 +35,9 @@ class DeepSpeedPlugin(KwargsHandler):
     does not change: `dataclasses.replace` returns another one.
 
     Attributes:
-        hf_ds_config: DeepSpeed's own configuration, a dict or the path of a JSON file. The other fields fill in its
-            `"auto"` values and what it leaves out; a field that differs from it is an error.
+        hf_ds_config: DeepSpeed's own configuration, a dict, the path of a JSON file or a `HfDeepSpeedConfig`, whose
+            values may change until the model is prepared. The other fields fill in its `"auto"` values and what it
+            leaves out; a field that differs from it is an error.
         gradient_accumulation_steps: Micro-batches of one optimizer step. Default: the Accelerator's.
         gradient_clipping: Largest norm of the gradients. Default: they are not clipped.
         zero_stage: 0, 1, 2 or 3. Default: the stage in `hf_ds_config`, or else 2.
@@ -48,7 +50,9 @@ class DeepSpeedPlugin(KwargsHandler):
         enable_msamp, msamp_opt_level: Not supported; only False.
     """
 
-    hf_ds_config: str | Path | Mapping[str, Any] | None = from_variable("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    hf_ds_config: str | Path | Mapping[str, Any] | HfDeepSpeedConfig | None = from_variable(
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+    )
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float | None = from_variable("ACCELERATE_GRADIENT_CLIPPING", float)
     zero_stage: int | None = from_variable("ACCELERATE_DEEPSPEED_ZERO_STAGE", int)
@@ -69,6 +73,11 @@ class DeepSpeedPlugin(KwargsHandler):
             object.__setattr__(self, "zero_stage", 2)
 
     @property
+    def _content(self) -> dict[str, Any]:
+        own = self.hf_ds_config
+        return read_config(own.config if isinstance(own, HfDeepSpeedConfig) else own)
+
+    @property
     def deepspeed_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration. `"auto"` stands where `prepare` fills a value in."""
         return self.strategy(1).config.content
@@ -79,7 +88,7 @@ class DeepSpeedPlugin(KwargsHandler):
         Raises:
             ConfigurationError: An option is unknown, the strategy does not support it, or `hf_ds_config` differs.
         """
-        content = read_config(self.hf_ds_config)
+        content = self._content
         different = [
             f"{name}={own!r} ({'.'.join(path)}={found!r})"
             for name, path in _PATHS.items()
@@ -91,6 +100,8 @@ class DeepSpeedPlugin(KwargsHandler):
                 f'parentheses): {", ".join(different)}. Leave them out, or write "auto" in the configuration.'
             )
         config = {one.name: getattr(self, one.name) for one in fields(self)}
+        if isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            config["hf_ds_config"] = content
         if not self.enable_msamp:
             del config["enable_msamp"], config["msamp_opt_level"]
         return DeepSpeedStrategy.from_config(config)

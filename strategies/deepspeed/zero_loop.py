@@ -47,6 +47,8 @@ class ZeroGradients(Gradients):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run backward through the engine of the model whose forward has run."""
         retain = bool(kwargs.pop("retain_graph", False))
+        if kwargs.get("scale_wrt_gas") is False:  # as transformers writes it: the loss is divided already
+            del kwargs["scale_wrt_gas"]
         if kwargs:
             raise ConfigurationError(
                 f"backward({next(iter(kwargs))}=…): an engine of DeepSpeed takes retain_graph only."

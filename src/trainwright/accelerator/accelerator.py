@@ -260,7 +260,7 @@ class Accelerator:
 
     def _use_selected_plugin(self) -> None:
         if self._settings.argument == "deepspeed_plugin":
-            self.engine.use(self._settings.strategies.get(self.state.selected_plugin or "", self.strategy))
+            self.engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
 
     @property
     def is_fsdp2(self) -> bool:
@@ -514,12 +514,14 @@ class Accelerator:
             loss: Scalar with a graph; the mean over the micro-batch, or over its `num_items`.
             num_items: Number of items (tokens, samples) that `loss` is the mean over; a tensor on the device is not
                 read. Pass it once for every micro-batch of a step, or for none. Default: None.
-            kwargs: Arguments of `torch.Tensor.backward`.
+            kwargs: Arguments of `torch.Tensor.backward`; or `learning_rate`, which runs `lomo_backward`.
 
         Raises:
             TaskError: The loss has no graph; or `num_items` is not a count, is passed twice for one micro-batch, or
                 only for some of a step.
         """
+        if kwargs.get("learning_rate") is not None:
+            return self.lomo_backward(loss, cast("float", kwargs["learning_rate"]))
         if not loss.requires_grad:
             raise TaskError(
                 "backward() was given a loss without a graph (requires_grad is False): nothing could be learned from "
@@ -535,12 +537,19 @@ class Accelerator:
             loss = self._accumulation.divide(loss)
         if self._scale is not None:
             loss = self._scale.scale(loss, starts_group=self._accumulation.starts_group)
+        if self._accumulation.holds_back:
+            with ExitStack() as stack:
+                for model in self._prepared.models:
+                    stack.enter_context(self.no_sync(model))
+                self.engine.backward(loss, **kwargs)
+            return None
         self.engine.backward(loss, **kwargs)
         if self._accumulation.sync_gradients:
             self.engine.gradients.complete()
             self._items.complete(self._accumulated_parameters)
             if self._signal is not None and not self._joins:
                 self._signal.end_step()
+        return None
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:

@@ -252,6 +252,11 @@ class Accumulation:
         """
         self._set_before, self.sync_gradients = self.sync_gradients, value
 
+    @property
+    def holds_back(self) -> bool:
+        """True if the loop has set that no optimizer step follows; see `set_sync_gradients`."""
+        return self._set_before is not None and not self.sync_gradients
+
     def begin_pass(self, loader: object) -> Place:
         """Record that a loader is being read, until `end_pass`.
 

@@ -71,7 +71,6 @@ class LoopSettings:
         handlers: what `kwargs_handlers` holds.
         argument: the argument of the engine's plugins; None if there are none.
         plugins: the engine's plugins by their names. The first one describes the selection.
-        strategies: the strategy of each plugin.
     """
 
     selection: Selection
@@ -81,7 +80,12 @@ class LoopSettings:
     handlers: Handlers
     argument: str | None
     plugins: Mapping[str, EnginePlugin]
-    strategies: Mapping[str, Strategy]
+
+    def strategy_of(self, name: str | None, num_processes: int) -> Strategy:
+        """Return the strategy of a plugin as it is now: its configuration may be filled in until `prepare`."""
+        if name is None or name not in self.plugins:
+            return self.selection.strategy
+        return _with_group_options(self.plugins[name].strategy(num_processes), self.handlers)
 
     @property
     def group_options(self) -> dict[str, Any]:
@@ -147,21 +151,18 @@ def read_settings(
         compile_blocks=bool(dynamo.use_regional_compilation),
         accumulate=accumulation.num_steps or 1,
     )
-    selections = []
-    for one in choice.strategies:
-        found = select(one)
-        selections.append(replace(found, strategy=_with_group_options(found.strategy, handlers)))
+    selections = [select(one) for one in choice.strategies]
+    selection = replace(selections[0], strategy=_with_group_options(selections[0].strategy, handlers))
     for text in texts if topology.rank == 0 else ():
         warnings.warn(text, TrainwrightWarning, stacklevel=4)
     return LoopSettings(
-        selections[0],
+        selection,
         precision,
         accumulation,
         cpu,
         handlers,
         choice.argument,
         choice.plugins,
-        {name: one.strategy for name, one in zip(choice.plugins, selections, strict=False)},
     )
 
 

@@ -13,7 +13,7 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
 
@@ -34,9 +34,11 @@ class PreparedLoader(ABC):
         raw: the user's loader, unchanged.
         options: the options of its preparation.
         epoch: the epoch that `set_epoch` set last.
+        ends_together: the iterators of all ranks end after the same round, also if their number is unknown.
     """
 
     _is_dealt: bool = False
+    ends_together: ClassVar[bool] = False
 
     def __init__(self, raw: Any, options: LoaderOptions, *, dealer: Dealer | None = None) -> None:
         """Store the arguments; `dealer` divides batches over all ranks, or does the arithmetic only (see the
@@ -80,11 +82,6 @@ class PreparedLoader(ABC):
     def stateful(self) -> bool:
         """True if the position in the data is kept by the loader's own `state_dict` rather than by arithmetic."""
         return self._state_source is not None
-
-    @property
-    def ends_together(self) -> bool:
-        """True if the iterators of all ranks end after the same round, also if their number is unknown."""
-        return False
 
     @property
     def can_seek(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.data import DataLoader
 
 from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
 from trainwright.core.errors import ConfigurationError, WorkerError
@@ -37,6 +38,8 @@ class DispatchedLoader(PreparedLoader):
         ConfigurationError: `split_batches` with a batch size that cannot be divided.
     """
 
+    ends_together = True
+
     def __init__(
         self, raw: Any, options: LoaderOptions, processes: Processes, slice_fn: SliceFunction | None = None
     ) -> None:
@@ -49,7 +52,7 @@ class DispatchedLoader(PreparedLoader):
         self._anchor_round = self._anchor_batch = 0
         self._short_rounds: dict[int, int] = {}
         self._snapshot: Any = None
-        self._can_seek, self._keeps_state, self._size = self._on_first(self._prepare)
+        self._can_seek, self._keeps_state, self._size = _on_first(self._prepare, processes, options)
         self._state_source = self._inner if self._keeps_state else None
         self.count_batches()
 
@@ -59,8 +62,8 @@ class DispatchedLoader(PreparedLoader):
         self._inner = inner = prepare_loader(self.raw, alone)
         size = inner.batch_size
         if options.split_batches:
-            if size is None:
-                size = getattr(getattr(self.raw, "batch_sampler", None), "batch_size", None)
+            if size is None and isinstance(self.raw, DataLoader):
+                size = getattr(self.raw.batch_sampler, "batch_size", None)
             if size is not None:
                 check_divisible(size, options.world)
                 size //= options.world
@@ -77,10 +80,6 @@ class DispatchedLoader(PreparedLoader):
     @property
     def can_seek(self) -> bool:
         return self._can_seek
-
-    @property
-    def ends_together(self) -> bool:
-        return True
 
     @property
     def num_full_rounds(self) -> int:
@@ -166,7 +165,7 @@ class DispatchedLoader(PreparedLoader):
         self._anchor_batch = int(resume.get("micro_batches", self._anchor_round * per_round)) if resume else 0
 
     def _count(self) -> list[int] | int | None:
-        found = self._on_first(self._count_on_first)
+        found = _on_first(self._count_on_first, self._processes, self.options)
         if found is None:
             return None
         per_round = 1 if self.options.split_batches else self.options.world
@@ -189,20 +188,21 @@ class DispatchedLoader(PreparedLoader):
         self._snapshot = None
         self._inner.load_state_dict(state, at_epoch_start=at_epoch_start)
 
-    def _on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first process and return its result on all. An error is raised on all. Collective."""
-        problem, result = None, None
-        if self._processes.rank == 0:
-            try:
-                result = work()
-            except Exception as error:  # noqa: BLE001 -- it is raised on every process
-                problem = error
-        told, result = self._processes.broadcast_object((problem and f"{type(problem).__name__}: {problem}", result))
-        if problem is not None:
-            raise problem
-        if told is not None:
-            raise WorkerError(f"the first process could not prepare {self.options.title}: {told}")
-        return cast(T, result)
+
+def _on_first(work: Callable[[], T], processes: Processes, options: LoaderOptions) -> T:
+    """Run `work` on the first process and return its result on all. An error is raised on all. Collective."""
+    problem, result = None, None
+    if processes.rank == 0:
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 -- it is raised on every process
+            problem = error
+    told, result = processes.broadcast_object((problem and f"{type(problem).__name__}: {problem}", result))
+    if problem is not None:
+        raise problem
+    if told is not None:
+        raise WorkerError(f"the first process could not prepare {options.title}: {told}")
+    return cast(T, result)
 
 
 def slice_batch(
@@ -215,6 +215,7 @@ def slice_batch(
         tensor_slice: the samples of the part.
         process_index, num_processes: accepted for functions that are called in the same way.
     """
+    del process_index, num_processes
     rows = batch_size(batch)
 
     def visit(part: Any) -> Any:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from trainwright.accelerator.prepared.round_transfer import Round, RoundTransfer, rounds_of
@@ -187,7 +188,7 @@ class DataLoaderDispatcher(_Loader):
         _drop_last: bool = False,
         _non_blocking: bool = False,
         slice_fn: Callable[..., Any] | None = None,
-        torch_device_mesh: Any = None,
+        torch_device_mesh: DeviceMesh | None = None,
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -269,7 +270,7 @@ def prepare_data_loader(
     data_seed: int | None = None,
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
-    torch_device_mesh: Any = None,
+    torch_device_mesh: DeviceMesh | None = None,
 ) -> DataLoader[Any]:
     """Return a loader of one process's share of the data, with the index lists of Accelerate.
 
@@ -312,12 +313,8 @@ def prepare_data_loader(
         check_divisible(dataloader.batch_size or getattr(batches, "batch_size", None), world)
     sampler = getattr(batches, "sampler", None)
     if use_seedable_sampler and isinstance(sampler, RandomSampler):
-        sampler = SeedableRandomSampler(
-            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=data_seed
-        )
         batches = copy.copy(batches)
-        batches.sampler = sampler
-    options = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
+        batches.sampler = sampler = _seedable(sampler, data_seed)
     size = dataloader.batch_size
     generator = None
     if world > 1 and not dispatches:
@@ -332,34 +329,28 @@ def prepare_data_loader(
         else:
             generator = None if use_seedable_sampler else _generator_of(sampler)
             batches = BatchSamplerShard(batches, world, index, split_batches, even_batches)
-    options |= _batching(dataloader, batches, size, is_iterable=is_iterable, in_sampler=in_sampler)
-    common: dict[str, Any] = {
-        "_drop_last": dataloader.drop_last,
-        "_non_blocking": non_blocking,
-        "use_stateful_dataloader": use_stateful_dataloader,
-    }
-    if dispatches:
-        return DataLoaderDispatcher(
-            dataset,
-            split_batches,
-            slice_fn=slice_fn_for_dispatch,
-            torch_device_mesh=torch_device_mesh,
-            **common,
-            **options,
-        )
     if rng_types is not None and generator is None:
         rng_types = [kind for kind in rng_types if str(RNGType(kind)) != "generator"]
-    return DataLoaderShard(
-        dataset,
-        device if put_on_device else None,
-        rng_types=rng_types,
-        synchronized_generator=generator,
-        **common,
-        **options,
+    options: dict[str, Any] = {name: getattr(dataloader, name) for name in _KEPT if hasattr(dataloader, name)}
+    options["_drop_last"] = dataloader.drop_last
+    options |= _batching(dataloader, batches, size, is_iterable=is_iterable, in_sampler=in_sampler)
+    options |= {"_non_blocking": non_blocking, "use_stateful_dataloader": use_stateful_dataloader}
+    if dispatches:
+        options |= {"slice_fn": slice_fn_for_dispatch, "torch_device_mesh": torch_device_mesh}
+        return DataLoaderDispatcher(dataset, split_batches, **options)
+    place = device if put_on_device else None
+    return DataLoaderShard(dataset, place, rng_types, generator, **options)
+
+
+def _seedable(sampler: RandomSampler, seed: int | None) -> SeedableRandomSampler:
+    return SeedableRandomSampler(
+        sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=seed
     )
 
 
-def _batching(loader: Any, batches: Any, size: int | None, *, is_iterable: bool, in_sampler: bool) -> dict[str, Any]:
+def _batching(
+    loader: DataLoader[Any], batches: Any, size: int | None, *, is_iterable: bool, in_sampler: bool
+) -> dict[str, Any]:
     """Return the arguments of a DataLoader that say which batches it reads."""
     if is_iterable:
         return {"batch_size": size, "drop_last": loader.drop_last}
@@ -368,7 +359,7 @@ def _batching(loader: Any, batches: Any, size: int | None, *, is_iterable: bool,
     return {"batch_size": None, "sampler": batches} if in_sampler else {"batch_sampler": batches}
 
 
-def _together(mesh: Any) -> int:
+def _together(mesh: DeviceMesh | None) -> int:
     """Return the number of neighboring processes that get the same batches."""
     found = 1
     for name in ("tp", "cp"):
@@ -377,7 +368,7 @@ def _together(mesh: Any) -> int:
     return found
 
 
-def _has_hub_shards(dataset: Any, world: int) -> bool:
+def _has_hub_shards(dataset: object, world: int) -> bool:
     """Return whether an iterable data set of the library `datasets` has a shard for each process."""
     return type(dataset).__module__.startswith("datasets.") and getattr(dataset, "n_shards", 0) >= world
 

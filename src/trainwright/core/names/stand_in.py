@@ -86,7 +86,7 @@ class _Finder(DistributionFinder, Loader):
         return own and ModuleSpec(fullname, self, is_package=own.submodule_search_locations is not None)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
-        return [] if context is None or context.name != _NAME else [_Metadata()]
+        return [] if context is None or context.name != _NAME else [_AccelerateMetadata()]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Module(spec.name)
@@ -95,7 +95,7 @@ class _Finder(DistributionFinder, Loader):
         import_module(_own(module.__name__))
 
 
-class _Metadata(Distribution):
+class _AccelerateMetadata(Distribution):
     """The metadata of accelerate, with the version that Trainwright replaces."""
 
     def read_text(self, filename: str) -> str | None:
