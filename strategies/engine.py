@@ -343,6 +343,11 @@ class Engine(LightningMembers):
         """
         return [model.to(self.device) for model in models]
 
+    def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
+        """Return the object whose attributes a prepared model has: the model, or a library's engine around it."""
+        del prepared
+        return model
+
     def compile_model(self, model: nn.Module, prepared: Callable[..., Any]) -> Callable[..., Any]:
         """Return what a loop calls in place of a model: compiled if the settings say so. Not collective.
 

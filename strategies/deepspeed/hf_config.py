@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
 from trainwright.strategies.deepspeed.config import read_config
+from trainwright.strategies.deepspeed.library import join, leave, load_library
 
 
 class HfDeepSpeedConfig:
     """DeepSpeed's configuration, with the methods of Hugging Face Accelerate's class of this name.
 
-    A value may change until the model is prepared: transformers fills in what is `"auto"`.
+    A value may change until the model is prepared: transformers fills in what is `"auto"`. While an object with stage 3
+    exists, `from_pretrained` of transformers builds models in shards; DeepSpeed uses the script's process group from
+    its construction on.
 
     Args:
         config_file_or_dict: The configuration, or the path of its JSON file.
@@ -24,6 +31,11 @@ class HfDeepSpeedConfig:
 
     def __init__(self, config_file_or_dict: str | Path | Mapping[str, Any]) -> None:
         self.config = read_config(config_file_or_dict)
+        if self.is_zero3() and dist.is_initialized():
+            state = PartialState()
+            library = load_library(state.device.type)
+            join(library, state.topology)
+            weakref.finalize(self, leave, library)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that may hold a dotted key, None if there is none, and the last part of the key."""

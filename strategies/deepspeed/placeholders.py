@@ -51,25 +51,34 @@ class DummyScheduler:
         optimizer: what `configure_optimizers` returns beside it.
         total_num_steps: what `"auto"` stands for; the steps that the run will do unless told.
         warmup_num_steps: what `"auto"` stands for.
+        lr_scheduler_callable: Makes the scheduler from the real optimizer, for a configuration that names an optimizer
+            and no scheduler. Default: None.
     """
 
-    def __init__(self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Optimizer], Any] | None = None,
+    ) -> None:
         self.optimizer = optimizer
+        self.lr_scheduler_callable = lr_scheduler_callable
         self.total_num_steps = total_num_steps
         self.warmup_num_steps = warmup_num_steps
         self._real: Any = None
 
     def stand_for(self, scheduler: Any) -> None:
-        """Hand everything on to a scheduler that DeepSpeed has made."""
+        """Pass all calls to a scheduler of the real optimizer."""
         self._real = scheduler
 
     @property
     def real(self) -> Any:
-        """DeepSpeed's scheduler."""
+        """The scheduler of the real optimizer."""
         if self._real is None:
             raise ConfigurationError(
                 "DummyScheduler stands for the scheduler of DeepSpeed's configuration. Use DeepSpeedStrategy(config=…) "
-                "with a 'scheduler' in it, or return a real one from configure_optimizers."
+                "with a 'scheduler' in it, pass lr_scheduler_callable, or return a real one from configure_optimizers."
             )
         return self._real
 

@@ -304,7 +304,7 @@ class DeepSpeedEngine(ParallelEngine):
         """Give each model an engine, if it is trained or sharded. Collective."""
         owned = [self._optimizer_of(model, models, optimizers) for model in models]
         for model, optimizer in zip(models, owned, strict=True):
-            check_full(model)
+            check_full(model, built_in_shards=self.stage == 3)
             if optimizer is not None:
                 check_optimizers([optimizer], model, self.config, self.precision, source="prepare() received")
         return [self._serve(model, optimizer, plan) for model, optimizer in zip(models, owned, strict=True)]
@@ -376,6 +376,9 @@ class DeepSpeedEngine(ParallelEngine):
             yield
         finally:
             prepared.zero.engine.set_gradient_accumulation_boundary(True)
+
+    def owner_of_attributes(self, model: nn.Module, prepared: Callable[..., Any]) -> object:
+        return prepared.zero.engine if isinstance(prepared, ZeroForward) else model
 
     def loop_state(
         self, models: nn.Module, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]

@@ -165,8 +165,8 @@ class ZeroModel:
         keep_own_adagrad(self.engine)
         self._traces.note()
         self.engine.lr_scheduler = None  # it is stepped outside, once per unit
-        take_schedule(schedule, plan, config.origin)
         self.optimizer: Any = None if optimizer is None else self.engine.basic_optimizer
+        take_schedule(schedule, self.optimizer, plan, config.origin)
         if self.optimizer is not None:
             keep_groups(self.optimizer, type(model).__name__)
         groups = given if is_own else _groups_of(self.optimizer)
@@ -191,14 +191,18 @@ class ZeroModel:
         self.pieces = self.trained = self.optimizer = None
 
 
-def take_schedule(schedule: Any, plan: TrainingPlan, origin: str) -> None:
-    """Connect DeepSpeed's scheduler with the stand-in for it."""
+def take_schedule(schedule: Any, optimizer: Optimizer | None, plan: TrainingPlan, origin: str) -> None:
+    """Connect the scheduler of the real optimizer, DeepSpeed's or the user's, with its placeholder."""
     for config in plan.lr_scheduler_configs:
         refuse_schedule_of_dummy(config.scheduler, origin)
         if isinstance(config.scheduler, DummyScheduler):
+            make = config.scheduler.lr_scheduler_callable
+            if schedule is None and make is not None and optimizer is not None:
+                schedule = make(optimizer)
             if schedule is None:
                 raise ConfigurationError(
-                    f"there is a DummyScheduler, and {origin} has no 'scheduler'. Add one there, or pass a real one."
+                    f"there is a DummyScheduler, and {origin} has no 'scheduler'. Add one there, pass "
+                    "lr_scheduler_callable, or pass a real one."
                 )
             config.scheduler.stand_for(schedule)
             config.interval = "step"  # what it counts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
+import trainwright
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
 from trainwright.accelerator.accumulation import GradientAccumulationPlugin
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs
 
 pytestmark = pytest.mark.distributed
@@ -183,3 +186,43 @@ def test_results_are_gathered_once_each_and_in_the_order_of_the_data() -> None:
         assert found["trigger"] == (True, False)
         assert found["sum"] == [3.0]
         assert found["all"] == [0, 1]
+
+
+def _rates(schedule_steps: Any, split: bool, as_accelerate: bool) -> tuple[list[float], list[str]]:
+    """Return the learning rate after each of four steps, under three schedules, and the warnings."""
+    context = trainwright.as_accelerate() if as_accelerate else nullcontext()
+    with context, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TrainwrightWarning)
+        accelerator = Accelerator(cpu=True, schedule_steps=schedule_steps, split_batches=split)
+        nets = [nn.Linear(1, 1) for _ in range(2)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=1.0) for net in nets]
+        halving = torch.optim.lr_scheduler.StepLR(optimizers[0], step_size=1, gamma=0.5)
+        cycle = torch.optim.lr_scheduler.OneCycleLR(optimizers[1], max_lr=1.0, total_steps=7)
+        *_, halving, cycle = accelerator.prepare(*nets, *optimizers, halving, cycle)
+        rates = []
+        for _ in range(4):
+            for schedule in (halving, cycle):
+                schedule.step()
+            rates.append(halving.get_last_lr()[0])
+        accelerator.end_training()
+    return rates, [str(one.message) for one in caught if "a schedule advances" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("schedule_steps", "split", "as_accelerate", "per_step", "warns"),
+    [
+        (None, False, False, 1, True),
+        ("once", False, False, 1, False),
+        ("per_process", False, False, 2, False),
+        ("per_process", True, False, 1, False),
+        (None, True, False, 1, False),
+        (None, False, True, 2, False),
+        ("once", False, True, 1, False),
+    ],
+)
+def test_a_schedule_advances_once_or_for_each_process(
+    schedule_steps: str | None, split: bool, as_accelerate: bool, per_step: int, warns: bool
+) -> None:
+    found = run_distributed(_rates, 2, schedule_steps, split, as_accelerate)
+    assert [rates for rates, _ in found] == [[0.5 ** (per_step * step) for step in range(1, 5)]] * 2
+    assert [len(texts) for _, texts in found] == [int(warns), 0]

@@ -123,7 +123,7 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
     import trainwright
 
     trainwright.as_accelerate()
-    from transformers import Trainer, TrainingArguments
+    from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
     class InOrder(Trainer):  # type: ignore[misc]  # it has no types
         def _get_train_sampler(self, *args: object) -> Any:
@@ -143,7 +143,9 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
         disable_tqdm=True,
         **options,
     )
-    trainer = InOrder(model=_language_model(), args=arguments, train_dataset=_Sentences(), eval_dataset=_Sentences())
+    # Built in shards at ZeRO stage 3, and read by rank 0 alone with cpu_ram_efficient_loading.
+    model = LlamaForCausalLM.from_pretrained(folder / "start") if resume is None else _language_model()
+    trainer = InOrder(model=model, args=arguments, train_dataset=_Sentences(), eval_dataset=_Sentences())
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "last"))
     history = trainer.state.log_history
@@ -154,9 +156,24 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
     }
 
 
+def _deepspeed(stage: int, **further: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return {"deepspeed": {"zero_optimization": zero, **dict.fromkeys(auto, "auto"), **further}}
+
+
+_ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+
+
 _OPTIONS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "fsdp": {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
+    "zero2": _deepspeed(2),
+    "zero2, DeepSpeed's optimizer": _deepspeed(2, optimizer=_ADAM),
+    "zero3": _deepspeed(3),
+    "fsdp": {
+        "fsdp": True,
+        "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True},
+    },
     "fsdp, sharded files": {
         "fsdp": True,
         "fsdp_config": {
@@ -173,6 +190,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 1), *((kind, 2) for kind in _OPTIONS)])
 def test_transformers_trains_and_resumes_on_us(kind: str, world_size: int, tmp_path: Path) -> None:
     losses, weights = _by_hand()
+    _language_model().save_pretrained(tmp_path / "start")
     found, *_ = run_distributed(_with_transformers, world_size, tmp_path, None, _OPTIONS[kind], timeout=120)
     assert found["accelerator"].startswith("trainwright.")
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)

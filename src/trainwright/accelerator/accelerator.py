@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -51,6 +51,7 @@ from trainwright.accelerator.settings import (
     refuse_attribute,
     refuse_option,
     refuse_unknown,
+    schedule_steps_of,
 )
 from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
@@ -93,6 +94,9 @@ class Accelerator:
         gradient_accumulation_plugin: a `GradientAccumulationPlugin` instead of the number of steps.
         cpu: use the CPU even if the machine has an accelerator.
         step_scheduler_with_optimizer: schedules advance with optimizer steps; False: with every call of their `step`.
+        schedule_steps: `"once"`: a schedule advances once per optimizer step. `"per_process"`: once for each process,
+            as in Accelerate, unless `split_batches`. Default: None, which is `"per_process"` after
+            `trainwright.as_accelerate()`, and otherwise `"once"`, with a warning on several processes.
         kwargs_handlers: a list with at most one each of `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `AutocastKwargs` and `InitProcessGroupKwargs`.
         fsdp_plugin: a `FullyShardedDataParallelPlugin`, instead of `strategy=FSDPStrategy(…)`.
@@ -142,6 +146,7 @@ class Accelerator:
         cpu: bool = False,
         *,
         step_scheduler_with_optimizer: bool = True,
+        schedule_steps: Literal["once", "per_process"] | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         kwargs_handlers: Sequence[Any] | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
@@ -187,6 +192,7 @@ class Accelerator:
         self.device_placement = device_placement
         self.rng_types = None if rng_types is None else [RNGType(kind) for kind in rng_types]
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.schedule_steps = schedule_steps_of(schedule_steps)
         self._syncs_each_batch = settings.accumulation.sync_each_batch or self.strategy.sync_each_batch
         self._others: list[Any] = []
         self.project_configuration = project_of(project_dir, project_config)
@@ -222,6 +228,7 @@ class Accelerator:
             self._make_context,
             replace(self.dataloader_config, data_seed=seed),
             self.rng_types,
+            self.schedule_steps,
         )
 
     # How loaders are prepared

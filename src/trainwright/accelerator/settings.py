@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from trainwright.accelerator.handlers import (
 from trainwright.accelerator.project import ProjectConfiguration
 from trainwright.core.errors import ConfigurationError, TrainwrightWarning, nearest
 from trainwright.core.names.foreign_names import check_class
+from trainwright.core.names.stand_in import is_active
 from trainwright.core.process import detect, variables
 from trainwright.strategies.precision import Precision
 from trainwright.strategies.select import (
@@ -212,6 +213,17 @@ def accumulation_of(steps: int, plugin: object) -> GradientAccumulationPlugin:
             "micro-batches. Pass one of them."
         )
     return plugin
+
+
+def schedule_steps_of(value: Literal["once", "per_process"] | None) -> Literal["once", "per_process"] | None:
+    """Return how a schedule advances: as in Accelerate after `trainwright.as_accelerate()`, unless it is set.
+
+    Raises:
+        ConfigurationError: The value is another one.
+    """
+    if value not in (None, "once", "per_process"):
+        raise ConfigurationError(f"schedule_steps={value!r}: expected 'once', 'per_process' or None.")
+    return "per_process" if value is None and is_active() else value
 
 
 def project_of(

@@ -21,7 +21,7 @@ _NARROW = (torch.float16, torch.bfloat16)
 class AcceleratedModel(nn.Module):
     """A model with the wrapper that joins the processes, or in mixed precision.
 
-    Its state dict has the model's own names, and attributes that it lacks are the model's.
+    Its state dict has the model's own names, and attributes that it lacks are the owner's.
 
     Args:
         module: the user's model.
@@ -30,6 +30,7 @@ class AcceleratedModel(nn.Module):
         make_context: creates the context of a forward, whose outputs are cast to float32. None: there is no context.
         explain: See `Engine.explain_error`.
         no_sync: See `Engine.no_sync`.
+        owner: See `Engine.owner_of_attributes`.
     """
 
     def __init__(
@@ -40,12 +41,17 @@ class AcceleratedModel(nn.Module):
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         explain: Callable[[BaseException, nn.Module], Exception | None],
         no_sync: Callable[[Callable[..., Any]], AbstractContextManager[Any]],
+        owner: object,
     ) -> None:
         super().__init__()
         self.module = module
         self.make_context = make_context
         self._explain, self._no_sync = explain, no_sync
-        for name, value in (("engine", engine), ("call", call)):  # not children: their parameters are the module's
+        for name, value in (
+            ("engine", engine),
+            ("call", call),
+            ("owner", owner),
+        ):  # not children: their parameters are the module's
             object.__setattr__(self, name, value)
         self._num_forwards = 0  # that run now
         self._guard: Any = None
@@ -112,13 +118,13 @@ class AcceleratedModel(nn.Module):
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model (`config`, `generate`, …)."""
+        """Return an attribute of the owner (`config`, `generate`, …)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            if name in ("module", "owner"):
                 raise
-            return getattr(self.module, name)
+            return getattr(self.owner, name)
 
 
 def unwrapped(model: nn.Module, *, keep_torch_compile: bool) -> nn.Module:

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.accelerator.accumulation import Accumulation
@@ -60,6 +61,7 @@ class PreparedObjects:
         make_context: makes the context of a model's forward; None: it has none.
         loaders: options of loaders. Without a `data_seed` it is torch's initial seed on the first process.
         rng_types: generators that are synchronized before each pass of a loader. Default: None.
+        schedule_steps: see `Accelerator`. Default: None.
 
     Attributes:
         models, optimizers, schedulers, dataloaders: what `prepare` returned, in the order of preparation.
@@ -75,10 +77,12 @@ class PreparedObjects:
         make_context: Callable[[], AbstractContextManager[Any]] | None,
         loaders: DataLoaderConfiguration,
         rng_types: Sequence[str | RNGType] | None = None,
+        schedule_steps: Literal["once", "per_process"] | None = None,
     ) -> None:
         self._state, self._engine, self._accumulation = state, engine, accumulation
         self._scale, self._make_context = scale, make_context
         self._config, self.seed, self._rng_types = loaders, loaders.data_seed, rng_types
+        self._schedule_steps = schedule_steps
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
@@ -225,7 +229,8 @@ class PreparedObjects:
         if call is model and self._make_context is None:
             return model
         own = self._engine
-        return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync)
+        owner = own.owner_of_attributes(model, engine)
+        return AcceleratedModel(model, engine, call, self._make_context, own.explain_error, own.no_sync, owner)
 
     def engine_of(self, model: Any) -> Any:
         """Return what the engine made of a model, which may be the one that was prepared or what it became.
@@ -257,11 +262,30 @@ class PreparedObjects:
 
         def make() -> AcceleratedScheduler:
             steps = [optimizer for optimizer in self.optimizers if holds_optimizer(own, optimizer)]
+            per_step = self._per_step() if isinstance(own, LRScheduler) and steps_with_optimizer else 1
             return AcceleratedScheduler(
-                own, steps or self.optimizers, self._accumulation, steps_with_optimizer=steps_with_optimizer
+                own,
+                steps or self.optimizers,
+                self._accumulation,
+                steps_with_optimizer=steps_with_optimizer,
+                per_step=per_step,
             )
 
         return self._once(own, self.schedulers, make)
+
+    def _per_step(self) -> int:
+        """Return how often a schedule advances per optimizer step."""
+        world = 1 if self._config.split_batches else self._state.num_processes
+        if world > 1 and self._schedule_steps is None and self._state.is_main_process and not self.schedulers:
+            warnings.warn(
+                f"a schedule advances once per optimizer step here, and {world} times in Accelerate, once for each "
+                "process. A schedule whose length was multiplied by the number of processes, or counted before "
+                "prepare() divided the loader, needs Accelerator(schedule_steps='per_process'). 'once' keeps what "
+                "happens now and ends this warning.",
+                TrainwrightWarning,
+                stacklevel=5,
+            )
+        return world if self._schedule_steps == "per_process" else 1
 
     def loader(self, loader: object, *, placed: bool, slice_fn: Callable[..., Any] | None = None) -> AcceleratedLoader:
         """Return a loader of this process's share of the data; see `prepare_loader` and `DispatchedLoader`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
@@ -13,13 +14,14 @@ from trainwright.accelerator.prepared.accelerated_optimizer import AcceleratedOp
 
 
 class AcceleratedScheduler:
-    """A learning-rate schedule that advances once per optimizer step, whatever the accumulation or number of processes.
+    """A learning-rate schedule that advances with optimizer steps, whatever the accumulation.
 
     Args:
         scheduler: the user's.
         optimizers: prepared; a step that any of them skipped is not counted.
         accumulation: knows when a step is due.
         steps_with_optimizer: False: every call counts, as in a schedule by epochs.
+        per_step: number of advances per optimizer step, not beyond the schedule's end (`total_steps`). Default: 1.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class AcceleratedScheduler:
         accumulation: Accumulation,
         *,
         steps_with_optimizer: bool = True,
+        per_step: int = 1,
     ) -> None:
         self.scheduler = scheduler
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._steps_with_optimizer = steps_with_optimizer
+        self._further = per_step - 1 if steps_with_optimizer else 0
 
     def step(self, *args: object, **kwargs: object) -> None:
         """Advance the schedule, if an optimizer step is due at this micro-batch and was not skipped."""
@@ -42,6 +46,9 @@ class AcceleratedScheduler:
             if not due or any(optimizer.step_was_skipped for optimizer in self._optimizers):
                 return
         self.scheduler.step(*args, **kwargs)
+        for _ in range(self._further):
+            if self.scheduler.last_epoch < getattr(self.scheduler, "total_steps", math.inf) - 1:
+                self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the schedule's state."""

@@ -54,7 +54,7 @@ def as_accelerate() -> StandIn:
     Raises:
         ConfigurationError: accelerate is imported already.
     """
-    present = next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
+    present = _present()
     if present is not None:
         return StandIn(present)
     if _NAME in sys.modules:
@@ -66,6 +66,15 @@ def as_accelerate() -> StandIn:
     finder = _Finder()
     sys.meta_path.insert(0, finder)
     return StandIn(finder)
+
+
+def is_active() -> bool:
+    """Return whether Trainwright replaces accelerate in this process."""
+    return _present() is not None
+
+
+def _present() -> _Finder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, _Finder)), None)
 
 
 class _Module(ModuleType):
