@@ -171,12 +171,14 @@ class LoopChoice:
         argument: the argument of the plugins; None if there are none.
         plugins: the plugins by their names.
         overridden: a text for each environment variable that says something else.
+        arrangement: the `ParallelismConfig` that arranges the processes of a plugin's strategy; None: there is none.
     """
 
     strategies: list[str | Strategy]
     argument: str | None
     plugins: dict[str, EnginePlugin]
     overridden: list[str]
+    arrangement: Any
 
     @property
     def accumulation(self) -> int | None:
@@ -236,9 +238,10 @@ def choose_for_loop(
     if ddp is not None and not given and strategy == "auto" and num_processes > 1:
         strategy = STRATEGIES.get("ddp").from_kwargs(ddp)
     strategies: list[str | Strategy] = [plugin.strategy(num_processes) for plugin in named.values()]
-    for config in (arrangement or {}).values():
+    config = None if arrangement is None else arrangement[_ONLY]
+    if config is not None:
         strategies = [config.arranged(one, num_processes) for one in strategies]
-    return LoopChoice(strategies or [strategy], argument, named, overridden)
+    return LoopChoice(strategies or [strategy], argument, named, overridden, config)
 
 
 def _checked_plugins(argument: str, value: object) -> dict[str, EnginePlugin]:

@@ -424,6 +424,8 @@ class Accelerator:
         """
         if name.startswith("_") or "state" not in vars(self):
             raise AttributeError(name)
+        if name == "parallelism_config" and self._settings.arrangement is not None:
+            return self._settings.arrangement
         if name in PLUGINS:
             return next(iter(self._settings.plugins.values())) if name == self._settings.argument else None
         try:

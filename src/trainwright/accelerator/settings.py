@@ -72,6 +72,7 @@ class LoopSettings:
         handlers: what `kwargs_handlers` holds.
         argument: the argument of the engine's plugins; None if there are none.
         plugins: the engine's plugins by their names. The first one describes the selection.
+        arrangement: the `ParallelismConfig` beside a plugin; None: there is none.
     """
 
     selection: Selection
@@ -81,6 +82,7 @@ class LoopSettings:
     handlers: Handlers
     argument: str | None
     plugins: Mapping[str, EnginePlugin]
+    arrangement: Any
 
     def strategy_of(self, name: str | None, num_processes: int) -> Strategy:
         """Return the strategy of a plugin as it is now: its configuration may be filled in until `prepare`."""
@@ -164,6 +166,7 @@ def read_settings(
         handlers,
         choice.argument,
         choice.plugins,
+        choice.arrangement,
     )
 
 

@@ -20,7 +20,6 @@ _DOCS = Path(__file__).parents[3] / "docs"
     ("argument", "strategy", "named"),
     [
         ("megatron_lm_plugin", "tp", TensorParallelStrategy),
-        ("parallelism_config", "tp", TensorParallelStrategy),
     ],
 )
 def test_an_engine_that_own_loops_do_not_have_is_named_as_the_trainer_takes_it(

@@ -59,7 +59,7 @@ def test_with_a_real_engine_it_is_refused_before_a_step_and_the_engines_own_sche
 def _take(scheduler: Any) -> None:
     config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}
     run: Any = SimpleNamespace(lr_scheduler_configs=[SimpleNamespace(scheduler=scheduler, interval="epoch")])
-    take_schedule(None, run, DeepSpeedStrategy(config=config).config.origin)
+    take_schedule(None, None, run, DeepSpeedStrategy(config=config).config.origin)
 
 
 def test_a_real_schedule_of_a_dummy_optimizer_is_refused() -> None:

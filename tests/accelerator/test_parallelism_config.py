@@ -1,0 +1,131 @@
+"""ParallelismConfig: strategies, meshes and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.distributed import run_distributed
+from trainwright import (
+    Accelerator,
+    DDPStrategy,
+    FSDPStrategy,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TensorParallelStrategy,
+)
+from trainwright.core.errors import ConfigurationError
+from trainwright.processes.partial_state import PartialState
+from trainwright.strategies.strategy import Strategy
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"dp_replicate_size": 2}, DDPStrategy()),
+        ({"tp_size": 2}, TensorParallelStrategy(tp=2)),
+        ({}, DDPStrategy()),
+        (
+            {"dp_replicate_size": 2, "tp_size": 2},
+            FSDPStrategy(tp=2, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
+        ),
+    ],
+)
+def test_without_a_plugin_it_describes_the_strategy(sizes: dict[str, int], expected: Strategy) -> None:
+    config = ParallelismConfig(**sizes)
+    found = config.strategy(config.total_size)
+    assert type(found) is type(expected)
+    for name in ("tp", "wanted_tp", "sharding_strategy", "device_mesh"):
+        assert vars(found).get(name) == vars(expected).get(name) or name == "tp"
+
+
+def test_its_properties_follow_from_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "3")
+    config = ParallelismConfig(dp_replicate_size=2, tp_size=4)
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (24, 6, 4)
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp"]
+    assert (config.dp_dim_names, config.non_dp_dim_names) == (["dp_replicate", "dp_shard"], ["tp"])
+    assert (config.tp_enabled, config.dp_shard_enabled, config.cp_enabled, config.sp_enabled) == (
+        True,
+        True,
+        False,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"cp_size": 2}, "cp_size=2: sequences cannot be split yet"),
+        ({"tp_size": 0}, "tp_size=0: write a whole number"),
+        ({"tp_handler": object()}, "tp_handler is not supported"),
+        ({"dp_shard_size": 2}, "Pass Accelerator\\(fsdp_plugin=…\\) too"),
+        ({"dp_replicate_size": 2}, "= 2 ranks, and there are 1 processes. Start 2 processes"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error(sizes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    PartialState._reset_state()
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).relu())
+        return result
+
+    def tensor_parallel_plan(self, mesh: Any) -> dict[str, str]:
+        return {"up": "colwise", "down": "rowwise"}
+
+
+def _trained(
+    sizes: dict[str, int], sharded: bool, variables: bool
+) -> tuple[list[torch.Tensor], dict[str, int], tuple[int, int, int], bool]:
+    plugin = FullyShardedDataParallelPlugin() if sharded and not variables else None
+    config = None if variables else ParallelismConfig(**sizes)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    net = _Net()
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for step in range(3):
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(net(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator.get_state_dict(net)
+    mesh = accelerator.torch_device_mesh
+    lengths = {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    ranks = (accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank, accelerator.tensor_parallel_rank)
+    return [value.clone() for value in state.values()], lengths, ranks, accelerator.parallelism_config == config
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("sizes", "sharded", "variables", "lengths", "ranks"),
+    [
+        ({"dp_replicate_size": 2}, False, False, {}, (1, 0, 0)),
+        ({"tp_size": 2}, False, False, {"tp": 2}, (0, 0, 1)),
+        ({"dp_shard_size": 2}, True, False, {"dp_shard": 2}, (0, 1, 0)),
+        ({"dp_replicate_size": 2}, True, False, {"dp_replicate": 2, "dp_shard": 1}, (1, 0, 0)),
+        ({"dp_shard_size": 2}, True, True, {"dp_shard": 2}, (0, 1, 0)),
+        ({"tp_size": 2}, False, True, {"tp": 2}, (0, 0, 1)),
+    ],
+)
+def test_processes_are_arranged_along_the_axes(
+    sizes: dict[str, int], sharded: bool, variables: bool, lengths: dict[str, int], ranks: tuple[int, int, int]
+) -> None:
+    env = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in sizes.items()}
+    env |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} | ({"ACCELERATE_USE_FSDP": "true"} if sharded else {})
+    found = run_distributed(_trained, 2, sizes, sharded, variables, env=env if variables else None)
+    expected, *_ = run_distributed(_trained, 1, {}, False, False)
+    for value, wanted in zip(found[0][0], expected[0], strict=True):
+        torch.testing.assert_close(value, wanted)
+    assert found[1][1:3] == (lengths, ranks)
+    assert found[1][3] or variables
