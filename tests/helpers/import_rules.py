@@ -25,7 +25,8 @@ _MAY_IMPORT = {
     "accelerator": _BELOW_TRAINER | {"accelerator"},
     "trainer": _BELOW_TRAINER | {"trainer"},
     "utils": _BELOW_TRAINER | {"accelerator"},
-    "cli": _BELOW_TRAINER | {"accelerator", "trainer", "cli"},
+    "launch": _BELOW_TRAINER | {"accelerator", "trainer", "launch"},
+    "cli": _BELOW_TRAINER | {"accelerator", "trainer", "launch", "cli"},
     "templates": set(PARTS),
 }
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ _started: list[_Children] = []  # one for each running call of `run_in_processes
 def set_variable(name: str, value: str) -> None:
     """Set one variable of this process's environment if it is not set, for settings of libraries."""
     os.environ.setdefault(name, value)
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process's environment, which the programs that it starts inherit."""
+    os.environ.update(values)
 
 
 def run_in_processes(

@@ -1,0 +1,1 @@
+"""Starting a script on several processes from one command."""

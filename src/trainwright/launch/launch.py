@@ -1,0 +1,243 @@
+"""`trainwright launch`: run a script in one process or in several, on one machine or on each of several."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError
+from trainwright.launch.launch_config import LaunchConfig, options
+from trainwright.launch.reading import SHORT, LaunchCommand, read_command
+from trainwright.processes.launcher import set_variable, set_variables
+
+_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+_VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
+_ALL = "all"
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Run a script on the processes that its options describe, and return its exit code.
+
+    One process replaces this one. Several are started, watched and ended together by torch's elastic agent.
+
+    Raises:
+        ConfigurationError: Something is wrong with the options or the script; nothing has been started.
+    """
+    if not argv or {"-h", "--help"} & set(argv[: _before_script(argv)]):
+        print(_help())
+        return 0
+    command = read_command(argv)
+    check(command)
+    for note in command.notes:
+        print(f"trainwright launch: {note}", file=sys.stderr)
+    local, total = _process_counts(command.config)
+    set_variables(command.config.environment() | _visible_devices(command.config.gpu_ids))
+    if total == 1:
+        program = _program(command)
+        os.execvp(program[0], program)
+    set_variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local)))
+    return _run_agent(command, local)
+
+
+def _before_script(argv: Sequence[str]) -> int:
+    return next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
+
+
+def check(command: LaunchCommand) -> None:
+    """Check options and script before anything is started.
+
+    Raises:
+        ConfigurationError: The first thing that is wrong.
+    """
+    config = command.config
+    for option in options():
+        if option.later and getattr(config, option.name) not in (None, False):
+            raise ConfigurationError(f"--{option.name} is not supported: {option.later}.")
+    if config.mixed_precision == "fp8":
+        raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
+    if config.use_fsdp and config.use_deepspeed:
+        raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
+    if config.cpu and config.multi_gpu:
+        raise ConfigurationError("--cpu and --multi_gpu exclude each other. Pass one of them.")
+    for name, least in (("num_processes", 1), ("num_machines", 1), ("machine_rank", 0), ("max_restarts", 0)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise ConfigurationError(f"--{name} {value}: write a whole number of at least {least}.")
+    machines = config.num_machines or 1
+    if machines > 1:
+        missing = [n for n in ("machine_rank", "main_process_ip", "main_process_port") if getattr(config, n) is None]
+        if missing and not (config.rdzv_backend == "c10d" and missing == ["machine_rank"]):
+            raise ConfigurationError(
+                f"--num_machines {machines} needs {', '.join(f'--{name}' for name in missing)} too."
+            )
+        if (config.machine_rank or 0) >= machines:
+            raise ConfigurationError(f"--machine_rank {config.machine_rank}: ranks are 0 to {machines - 1}.")
+    if config.num_processes is not None and config.num_processes % machines:
+        raise ConfigurationError(
+            f"--num_processes {config.num_processes} is the number on all machines, and cannot be divided by "
+            f"--num_machines {machines}."
+        )
+    if command.kind == "script":
+        _check_script(command.script)
+    elif command.kind == "program" and shutil.which(command.script) is None:
+        raise ConfigurationError(f"the program {command.script!r} was not found. Give its path.")
+
+
+def _check_script(script: str) -> None:
+    path = Path(script)
+    if not path.is_file():
+        raise ConfigurationError(f"the script {script!r} does not exist.")
+    try:
+        compile(path.read_bytes(), script, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        raise ConfigurationError(f"{script}{f':{line}' if line else ''} does not compile: {error}.") from error
+
+
+def _process_counts(config: LaunchConfig) -> tuple[int, int]:
+    """Return the number of processes on this machine, and on all."""
+    machines = config.num_machines or 1
+    wanted = None if config.num_processes is None else config.num_processes // machines
+    if config.cpu or (wanted == 1 and machines == 1):
+        return wanted or 1, (wanted or 1) * machines
+    named = None if config.gpu_ids in (None, _ALL) else len(str(config.gpu_ids).split(","))
+    available = named if named is not None else _device_count()
+    if wanted is not None and available and wanted > available:
+        raise ConfigurationError(
+            f"{wanted} processes on this machine, which has {available} devices. Pass --num_processes "
+            f"{available * machines}, or --cpu."
+        )
+    local = wanted or available or 1
+    return local, local * machines
+
+
+def _device_count() -> int:
+    """Return the number of accelerators of this machine."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")) and "torch" not in sys.modules and sys.platform == "linux":
+        others = ("dri/renderD*", "davinci[0-9]*", "accel/accel*", "kfd")
+        if not any(found for pattern in others for found in Path("/dev").glob(pattern)):
+            return 0  # without the seconds that torch takes
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
+    if gpu_ids in (None, _ALL):
+        return {}
+    import torch
+
+    found = torch.accelerator.current_accelerator()
+    return {_VISIBLE.get("cuda" if found is None else found.type, "CUDA_VISIBLE_DEVICES"): str(gpu_ids)}
+
+
+def _program(command: LaunchCommand) -> list[str]:
+    python = [] if command.kind == "program" else [sys.executable, *(["-m"] if command.kind == "module" else [])]
+    return [*python, command.script, *command.arguments]
+
+
+def _run_agent(command: LaunchCommand, local: int) -> int:
+    """Start the processes of this machine by torch's elastic agent, and wait for them."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    own_logs = command.config.log_dir is None
+    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(command.config.log_dir)
+    set_variable(_PREFIX, "[rank ${rank}] ")
+    arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
+        [*_agent_options(command.config, local, logs), *_program_options(command)]
+    )
+    keeps = False
+    try:
+        run(arguments)  # type: ignore[no-untyped-call]  # as above
+    except ChildFailedError as error:
+        keeps = True
+        return _report(error, logs)
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    finally:
+        if own_logs and not keeps:
+            shutil.rmtree(logs, ignore_errors=True)
+    return 0
+
+
+def _program_options(command: LaunchCommand) -> list[str]:
+    kind = {"module": ["--module"], "program": ["--no-python"], "script": []}[command.kind]
+    return [*kind, command.script, *command.arguments]
+
+
+def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
+    """Return the options of torchrun."""
+    machines = config.num_machines or 1
+    # The first process of a machine writes to the terminal itself, so that progress bars move.
+    tee = config.tee or ",".join(f"{rank}:3" for rank in range(1, local)) or "0"
+    found = ["--nproc-per-node", str(local), "--nnodes", str(machines), "--log-dir", logs, "--tee", tee]
+    for name in ("max_restarts", "monitor_interval", "role", "rdzv_conf", "rdzv_id"):
+        value = getattr(config, name)
+        if value is not None:
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    if machines > 1:
+        if config.rdzv_backend == "c10d":
+            place = f"{config.main_process_ip}:{config.main_process_port}"
+            return [*found, "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+        if config.machine_rank == 0 and _is_busy(config.main_process_port):
+            raise ConfigurationError(f"--main_process_port {config.main_process_port} is in use. Choose another one.")
+        address = ["--master-addr", str(config.main_process_ip), "--master-port", str(config.main_process_port)]
+        return [*found, "--node-rank", str(config.machine_rank), *address]
+    port = config.main_process_port
+    if port and _is_busy(port):
+        print(f"trainwright launch: port {port} is in use; a free one is chosen.", file=sys.stderr)
+        port = None
+    return [*found, *(["--master-port", str(port)] if port else ["--standalone"])]
+
+
+def _is_busy(port: int | None) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def _report(error: Any, logs: str) -> int:
+    """Name the process that failed first, and return its exit code."""
+    rank, failure = error.get_first_failure()
+    code: int = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else f"signal {failure.signal_name()}"
+    files = sorted(Path(logs).glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
+    last = next((line for line in reversed(_lines(files)) if line.strip()), "")
+    print(
+        f"\ntrainwright launch: rank {rank} of {len(error.failures)} failed first ({how}, process {failure.pid} on "
+        f"{socket.gethostname()})"
+        + (f": {last.strip()}\nIts output: {files[-1]}" if files else "; its traceback is above")
+        + ".",
+        file=sys.stderr,
+    )
+    return code
+
+
+def _lines(files: Sequence[Path]) -> list[str]:
+    return files[-1].read_text(errors="replace").splitlines() if files else []
+
+
+def _help() -> str:
+    groups: dict[str, list[str]] = {}
+    short = {name: flag for flag, name in SHORT.items()}
+    for option in options():
+        value = "" if option.is_flag else f" {'|'.join(option.choices) or option.name.rpartition('_')[2].upper()}"
+        flag = f"{short[option.name]}, " if option.name in short else ""
+        if not option.later:
+            groups.setdefault(option.group, []).append(f"  {flag}--{option.name}{value}\n        {option.help}")
+    parts = "\n\n".join(f"{group}:\n" + "\n".join(lines) for group, lines in groups.items())
+    return (
+        "usage: trainwright launch [options] script.py [its arguments]\n"
+        "       trainwright launch [options] -m module [its arguments]\n"
+        "       trainwright launch [options] --no_python program [its arguments]\n\n"
+        "Run a script in one process or in several. Options come from flags, then environment variables, then\n"
+        "--config_file FILE (default: default_config.yaml in trainwright's or accelerate's cache folder).\n"
+        "Flags may be written with dashes or underscores.\n\n" + parts
+    )

@@ -1,0 +1,231 @@
+"""Reading the options of `trainwright launch`: from flags, environment variables and a YAML file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trainwright.core.errors import ConfigurationError, nearest
+from trainwright.core.process import variable
+from trainwright.launch.launch_config import LaunchConfig, Option, options
+
+SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
+_FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
+# Keys of Accelerate's files that name an option of ours differently.
+_KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
+_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config")
+# Keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
+_SILENT = {
+    "main_training_function", "downcast_bf16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone",
+    "commands", "command_file", "ipex_config", "megatron_lm_config", "use_xpu", "mpirun_ccl",
+    "fsdp_activation_checkpointing_offload", "deepspeed_multinode_launcher", "parallelism_config_cp_backend",
+    "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend", "parallelism_config_sp_seq_length",
+    "parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation",
+}  # fmt: skip
+_TYPES: dict[str, dict[str, bool]] = {
+    "NO": {},
+    "FSDP": {"use_fsdp": True},
+    "DEEPSPEED": {"use_deepspeed": True},
+    "MEGATRON_LM": {"use_megatron_lm": True},
+}
+_DEVICES = ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "TP")
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCommand:
+    """Script, options and arguments of one `trainwright launch`.
+
+    Attributes:
+        config: The options.
+        script: Path of the script, name of the module, or a program.
+        arguments: Of the script.
+        kind: `"script"`, `"module"` (`-m`) or `"program"` (`--no_python`).
+        notes: A text for each option that two places set differently.
+    """
+
+    config: LaunchConfig
+    script: str
+    arguments: list[str]
+    kind: str
+    notes: list[str]
+
+
+@cache
+def known_options() -> dict[str, Option]:
+    """Return all options by their names."""
+    return {option.name: option for option in options()}
+
+
+def read_command(argv: Sequence[str]) -> LaunchCommand:
+    """Read the command line of `trainwright launch`.
+
+    A flag takes precedence over an environment variable, and that over the file.
+
+    Args:
+        argv: The arguments after `launch`.
+
+    Raises:
+        ConfigurationError: A flag or key is unknown, a value is not one of an option's, or there is no script.
+    """
+    flags, further, rest = _split(argv)
+    if not rest:
+        raise ConfigurationError("name a script: trainwright launch [options] script.py [its arguments].")
+    if "module" in further and "no_python" in further:
+        raise ConfigurationError("-m and --no_python exclude each other. Pass one of them.")
+    kind = "module" if "module" in further else "program" if "no_python" in further else "script"
+    found, notes = merged(flags, read_variables(), read_file(further.get("config_file")))
+    return LaunchCommand(LaunchConfig(**found), rest[0], list(rest[1:]), kind, notes)
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return the options that flags set, `module`, `no_python` and `config_file`, and the script with its arguments."""
+    flags: dict[str, Any] = {}
+    further: dict[str, str] = {}
+    left = list(argv)
+    while left and left[0].startswith("-") and left[0] != "--":
+        flag, equals, text = left.pop(0).partition("=")
+        name = SHORT.get(flag, flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else flag)
+        option = known_options().get(name)
+        if name in ("module", "no_python"):
+            further[name] = "true"
+            continue
+        if option is None and name != "config_file":
+            names = (*known_options(), "config_file", "module", "no_python")
+            raise ConfigurationError(
+                f"trainwright launch has no option {flag}.{nearest(name, names)} Arguments of the script come after it."
+            )
+        if option is not None and option.is_flag and not equals:
+            flags[name] = True
+            continue
+        if not equals:
+            if not left:
+                raise ConfigurationError(f"{flag} needs a value.")
+            text = left.pop(0)
+        if option is None:
+            further[name] = text
+        else:
+            flags[name] = option.parse(text, flag)
+    return flags, further, left[1:] if left[:1] == ["--"] else left
+
+
+def read_variables() -> dict[str, Any]:
+    """Return the options that environment variables set."""
+    found = {}
+    for option in options():
+        text = None if option.variable is None else variable(option.variable)
+        if text:
+            found[option.name] = option.parse(text, f"the variable {option.variable}")
+    return found
+
+
+def merged(
+    flags: Mapping[str, Any], variables: Mapping[str, Any], file: tuple[str, Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of options from all places, and a note for each that is overridden by another value."""
+    path, values = file
+    found: dict[str, Any] = {}
+    notes = []
+    for name, option in known_options().items():
+        places = [
+            (f"--{name}", flags.get(name)),
+            (f"the variable {option.variable}", variables.get(name)),
+            (path, values.get(name)),
+        ]
+        given = [(place, value) for place, value in places if value is not None]
+        if given:
+            found[name] = given[0][1]
+            notes += [
+                f"{name}={given[0][1]} of {given[0][0]} is used, not {value} of {place}."
+                for place, value in given[1:]
+                if value != given[0][1]
+            ]
+    return found, notes
+
+
+def config_folders() -> list[Path]:
+    """Return the folders of the default file: ours, and Accelerate's."""
+    cache_folder = Path(variable("XDG_CACHE_HOME") or Path.home() / ".cache")
+    hub = Path(variable("HF_HOME") or cache_folder / "huggingface").expanduser()
+    return [cache_folder.expanduser() / "trainwright", hub / "accelerate"]
+
+
+def default_file() -> Path | None:
+    """Return the default file; None if there is none."""
+    files = (folder / name for folder in config_folders() for name in _FILE_NAMES)
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]:
+    """Return the path of a configuration file and the options that it sets.
+
+    Files of `accelerate config`, old ones too, are read as they are.
+
+    Args:
+        path: Default: None, which is the default file, if there is one.
+
+    Raises:
+        ConfigurationError: It cannot be read, a key is unknown, or it describes what is not supported.
+    """
+    found = default_file() if path is None else Path(path)
+    if found is None:
+        return "", {}
+    import yaml  # type: ignore[import-untyped, unused-ignore]  # not for --help
+
+    try:
+        content = yaml.safe_load(found.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"config_file={str(found)!r} cannot be read: {error}.") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{found} is not a YAML file: {error}.") from error
+    return str(found), options_of(content, str(found))
+
+
+def options_of(content: object, origin: str) -> dict[str, Any]:
+    """Return the options that the content of a configuration file sets.
+
+    Args:
+        content: As YAML has read it.
+        origin: Path of the file, for errors.
+
+    Raises:
+        ConfigurationError: See `read_file`.
+    """
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{origin} does not hold a mapping. Write one with `trainwright config`.")
+    left = dict(content)
+    where = left.pop("compute_environment", "LOCAL_MACHINE")
+    if where != "LOCAL_MACHINE":
+        raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
+    kind = str(left.pop("distributed_type", "NO")).upper()
+    if kind not in _TYPES and kind not in _DEVICES:
+        raise ConfigurationError(
+            f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*_TYPES, *_DEVICES))}."
+        )
+    flat: dict[str, Any] = dict(_TYPES.get(kind, {}))
+    if kind == "MULTI_CPU":
+        flat["cpu"] = True
+    if isinstance(left.get("dynamo_backend"), str):  # version 0.13
+        left["dynamo_config"] = {"dynamo_backend": left.pop("dynamo_backend")}
+    for section in _SECTIONS:
+        values = left.pop(section, None) or {}
+        if not isinstance(values, dict):
+            raise ConfigurationError(f"{origin}: {section}={values!r} is not a mapping.")
+        if section == "parallelism_config" and values:
+            flat["use_parallelism_config"] = True
+        flat |= values
+    flat |= left
+    found = {}
+    for key, value in flat.items():
+        name = _KEYS.get(key, key)
+        if key in _SILENT:
+            continue
+        option = known_options().get(name)
+        if option is None:
+            raise ConfigurationError(f"{origin} has the unknown key {key!r}.{nearest(key, known_options())}")
+        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        found[name] = option.parse(text, origin)
+    return {name: value for name, value in found.items() if value is not None}
