@@ -103,7 +103,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader, SkippableLoader):
         return dataloader.skip(num_batches)
     if not isinstance(dataloader.dataset, IterableDataset):
-        return copy_loader(dataloader, **_skipping(dataloader, num_batches))
+        # A dispatched loader reads a batch for each process in a round.
+        num_read = num_batches * getattr(dataloader, "batches_per_round", 1)
+        return copy_loader(dataloader, **_skipping(dataloader, num_read))
     if type(dataloader).__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
         raise ConfigurationError(
             f"{type(dataloader).__name__} has its own __iter__, which skip_first_batches cannot change. Restore its "

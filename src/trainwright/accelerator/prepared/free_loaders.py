@@ -202,6 +202,11 @@ class DataLoaderDispatcher(_Loader):
         self._transfer = RoundTransfer(self.state.joined(), self._places)
 
     @property
+    def batches_per_round(self) -> int:
+        """Batches of the data set that one round consumes."""
+        return 1 if self.split_batches else self._world
+
+    @property
     def total_batch_size(self) -> int:
         """Samples of one batch over all processes."""
         size: int = self.batch_size or getattr(self._batches, "batch_size", None) or 1
