@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +239,22 @@ def test_processes_share_the_numa_nodes(
         override_numa_affinity(rank)
     assert chosen == [(1, cores)]
     assert f"process {rank} runs on the cores {sorted(cores)}" in caplog.text
+
+
+def test_a_process_with_a_gpu_runs_on_the_cores_near_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(cpu_affinity, "_SYSTEM", tmp_path)
+    folder = tmp_path / "bus/pci/devices/0000:3b:00.0"
+    assert cpu_affinity._of_gpu(0) is None  # the system does not list its cores
+    folder.mkdir(parents=True)
+    (folder / "local_cpulist").write_text("4-7")
+    assert cpu_affinity._of_gpu(0) == folder / "local_cpulist"
+    assert cpu_affinity._of_gpu(1) is None
+    del gpu.pci_bus_id
+    assert cpu_affinity._of_gpu(0) is None
 
 
 def test_a_variable_sets_the_affinity_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

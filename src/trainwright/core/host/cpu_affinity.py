@@ -61,7 +61,10 @@ def _of_gpu(index: int) -> Path | None:
     if not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None
     gpu: Any = torch.cuda.get_device_properties(index)
-    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    numbers: list[Any] = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
     file = _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
     return file if file.is_file() else None
 
