@@ -22,6 +22,7 @@ from trainwright.data.batch_shards import (
     check_divisible,
 )
 from trainwright.data.iterable import sets_epoch
+from trainwright.data.skipped_batches import RoundLoader
 from trainwright.processes.collectives import concatenate, send_to_device, slice_tensors
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.random_states import synchronize_rng_states
@@ -32,7 +33,7 @@ _KEPT = (
 )
 
 
-class _Loader(DataLoader[Any]):
+class _Loader(RoundLoader):
     """DataLoader that reports the end of a pass.
 
     Attributes:
