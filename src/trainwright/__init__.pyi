@@ -133,6 +133,7 @@ from trainwright.processes.collectives import send_to_device as send_to_device
 from trainwright.processes.collectives import wait_for_everyone as wait_for_everyone
 from trainwright.processes.devices import DistributedType as DistributedType
 from trainwright.processes.partial_state import PartialState as PartialState
+from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states
 from trainwright.strategies.ddp.comm_hooks import DDPCommunicationHookType as DDPCommunicationHookType
 from trainwright.strategies.ddp.comm_hooks import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from trainwright.strategies.ddp.local_sgd import LocalSGDStrategy as LocalSGDStrategy

@@ -1,3 +1,4 @@
+from trainwright.accelerator.accumulation import GradientState as GradientState
 from trainwright.accelerator.prepared.free_loaders import DataLoaderDispatcher as DataLoaderDispatcher
 from trainwright.accelerator.prepared.free_loaders import DataLoaderShard as DataLoaderShard
 from trainwright.accelerator.prepared.free_loaders import prepare_data_loader as prepare_data_loader
@@ -7,3 +8,4 @@ from trainwright.data.batch_shards import SeedableRandomSampler as SeedableRando
 from trainwright.data.skipped_batches import SkipBatchSampler as SkipBatchSampler
 from trainwright.data.skipped_batches import SkipDataLoader as SkipDataLoader
 from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
+from trainwright.processes.random_states import synchronize_rng_states as synchronize_rng_states

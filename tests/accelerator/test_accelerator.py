@@ -334,7 +334,7 @@ def test_a_step_adds_few_calls_to_one_by_hand() -> None:
         ({"mixed_precision": "fp61"}, "Did you mean 'fp16'"),
         ({"mixed_precision": "fp8"}, "not served"),
         ({"gradient_accumulation_steps": 0}, "at least 1"),
-        ({"log_with": "wandb"}, "tracker's own interface"),
+        ({"log_with": "wandbb"}, "Did you mean 'wandb'"),
         ({"megatron_lm_plugin": 1}, r"Trainer\(strategy='tp'\)"),
         ({"mixed_precison": "fp16"}, "Did you mean 'mixed_precision'"),
         ({"kwargs_handlers": [3]}, "holds a int"),
@@ -354,7 +354,7 @@ def test_arguments_that_say_nothing_are_accepted() -> None:
 
 def test_methods_that_are_not_there_name_what_serves() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: your tracker's"):
+    with pytest.raises(AttributeError, match=r"no 'init_trackers' yet\. Instead: a logger of trainwright"):
         accelerator.init_trackers("project")
     with pytest.raises(AttributeError, match="Did you mean 'gather'"):
         _ = accelerator.gathr

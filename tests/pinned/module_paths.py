@@ -19,15 +19,16 @@ _HOMES = {
     "accelerator.accumulation": "GradientState",
     "accelerator.functions": (
         "extract_model_from_parallel get_mixed_precision_context_manager get_module_class_from_name "
-        "get_parameters_from_modules merge_fsdp_weights"
+        "get_parameters_from_modules load merge_fsdp_weights save"
     ),
     "accelerator.prepared.scheduler": "DeepSpeedSchedulerWrapper",
     "accelerator.sharded_parts": "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer",
     "bigmodels.maps.sizes": "named_module_tensors",
     "core.host.memory": "should_reduce_batch_size",
+    "core.host.cpu_affinity": "get_cpu_distributed_information override_numa_affinity set_numa_affinity",
     "strategies.deepspeed.hf_config": "HfDeepSpeedConfig",
     "accelerator.prepared.free_loaders": "DataLoaderDispatcher DataLoaderShard prepare_data_loader",
-    "accelerator.logging": "MultiProcessAdapter get_logger tqdm",
+    "accelerator.logging": "MultiProcessAdapter get_logger on_main_process tqdm",
     "core.names.constants": (
         "FSDP_AUTO_WRAP_POLICY FSDP_BACKWARD_PREFETCH FSDP_MODEL_NAME FSDP_SHARDING_STRATEGY FSDP_STATE_DICT_TYPE "
         "ComputeEnvironment LoggerType MODEL_NAME OPTIMIZER_NAME PrecisionType RNGType RNG_STATE_NAME SAFE_MODEL_NAME "
@@ -65,12 +66,15 @@ _UTILS = {
         "TorchTensorParallelPlugin"
     ),
     "deepspeed": "DeepSpeedSchedulerWrapper DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
-    "environment": "clear_environment patch_environment",
+    "environment": (
+        "clear_environment get_cpu_distributed_information override_numa_affinity patch_environment set_numa_affinity"
+    ),
     "fsdp_utils": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading get_parameters_from_modules "
         "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer"
     ),
     "imports": " ".join(name for name in _HOMES["core.names.packages"].split() if name.endswith("_available")),
+    "megatron_lm": "",
     "memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
     "modeling": (
         "CustomDtype align_module_device calculate_maximum_sizes check_device_map clean_device_map "
@@ -90,8 +94,8 @@ _UTILS = {
         "listify pad_across_processes recursively_apply reduce send_to_device slice_tensors"
     ),
     "other": (
-        "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model patch_environment "
-        "wait_for_everyone"
+        "clear_environment convert_file_size_to_int extract_model_from_parallel is_peft_model load "
+        "patch_environment save wait_for_everyone"
     ),
     "random": "set_seed synchronize_rng_state synchronize_rng_states",
     "versions": "compare_versions is_torch_version",
@@ -102,7 +106,8 @@ PATHS: dict[str, str] = {
         "dispatch_model init_empty_weights init_on_device load_checkpoint_and_dispatch"
     ),
     "data_loader": (
-        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard IterableDatasetShard SeedableRandomSampler "
+        "BatchSamplerShard DataLoaderDispatcher DataLoaderShard GradientState IterableDatasetShard "
+        "SeedableRandomSampler synchronize_rng_states "
         "SkipBatchSampler SkipDataLoader prepare_data_loader skip_first_batches"
     ),
     "hooks": _HOOKS,
@@ -112,6 +117,7 @@ PATHS: dict[str, str] = {
     "parallelism_config": "ParallelismConfig",
     "scheduler": "AcceleratedScheduler",
     "state": "AcceleratorState GradientState PartialState",
+    "tracking": "LoggerType get_logger on_main_process",
     "utils": " ".join([*_UTILS.values(), "tqdm"]),
     **{f"utils.{name}": names for name, names in _UTILS.items()},
 }

@@ -30,6 +30,7 @@ from trainwright.accelerator.accumulation import Accumulation, GradientAccumulat
 from trainwright.accelerator.gathering import gather_objects, gather_real
 from trainwright.accelerator.handlers import AutocastKwargs, DataLoaderConfiguration, DynamoBackend, TorchDynamoPlugin
 from trainwright.accelerator.item_counts import ItemCounts
+from trainwright.accelerator.logging import install_rich_tracebacks, read_trackers
 from trainwright.accelerator.loop_checkpoints import (
     LoadHook,
     LoopCheckpoints,
@@ -56,7 +57,7 @@ from trainwright.accelerator.settings import (
 from trainwright.bigmodels.saving import save_model, save_object, save_sharded_model
 from trainwright.core.errors import ConfigurationError, TaskError, TrainwrightWarning
 from trainwright.core.host.memory import release_memory
-from trainwright.core.names.constants import RNGType
+from trainwright.core.names.constants import LoggerType, RNGType
 from trainwright.core.names.known_arguments import known_arguments
 from trainwright.core.tree import iterate_tensors
 from trainwright.processes.collectives import gather, pad_across_processes, reduce
@@ -110,6 +111,8 @@ class Accelerator:
         dynamo_backend: compile models that are prepared with this backend of `torch.compile`. Default: `"no"`.
         dynamo_plugin: a `TorchDynamoPlugin` instead of the backend, with all options.
         dataloader_config: a `DataLoaderConfiguration` with the options for preparing loaders. Default: None.
+        log_with: Trackers of a program written for Accelerate: a `LoggerType`, its name, or a list of them. None is
+            started; a warning names the logger to use. Default: None.
         project_dir: Folder of the project, or its URL. Default: None.
         project_config: Where states are saved, and how many are kept. Default: None.
         rng_types: generators that get the state of the first process before each pass of a prepared loader; see
@@ -157,6 +160,7 @@ class Accelerator:
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         dataloader_config: DataLoaderConfiguration | None = None,
+        log_with: str | LoggerType | Sequence[str | LoggerType] | None = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
@@ -165,6 +169,8 @@ class Accelerator:
     ) -> None:
         if deepspeed_plugins is not None and deepspeed_plugin is not None:
             raise ConfigurationError("deepspeed_plugin and deepspeed_plugins are the same argument. Pass one of them.")
+        install_rich_tracebacks()
+        self.log_with = read_trackers(log_with)
         self.dataloader_config = loader_settings(split_batches, seed, dataloader_config)
         self._settings = settings = read_settings(
             mixed_precision=mixed_precision,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch import nn
 from trainwright.accelerator.accelerator_state import AcceleratorState
 from trainwright.accelerator.handlers import AutocastKwargs
 from trainwright.accelerator.prepared.accelerated_model import unwrapped
+from trainwright.bigmodels.saving import save_object
 from trainwright.checkpoint.interop.sharded_folder import merge_weights
 from trainwright.core.names.constants import PrecisionType
 from trainwright.processes.partial_state import PartialState
@@ -35,6 +36,36 @@ def extract_model_from_parallel(
     for name, child in list(found.named_children()) if recursive else ():
         setattr(found, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, recursive))
     return found
+
+
+def save(
+    obj: object,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Write an object on the main process; see `Accelerator.save`. Not collective.
+
+    Args:
+        obj: Without sharded tensors.
+        f: A path, whose file is replaced, or an open file.
+        save_on_each_node: Write on the first process of each node. Default: False.
+        safe_serialization: Write a dict of tensors as safetensors. Default: False.
+    """
+    state = PartialState()
+    is_main = state.is_local_main_process if save_on_each_node else state.is_main_process
+    save_object(obj, f, safe_serialization, is_main=is_main)
+
+
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Return what `torch.load` reads from a file, without executing its pickle.
+
+    Args:
+        f: A path or an open file.
+        map_location: See `torch.load`. Default: None.
+        kwargs: Of `torch.load`. `weights_only=False` executes the pickle: use it for files that you trust.
+    """
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def merge_fsdp_weights(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainwright.core.errors import ConfigurationError
+from trainwright.core.errors import ConfigurationError, DistributedOperationException
+from trainwright.core.tree import named_leaves
 from trainwright.data import pad_to, trim
 from trainwright.processes.collectives import compare_calls, different_calls, recursively_apply, same_on_all_ranks
 from trainwright.processes.process_group import Processes
@@ -47,17 +48,21 @@ def gather_real(tree: object, is_padding: bool, processes: Processes, operation:
     leaves: list[torch.Tensor] = []
     refused = _collect(tree, leaves, operation)
     shapes = [(tuple(leaf.shape) or (1,), leaf.dtype, is_padding) for leaf in leaves]
-    described = str(refused) if refused else shapes
+    names = [(name or "the tensor",) for name, leaf in named_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    described = str(refused) if refused else [names, shapes]
     if same_on_all_ranks(processes, (operation, described)):
         if refused:
             raise refused
         of_ranks = [shapes] * processes.world_size
     else:
-        calls = processes.gather_object((operation, str(refused) if refused else f"{len(leaves)} tensors"))
+        calls = processes.gather_object((operation, str(refused) if refused else names))
         if any(call != calls[0] for call in calls):
             raise refused or different_calls(calls, _HINT)
         of_ranks = processes.gather_object(shapes)
-    counts = [_rows_of_ranks(of_tensor) for of_tensor in zip(*of_ranks, strict=True)]
+    places = [f"{operation}: {name}" for (name,) in names]
+    counts = [
+        _rows_of_ranks(place, of_tensor) for place, of_tensor in zip(places, zip(*of_ranks, strict=True), strict=True)
+    ]
     of_tensors = iter(counts)
 
     def one(tensor: torch.Tensor) -> torch.Tensor:
@@ -93,17 +98,21 @@ def _collect(tree: object, leaves: list[torch.Tensor], operation: str) -> Except
     return wrong[0] if wrong else None
 
 
-def _rows_of_ranks(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
+def _rows_of_ranks(place: str, of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype, bool]]) -> list[int]:
     """Return each rank's rows of one tensor from the (shape, dtype, is_padding) of all. Only the rows may differ."""
     sizes = [shape[1:] for shape, _, _ in of_ranks]
     if len(set(sizes)) > 1:
-        raise ConfigurationError(
-            f"ranks gather tensors whose rows have different shapes: {sizes}. Bring them to one with "
+        raise DistributedOperationException(
+            f"{place} has rows of different shapes: {_by_process(sizes)}. Bring them to one with "
             "accelerator.pad_across_processes(tensor, dim=…) first."
         )
-    if len({dtype for _, dtype, _ in of_ranks}) > 1:
-        raise ConfigurationError(
-            "ranks gather tensors of different dtypes or numbers of dimensions. Convert them to one dtype with "
-            "tensor.to(dtype), and to one number of dimensions, first."
+    dtypes = [dtype for _, dtype, _ in of_ranks]
+    if len(set(dtypes)) > 1:
+        raise DistributedOperationException(
+            f"{place} has different dtypes: {_by_process(dtypes)}. Convert them to one with tensor.to(dtype) first."
         )
     return [0 if is_padding else shape[0] for shape, _, is_padding in of_ranks]
+
+
+def _by_process(values: Sequence[object]) -> str:
+    return ", ".join(f"{value} on process {rank}" for rank, value in enumerate(values))

@@ -50,13 +50,11 @@ ELSEWHERE = {
     "dispatch_batches": "dataloader_config=DataLoaderConfiguration(dispatch_batches=…)",
     "use_seedable_sampler": "seed=: shuffled data always has the order of a seed",
     "use_distributed_sampler": "nothing: an iterable data set says how it is divided (see ShardedIterable)",
-    "log_with": "your tracker's own interface, on accelerator.is_main_process",
 }
+_LOGGER = "a logger of trainwright.loggers: create it, and call its log_metrics(values, step) and finish('success')"
 METHODS = {
-    "init_trackers": "your tracker's own interface, on is_main_process",
-    "log": "your tracker's own interface, on is_main_process",
-    "get_tracker": "your tracker's own interface, on is_main_process",
-    "profile": "torch.profiler",
+    **dict.fromkeys(("init_trackers", "log", "get_tracker"), _LOGGER),
+    "profile": "torch.profiler.profile around the loop",
 }
 
 
@@ -326,12 +324,12 @@ _INSTEAD = {
         name: f"Accelerator trains replicas of a model; write a TaskModule for {ENGINE_ARGUMENTS[plugin]}"
         for name, plugin in _ENGINES.items()
     },
-    "CPU_AFFINITY": "start the processes under numactl or taskset",
     "TORCH_DEVICE": "choose devices by CUDA_VISIBLE_DEVICES",
     "USE_SAGEMAKER": "start the script with torchrun",
 }
-# Read elsewhere (DEBUG_MODE), about the launcher's own output, or details of what is warned of by another name.
+# Read elsewhere, about the launcher's own output, or details of what is warned of by another name.
 _QUIET = (
+    "CPU_AFFINITY",
     "DEBUG_MODE",
     "ENABLE_RICH",
     "DISABLE_RICH",
@@ -373,7 +371,10 @@ def read_launcher_variables(
     if plugin is None and steps == 1:
         steps = wanted
     elif wanted not in (1, own):
-        unheard.append(f"{_STEPS}={wanted} is overridden by the script's {own} gradient accumulation steps.")
+        origin = (
+            f"gradient_accumulation_steps={own}" if plugin is None else f"gradient_accumulation_plugin: {own} steps"
+        )
+        unheard.append(f"{_STEPS}={wanted} is overridden by {origin}.")
     cpu = cpu or said.pop(_CPU, "false").lower() not in _SAYS_NOTHING
     unheard += [text for name, value in sorted(said.items()) if (text := _unheard(name, value))]
     return mixed_precision, steps, cpu, unheard

@@ -89,6 +89,22 @@ def iterate_tensors(tree: object) -> Iterator[torch.Tensor]:
             yield from iterate_tensors(getattr(tree, field.name))
 
 
+def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of `tree` with their places in it, such as `['loss'][0]`, depth first, as `rebuild` visits."""
+    parts: list[tuple[str, Any]] = []
+    if isinstance(tree, Mapping):
+        parts = [(f"[{key!r}]" if isinstance(key, (str, int)) else "[…]", value) for key, value in tree.items()]
+    elif isinstance(tree, (list, tuple)):
+        fields = getattr(tree, "_fields", None)
+        parts = [(f".{fields[i]}" if fields else f"[{i}]", value) for i, value in enumerate(tree)]
+    elif is_container(tree):
+        parts = [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    else:
+        yield name, tree
+    for part, value in parts:
+        yield from named_leaves(value, name + part)
+
+
 def move(tree: object, device: torch.device, *, float_dtype: torch.dtype | None = None) -> Any:
     """Return `tree` with its tensors on `device`, without waiting for the copy if the source is pinned. Copies to the
     host and to MPS are synchronous: their values may be read, and their sources written, immediately.

@@ -20,6 +20,15 @@ class SkippableLoader(DataLoader[Any]):
         raise NotImplementedError
 
 
+class RoundLoader(DataLoader[Any]):
+    """Loader that may read several batches of its data set for one of its own."""
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the data set that one batch of each process consumes."""
+        return 1
+
+
 class SkipBatchSampler(BatchSampler):
     """Batches of another batch sampler without the first ones. Every pass skips them.
 
@@ -103,7 +112,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if isinstance(dataloader, SkippableLoader):
         return dataloader.skip(num_batches)
     if not isinstance(dataloader.dataset, IterableDataset):
-        return copy_loader(dataloader, **_skipping(dataloader, num_batches))
+        # A dispatched loader reads a batch for each process in a round.
+        num_read = num_batches * (dataloader.batches_per_round if isinstance(dataloader, RoundLoader) else 1)
+        return copy_loader(dataloader, **_skipping(dataloader, num_read))
     if type(dataloader).__iter__ not in (DataLoader.__iter__, SkipDataLoader.__iter__):
         raise ConfigurationError(
             f"{type(dataloader).__name__} has its own __iter__, which skip_first_batches cannot change. Restore its "

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, DistributedOperationException, unknown
-from trainwright.core.tree import is_container, rebuild
+from trainwright.core.tree import is_container, named_leaves, rebuild
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.process_group import Processes
 
@@ -185,6 +185,7 @@ def gather_object(object: Any) -> Any:
     state = PartialState()
     if state.num_processes == 1:
         return object
+    compare_calls(state.joined(), "gather_object", "objects", "Make the same call on every process.")
     told = state.joined().gather_object(object if isinstance(object, (list, tuple)) else type(object))
     wrong = {rank: kind for rank, kind in enumerate(told) if isinstance(kind, type)}
     for rank, kind in wrong.items():  # on every process: the others must not wait for this one in their next exchange
@@ -379,11 +380,14 @@ def _ready(
     refused: TypeError | None = None
     described: Any
     try:
-        leaves = _tensors(operation, tree)
+        _tensors(operation, tree)
     except TypeError as error:
         refused, described = error, str(error)
     else:
-        described = [_description(leaf, lengths_differ, state.debug) for leaf in leaves]
+        described = [
+            (*([name] if name else []), *_description(leaf, lengths_differ, state.debug))
+            for name, leaf in named_leaves(tree)
+        ]
     processes = state.joined()
     name = operation if argument is None else f"{operation}(…, {argument!r})"
     try:
@@ -424,8 +428,34 @@ def compare_calls(processes: Processes, operation: str, arguments: object, hint:
 
 
 def different_calls(calls: list[Any], hint: str) -> DistributedOperationException:
-    """Return the error for calls that do not match."""
+    """Return the error for calls that do not match, given the operation and the tensors of each process.
+
+    The tensors are a list of tuples, of which the first element is a place such as `['loss']`; or a text.
+    """
     shown = "\n".join(f"  process {rank}: {name} of {what}" for rank, (name, what) in enumerate(calls))
     return DistributedOperationException(
-        f"the processes do not make the same call with tensors of the same shapes and dtypes:\n{shown}\n{hint}"
+        "the processes do not make the same call with tensors of the same shapes and dtypes:\n"
+        f"{shown}\n{_first_difference(calls)}{hint}"
     )
+
+
+def _first_difference(calls: list[Any]) -> str:
+    """Return a sentence on the first place where a process differs from process 0 in the same operation, or ''."""
+    name = calls[0][0]
+    if any(other != name or not isinstance(what, list) for other, what in calls):
+        return ""
+    places: list[dict[Any, Any]] = [{entry[0]: entry[1:] for entry in what} for _, what in calls]
+    if not all(str(place).startswith(("[", ".")) for found in places for place in found):
+        return ""  # a process has one tensor, without a place
+    for rank, found in enumerate(places):
+        for place in {**places[0], **found}:
+            here, there = places[0].get(place), found.get(place)
+            if here is None or there is None:
+                has, lacks = (rank, 0) if here is None else (0, rank)
+                return f"In {name}, process {has} has a tensor at {place}, and process {lacks} has none.\n"
+            if here != there:
+                shown = [", ".join(map(str, values)) for values in (here, there)]
+                return f"In {name}, {place} is {shown[0]} on process 0, and {shown[1]} on process {rank}.\n"
+        if list(found) != list(places[0]):
+            return f"In {name}, process {rank} has the keys in another order than process 0.\n"
+    return ""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import ConfigurationError, WorkerError, nearest
+from trainwright.core.host.cpu_affinity import set_numa_affinity
 from trainwright.core.process import Topology, detect, variable
 from trainwright.processes.devices import DistributedType, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
@@ -103,6 +104,8 @@ class PartialState:
             atexit.register(_leave)
         self.__dict__.update(placed)
         self.set_device()
+        if _flag("ACCELERATE_CPU_AFFINITY"):
+            set_numa_affinity(self.local_process_index)
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__annotations__ and not self.__dict__:

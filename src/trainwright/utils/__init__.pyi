@@ -4,7 +4,9 @@ from trainwright.accelerator.functions import extract_model_from_parallel as ext
 from trainwright.accelerator.functions import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from trainwright.accelerator.functions import get_module_class_from_name as get_module_class_from_name
 from trainwright.accelerator.functions import get_parameters_from_modules as get_parameters_from_modules
+from trainwright.accelerator.functions import load as load
 from trainwright.accelerator.functions import merge_fsdp_weights as merge_fsdp_weights
+from trainwright.accelerator.functions import save as save
 from trainwright.accelerator.handlers import AutocastKwargs as AutocastKwargs
 from trainwright.accelerator.handlers import DataLoaderConfiguration as DataLoaderConfiguration
 from trainwright.accelerator.handlers import DynamoBackend as DynamoBackend
@@ -47,6 +49,9 @@ from trainwright.bigmodels.weights.weights_map import offload_weight as offload_
 from trainwright.bigmodels.weights.weights_map import save_offload_index as save_offload_index
 from trainwright.core.errors import DistributedOperationException as DistributedOperationException
 from trainwright.core.host.byte_sizes import convert_file_size_to_int as convert_file_size_to_int
+from trainwright.core.host.cpu_affinity import get_cpu_distributed_information as get_cpu_distributed_information
+from trainwright.core.host.cpu_affinity import override_numa_affinity as override_numa_affinity
+from trainwright.core.host.cpu_affinity import set_numa_affinity as set_numa_affinity
 from trainwright.core.host.memory import clear_device_cache as clear_device_cache
 from trainwright.core.host.memory import find_executable_batch_size as find_executable_batch_size
 from trainwright.core.host.memory import release_memory as release_memory

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import quiet_trainer
-from trainwright import Accelerator, Strategy, TensorParallelStrategy, Trainer
-from trainwright.core.errors import ConfigurationError
+from trainwright import Accelerator, Strategy, TensorBoardLogger, TensorParallelStrategy, Trainer
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning
 from trainwright.processes.partial_state import PartialState
 
 _DOCS = Path(__file__).parents[3] / "docs"
@@ -43,11 +43,18 @@ def test_tpu_cores_lead_to_no_accelerator_that_there_is_not(cores: Any) -> None:
     assert not re.search(r"accelerator=.tpu", str(caught.value))
 
 
-def test_the_docs_say_who_drives_loggers_and_what_own_loops_lack() -> None:
-    text = (_DOCS / "accelerator.md").read_text()
-    assert "need a Trainer" in text
-    assert not re.search(r"loggers? (also )?serves? own loops", text)
-    with pytest.raises(ConfigurationError, match="tracker's own interface"):
-        Accelerator(cpu=True, log_with="wandb")
+def test_the_logger_that_own_loops_are_sent_to_logs_without_a_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(TrainwrightWarning, match="TensorBoardLogger, and call its log_metrics"):
+        Accelerator(cpu=True, log_with="tensorboard")
+    logger = TensorBoardLogger()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.finish("success")
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
+
+
+def test_the_docs_promise_no_disjoint_models() -> None:
     said = " ".join(path.read_text() for path in _DOCS.glob("*.md"))
     assert not re.search(r"disjoint models", said)  # two engines of DeepSpeed side by side have no public way

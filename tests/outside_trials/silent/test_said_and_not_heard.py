@@ -126,7 +126,6 @@ def test_the_launcher_s_precision_and_steps_count_where_the_script_says_nothing(
     ("name", "value", "text"),
     [
         ("ACCELERATE_USE_MEGATRON_LM", "1", "strategy='tp'"),
-        ("ACCELERATE_CPU_AFFINITY", "1", "numactl"),
         ("ACCELERATE_TORCH_DEVICE", "cuda:1", "CUDA_VISIBLE_DEVICES"),
         ("ACCELERATE_SOMETHING_NEW", "x", "not read"),
     ],

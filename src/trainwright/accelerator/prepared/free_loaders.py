@@ -22,6 +22,7 @@ from trainwright.data.batch_shards import (
     check_divisible,
 )
 from trainwright.data.iterable import sets_epoch
+from trainwright.data.skipped_batches import RoundLoader
 from trainwright.processes.collectives import concatenate, send_to_device, slice_tensors
 from trainwright.processes.partial_state import PartialState
 from trainwright.processes.random_states import synchronize_rng_states
@@ -32,7 +33,7 @@ _KEPT = (
 )
 
 
-class _Loader(DataLoader[Any]):
+class _Loader(RoundLoader):
     """DataLoader that reports the end of a pass.
 
     Attributes:
@@ -200,6 +201,11 @@ class DataLoaderDispatcher(_Loader):
         self._places = [process // together for process in range(self.state.num_processes)]
         self._world = self._places[-1] + 1
         self._transfer = RoundTransfer(self.state.joined(), self._places)
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the data set that one round consumes."""
+        return 1 if self.split_batches else self._world
 
     @property
     def total_batch_size(self) -> int:

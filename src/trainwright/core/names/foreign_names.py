@@ -33,6 +33,7 @@ MODULES: Mapping[str, str | None] = {
     "accelerate.optimizer": "trainwright.optimizer",
     "accelerate.scheduler": "trainwright.scheduler",
     "accelerate.state": "trainwright.state",
+    "accelerate.tracking": "trainwright.tracking",
     "accelerate.utils": "trainwright.utils",
     "lightning": "trainwright",
     "lightning.fabric": None,
@@ -127,12 +128,12 @@ _LIGHTNING = {
 _ACCELERATE = {
     **_each(
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
-        "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm",
+        "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group gather_across_data_parallel_groups initialize",
         "Megatron-LM is not supported; tensor parallelism is Trainer(strategy='tp').",
     ),
     **_each(
         "FP8RecipeKwargs TERecipeKwargs AORecipeKwargs MSAMPRecipeKwargs apply_fp8_autowrap contextual_fp8_autocast "
-        "has_transformer_engine_layers",
+        "convert_model has_transformer_engine_layers",
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
@@ -140,17 +141,14 @@ _ACCELERATE = {
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
         "SwanLabTracker TrackioTracker",
-        "use a logger of trainwright.loggers: start(), log_metrics(), finish().",
+        "create a logger of trainwright.loggers, and call its log_metrics(values, step) and finish('success').",
     ),
     **_each("write_basic_config", "no configuration file is needed; settings are arguments."),
     **_each(
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper",
-        "DeepSpeedStrategy holds the engine; do not access it directly.",
+        "prepare() returns the model and the optimizer; call accelerator.backward(loss) and optimizer.step().",
     ),
-    **_each(
-        "install_xla convert_model",
-        "it has no replacement; delete the use, or write the few lines yourself.",
-    ),
+    "install_xla": "there is no strategy for TPUs yet; delete the use.",
 }
 
 ANSWERS: Mapping[str, Mapping[str, str]] = {"Lightning": _LIGHTNING, "Accelerate": _ACCELERATE}

@@ -1,0 +1,82 @@
+"""CPU affinity: run a process on the cores of one NUMA node, under the names of Hugging Face Accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.core.names.kwargs_handler import as_flag, read_variable
+from trainwright.core.process import Topology, detect
+
+_SYSTEM = Path("/sys")
+_TASKS = Path("/proc/self/task")
+
+
+def get_cpu_distributed_information() -> Topology:
+    """Return `rank`, `world_size`, `local_rank` and `local_world_size` of this process by its launcher's variables."""
+    return detect()
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Run this process on the cores of its NUMA node: that of its GPU, or else the node's processes share all nodes.
+
+    It has no effect on a machine with one NUMA node, or if the process may not use any of these cores.
+
+    Args:
+        local_process_index: Index of this process on its machine, and of its GPU.
+        verbose: Log the cores. Default: the variable `ACCELERATE_DEBUG_MODE`.
+    """
+    if not hasattr(os, "sched_setaffinity"):  # Linux has it
+        return
+    nodes = sorted((_SYSTEM / "devices/system/node").glob("node[0-9]*/cpulist"), key=_number)
+    if len(nodes) < 2:
+        return
+    of_gpu = _of_gpu(local_process_index)
+    share = local_process_index * len(nodes) // max(detect().local_world_size, local_process_index + 1)
+    cores = _cores(nodes[share] if of_gpu is None else of_gpu) & os.sched_getaffinity(0)
+    if not cores:
+        return
+    for task in _TASKS.iterdir():  # the threads that torch has started
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task.name), cores)
+    if read_variable("ACCELERATE_DEBUG_MODE", as_flag) if verbose is None else verbose:
+        logging.getLogger(__name__).warning("process %d runs on the cores %s", local_process_index, sorted(cores))
+
+
+@lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Call `override_numa_affinity` once; later calls with the same arguments do nothing."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _of_gpu(index: int) -> Path | None:
+    """Return the file with the cores near a GPU; None without a GPU, or if the system does not list them."""
+    if not torch.cuda.is_available() or index >= torch.cuda.device_count():
+        return None
+    gpu: Any = torch.cuda.get_device_properties(index)
+    numbers: list[Any] = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in numbers:
+        return None
+    address = "{:04x}:{:02x}:{:02x}.0".format(*numbers)
+    file = _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
+    return file if file.is_file() else None
+
+
+def _cores(file: Path) -> set[int]:
+    """Return the cores in a list such as `0-3,8`."""
+    found: set[int] = set()
+    for part in filter(None, file.read_text().strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _number(file: Path) -> int:
+    return int(re.sub(r"\D", "", file.parent.name))
