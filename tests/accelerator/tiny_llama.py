@@ -32,10 +32,8 @@ def language_model(**options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, **options
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **{**sizes, **options}))
 
 
 def loss_of(model: Any, rows: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
