@@ -153,6 +153,7 @@ _ADAPTERS: dict[str, tuple[int, int | None, dict[str, Any]]] = {
     ),
     "8 bits": (1, 8, {}),
     "4 bits": (1, 4, {}),
+    "4 bits, ddp": (2, 4, {}),
 }  # fmt: skip
 
 
@@ -265,7 +266,7 @@ def test_trl_fine_tunes_and_resumes(kind: str, num_ranks: int, tmp_path: Path) -
         assert [entry[name] for entry in again[4:]] == [entry[name] for entry in found[4:]]
 
 
-# transformers' Trainer on one process: options that use other parts of accelerate
+# transformers' Trainer: options that use other parts of accelerate
 
 
 class _Stream(IterableDataset[dict[str, torch.Tensor]]):
@@ -304,7 +305,9 @@ def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
                 raise RuntimeError("CUDA out of memory.")
             return super().training_step(*args, **kwargs)
 
-    size = 23 if kind == "auto_find_batch_size" else GROUP  # a smaller batch is 0.9 of it, then 0.9 of that
+    size = (
+        23 if kind == "auto_find_batch_size" else GROUP // dist.get_world_size()
+    )  # a smaller batch is 0.9 of it, then 0.9 of that
     options = {"save_strategy": "no", "num_train_epochs": 2, **_EXTRAS[kind]}
     if kind == "best model":
         options["save_strategy"] = "steps"
@@ -331,9 +334,12 @@ def _train_with_extras(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", _EXTRAS)
-def test_options_of_transformers_trainer(kind: str, tmp_path: Path) -> None:
-    found, *_ = run_distributed(_train_with_extras, 1, tmp_path, kind, timeout=60)
+_ON_TWO = ("gradient_checkpointing", "dispatch_batches", "even_batches", "stream", "best model")
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [*((kind, 1) for kind in _EXTRAS), *((kind, 2) for kind in _ON_TWO)])
+def test_options_of_transformers_trainer(kind: str, num_ranks: int, tmp_path: Path) -> None:
+    found, *_ = run_distributed(_train_with_extras, num_ranks, tmp_path, kind, timeout=60)
     model = language_model()
     losses = train_by_hand(model)
     if kind == "auto_find_batch_size":
