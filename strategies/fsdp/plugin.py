@@ -111,7 +111,7 @@ class FullyShardedDataParallelPlugin(VariableFields):
                     "Leave one of them out."
                 )
             config["state_dict_type"] = config["state_dict_type"] or kind
-        if str(getattr(self.backward_prefetch, "name", self.backward_prefetch)).upper() == "NO_PREFETCH":
+        if str(self.backward_prefetch).upper() == "NO_PREFETCH":
             del config["backward_prefetch"]
         if config.pop("fsdp_version") not in (None, 1, 2):
             raise ConfigurationError(f"fsdp_version={self.fsdp_version!r} is unknown. Use 2.")
