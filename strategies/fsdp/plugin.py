@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -17,25 +18,26 @@ from torch.distributed.fsdp import (
 )
 
 from trainwright.core.errors import ConfigurationError
-from trainwright.core.names.kwargs_handler import KwargsHandler, as_flag, from_variable
+from trainwright.core.names.kwargs_handler import KwargsHandler, VariableFields, as_flag, from_variable
 from trainwright.strategies.fsdp.strategy import FSDPStrategy
 from trainwright.strategies.fsdp.tensor_parallel import TensorParallelStrategy
 from trainwright.strategies.state import state_dict_type_name
 from trainwright.strategies.units import WrapPolicy
 
 
-@dataclass(frozen=True)
-class FullyShardedDataParallelPlugin(KwargsHandler):
+@dataclass
+class FullyShardedDataParallelPlugin(VariableFields):
     """Options of `FSDPStrategy`, with the names of Hugging Face Accelerate.
 
     A field that is None takes the value of its environment variable (`FSDP_SHARDING_STRATEGY`, …), and otherwise the
-    default of the strategy. A plugin does not change: `dataclasses.replace` returns another one.
+    default of the strategy. The fields that select units, precision, prefetching and recomputation may be set until a
+    model is prepared; the others are read when the Accelerator is constructed.
 
     Attributes:
         fsdp_version: Options of both versions are read. Training uses FSDP2.
         sharding_strategy: A name, its number from 1 to 5, or torch's `ShardingStrategy`.
         reshard_after_forward: Free gathered parameters after the forward. Version 1 keeps the sharding strategy here.
-        backward_prefetch: `"BACKWARD_PRE"`, which is what FSDP2 does.
+        backward_prefetch: `"BACKWARD_PRE"`, which is what FSDP2 does, or `"NO_PREFETCH"`, which makes no difference.
         mixed_precision_policy: A policy of torch, its arguments as a dict, or `"bf16"`, `"fp16"`, `"fp32"`. Default:
             the Accelerator's `mixed_precision`.
         auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`, `"NO_WRAP"`, or a function that selects
@@ -76,6 +78,24 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     transformer_cls_names_to_wrap: str | list[str] | None = from_variable("FSDP_TRANSFORMER_CLS_TO_WRAP")
     min_num_params: int | None = from_variable("FSDP_MIN_NUM_PARAMS", int)
 
+    def set_mixed_precision(
+        self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Set the policy by the data type of gathered parameters and of reductions.
+
+        Args:
+            mixed_precision: `"bf16"`, `"fp16"`, `"fp32"` or a type of torch.
+            buffer_autocast: Accepted; makes no difference. FSDP2 does not cast buffers.
+            override: Replace a policy that is set. Default: False, which keeps it.
+        """
+        del buffer_autocast
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = (
+                mixed_precision
+                if isinstance(mixed_precision, str)
+                else MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision)
+            )
+
     def strategy(self, num_processes: int) -> FSDPStrategy:
         """Return the strategy with the same options.
 
@@ -91,6 +111,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
                     "Leave one of them out."
                 )
             config["state_dict_type"] = config["state_dict_type"] or kind
+        if str(self.backward_prefetch).upper() == "NO_PREFETCH":
+            del config["backward_prefetch"]
         if config.pop("fsdp_version") not in (None, 1, 2):
             raise ConfigurationError(f"fsdp_version={self.fsdp_version!r} is unknown. Use 2.")
         named = str(self.auto_wrap_policy).upper() == "TRANSFORMER_BASED_WRAP"

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import SequentialSampler
 
+from tests.accelerator.tiny_llama import GROUP, LR, STEPS, Sentences, language_model, train_by_hand
 from tests.helpers.distributed import run_distributed
 
 _SCRIPT = """
@@ -72,52 +72,6 @@ def test_it_can_be_removed_and_refuses_an_imported_accelerate() -> None:
     assert "accelerate is imported already" in found.stderr.strip().splitlines()[-1]
 
 
-class _Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sentences of random tokens, of which some are padding without a label."""
-
-    def __len__(self) -> int:
-        return 48
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(0, 64, (16,), generator=generator)
-        labels = tokens.clone()
-        labels[: index % 5] = -100
-        return {"input_ids": tokens, "labels": labels}
-
-
-_STEPS, _GROUP, _LR = 6, 16, 1e-3  # of two epochs; samples of an optimizer step
-
-
-def _language_model() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-    )
-    return LlamaForCausalLM(config)
-
-
-def _by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train with a hand-written loop; returns the losses of all steps and the weights."""
-    model, data, losses = _language_model(), _Sentences(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LR, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / _STEPS)
-    for step in range(_STEPS):
-        rows = [data[i % len(data)] for i in range(step * _GROUP, (step + 1) * _GROUP)]
-        tokens, labels = (torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels"))
-        scores = model(input_ids=tokens).logits[:, :-1]
-        loss = nn.functional.cross_entropy(scores.flatten(0, 1).float(), labels[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, model.state_dict()
-
-
 def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Train with transformers' Trainer; returns the losses of all steps and the class of its Accelerator."""
     import trainwright
@@ -132,9 +86,9 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
     arguments = TrainingArguments(
         output_dir=str(folder),
         num_train_epochs=2,
-        per_device_train_batch_size=_GROUP // (2 * dist.get_world_size()),
+        per_device_train_batch_size=GROUP // (2 * dist.get_world_size()),
         gradient_accumulation_steps=2,
-        learning_rate=_LR,
+        learning_rate=LR,
         logging_steps=1,
         save_steps=2,
         eval_strategy="epoch",
@@ -144,8 +98,8 @@ def _with_transformers(folder: Path, resume: str | None, options: dict[str, Any]
         **options,
     )
     # Built in shards at ZeRO stage 3, and read by rank 0 alone with cpu_ram_efficient_loading.
-    model = LlamaForCausalLM.from_pretrained(folder / "start") if resume is None else _language_model()
-    trainer = InOrder(model=model, args=arguments, train_dataset=_Sentences(), eval_dataset=_Sentences())
+    model = LlamaForCausalLM.from_pretrained(folder / "start") if resume is None else language_model()
+    trainer = InOrder(model=model, args=arguments, train_dataset=Sentences(), eval_dataset=Sentences())
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "last"))
     history = trainer.state.log_history
@@ -189,8 +143,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore")  # of transformers
 @pytest.mark.parametrize(("kind", "world_size"), [("ddp", 1), *((kind, 2) for kind in _OPTIONS)])
 def test_transformers_trains_and_resumes_on_us(kind: str, world_size: int, tmp_path: Path) -> None:
-    losses, weights = _by_hand()
-    _language_model().save_pretrained(tmp_path / "start")
+    model = language_model()
+    model.save_pretrained(tmp_path / "start")
+    losses, weights = train_by_hand(model), model.state_dict()
     found, *_ = run_distributed(_with_transformers, world_size, tmp_path, None, _OPTIONS[kind], timeout=120)
     assert found["accelerator"].startswith("trainwright.")
     torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(losses), rtol=1e-5, atol=1e-5)
@@ -203,4 +158,4 @@ def test_transformers_trains_and_resumes_on_us(kind: str, world_size: int, tmp_p
     again, *_ = run_distributed(_with_transformers, world_size, tmp_path, resume, _OPTIONS[kind], timeout=120)
     assert again == found
     assert all(torch.equal(value, saved[name]) for name, value in (load_file(last) if saved else {}).items())
-    assert json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["global_step"] == _STEPS
+    assert json.loads((tmp_path / "checkpoint-6/trainer_state.json").read_text())["global_step"] == STEPS

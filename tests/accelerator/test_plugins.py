@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 
 from tests.contracts.test_own_loop import Block, Net, _loop, _reference
 from tests.helpers.distributed import run_distributed
@@ -261,6 +261,20 @@ def test_an_accelerator_shows_its_plugin_and_its_kind() -> None:
     PartialState._reset_state()
     plain = Accelerator(cpu=True)
     assert (plain.distributed_type, plain.is_fsdp2, plain.fsdp_plugin) == (DistributedType.NO, False, None)
+
+
+def test_an_fsdp_plugin_may_be_set_until_a_model_is_prepared() -> None:
+    plugin = FullyShardedDataParallelPlugin(backward_prefetch="NO_PREFETCH", mixed_precision_policy="fp32")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accelerator.state.fsdp_plugin is plugin
+    plugin.auto_wrap_policy = lambda module: isinstance(module, nn.Linear)
+    plugin.set_mixed_precision(torch.bfloat16)  # keeps the policy
+    assert plugin.mixed_precision_policy == "fp32"
+    plugin.set_mixed_precision(torch.bfloat16, override=True)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+    assert [isinstance(module, FSDPModule) for module in accelerator.unwrap_model(model)] == [True, False, True]
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+    accelerator.end_training()
 
 
 def test_another_accelerator_has_the_plugins_of_the_first() -> None:

@@ -147,6 +147,14 @@ def test_budgets_are_sorted_into_the_order_of_filling() -> None:
     assert list(get_max_memory(given).items()) == [(0, 1000), (1, 10), ("mps", 4), ("cpu", 50), ("disk", 10**9)]
 
 
+def test_budgets_are_read_as_transformers_passes_them() -> None:
+    given: dict[int | str, float | str] = {"cpu": 1000.75, "disk": "1KB"}
+    assert get_max_memory(given) == {"cpu": 1000, "disk": 1000}
+    assert given == {"cpu": 1000.75, "disk": 1000}  # transformers compares numbers
+    with pytest.raises(ConfigurationError, match="inf"):
+        get_max_memory({"cpu": float("inf")})
+
+
 @pytest.mark.parametrize("given", [{"gpu0": 1}, {-1: 1}, {"": 1}, {0: 1, "0": 1}])
 def test_an_unknown_or_doubled_device_is_an_error(given: dict[int | str, int | str]) -> None:
     with pytest.raises(ConfigurationError, match=r"is unknown|twice"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import io
 import os
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,15 @@ def _recorded(state: PartialState) -> dict[str, Any]:
     return found
 
 
+def _nested(outer: Any, inner: Any) -> Any:
+    @contextlib.contextmanager
+    def both() -> Iterator[None]:
+        with outer(), inner():
+            yield
+
+    return both
+
+
 def _take_turns(state: PartialState, first: Any) -> tuple[float, float]:
     with first():
         start_s = time.monotonic()
@@ -257,7 +267,8 @@ def _fail_first(state: PartialState) -> str:
 def _live() -> dict[str, Any]:
     state = PartialState(cpu=True, timeout="1 min")
     found = _recorded(state)
-    found["turns"] = [_take_turns(state, state.main_process_first), _take_turns(state, state.local_main_process_first)]
+    main, local = state.main_process_first, state.local_main_process_first
+    found["turns"] = [_take_turns(state, first) for first in (main, local, _nested(main, local), _nested(local, main))]
     found["failure"] = _fail_first(state)
     trainer = quiet_trainer(devices="auto", max_steps=2)
     task = RegressionTask()

@@ -274,6 +274,8 @@ class Accelerator:
     def _use_selected_plugin(self) -> None:
         if self._settings.argument == "deepspeed_plugin":
             self.engine.use(self._settings.strategy_of(self.state.selected_plugin, self.state.num_processes))
+        elif self._settings.argument == "fsdp_plugin":
+            self.engine.use(self._settings.sharding_as_set(self.state.num_processes))
 
     @property
     def is_fsdp2(self) -> bool:

@@ -41,6 +41,15 @@ from trainwright.strategies.strategy import Strategy
 
 _living: WeakKeyDictionary[object, str] = WeakKeyDictionary()  # Accelerator → its mixed precision
 _PRECISIONS = {"no": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+# Of FSDPStrategy: what a plugin may still set when a model is prepared, as transformers does for peft.
+_SET_LATE = (
+    "auto_wrap_policy",
+    "min_num_params",
+    "mixed_precision",
+    "reshard_after_forward",
+    "forward_prefetch",
+    "activation_checkpointing",
+)
 # Arguments and methods of Hugging Face's Accelerator, and where their meaning went.
 ELSEWHERE = {
     **{
@@ -87,6 +96,12 @@ class LoopSettings:
         if name is None or name not in self.plugins:
             return self.selection.strategy
         return _with_group_options(self.plugins[name].strategy(num_processes), self.handlers)
+
+    def sharding_as_set(self, num_processes: int) -> Strategy:
+        """Return the strategy with the fields of an FSDP plugin that may be set until `prepare`, as they are now."""
+        (plugin,) = self.plugins.values()
+        now = plugin.strategy(num_processes)
+        return self.selection.strategy.with_options(**{name: getattr(now, name) for name in _SET_LATE})
 
     @property
     def group_options(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ _JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")
 _LONGEST_LOOK_S = 0.1
 _turns = itertools.count()  # of going first; never reset, because a user's store outlives a state
+_open_blocks: list[str] = []  # the turns that have begun in this process and not ended, the outermost one first
 
 
 _TYPES = {"cpu": DistributedType.MULTI_CPU, "cuda": DistributedType.MULTI_GPU, "xpu": DistributedType.MULTI_XPU}
@@ -295,7 +296,7 @@ class PartialState:
     def _goes_first(self, is_first: bool, corner: str) -> Iterator[None]:
         """Let one process go first. It reports its result through the store, so that others do not wait for a failed
         one. The barrier afterwards, which the first one enters last, is that of Accelerate: the first process continues
-        when all have arrived.
+        when all have arrived. A block within another one has no barrier: the others still wait for the outer one.
         """
         processes = self.joined()
         if processes.world_size == 1:
@@ -304,18 +305,23 @@ class PartialState:
         if self._first_store is None:
             self._first_store = processes.own_store("trainwright/first")
         store, turn = self._first_store, f"{corner}/{next(_turns)}"
-        if is_first:
-            try:
+        barrier = processes.barrier if not _open_blocks else lambda: None
+        _open_blocks.append(turn)
+        try:
+            if is_first:
+                try:
+                    yield
+                except BaseException:
+                    store.set(turn, f"process {self.process_index} failed:\n{traceback.format_exc()}")
+                    raise
+                store.set(turn, "")
+                barrier()
+            else:
+                _wait_for(store, turn, processes.timeout)
+                barrier()
                 yield
-            except BaseException:
-                store.set(turn, f"process {self.process_index} failed:\n{traceback.format_exc()}")
-                raise
-            store.set(turn, "")
-            processes.barrier()
-        else:
-            _wait_for(store, turn, processes.timeout)
-            processes.barrier()
-            yield
+        finally:
+            _open_blocks.pop()
 
     def _refresh(self) -> None:
         """Detect the topology again if the group has changed. Not collective. A Trainer that starts processes, or

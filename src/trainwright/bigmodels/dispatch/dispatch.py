@@ -55,7 +55,8 @@ def dispatch_model(
     Args:
         model: is changed. One that is dispatched or offloaded is placed anew, its weights taken from where they are.
             Parts on the meta device must be on the disk: left there by a load, in `offload_dir`, or in `state_dict`.
-        device_map: module name → device, `"cpu"` or `"disk"`; covers the model. `{"": "disk"}` is fine. Or
+        device_map: module name → device, `"cpu"` or `"disk"`; covers the model, except for the parameters in its
+            `_no_placement_params`, which stay where they are. `{"": "disk"}` is fine. Or
             `"auto"` (which None means too), `"balanced"`, `"balanced_low_0"`, `"sequential"`: a map by what is free
             now, with the classes in the model's `_no_split_modules` kept whole.
         main_device: where parts on the CPU or the disk run, and where outputs go that no input says a place for; the
@@ -119,7 +120,10 @@ def _places(
             no_split_module_classes=list(kept_whole or ()),
             offload_buffers=offload_buffers,
         )
-    check_device_map(model, device_map, strict=strict)
+    unplaced: Any = getattr(model, "_no_placement_params", None)  # of transformers: they stay where they are
+    ends = tuple(unplaced or ())
+    staying = {name: "cpu" for name, _ in model.named_parameters() if ends and name.endswith(ends)}
+    check_device_map(model, staying | dict(device_map), strict=strict)
     check_present(device_map)
     return dict(device_map)
 

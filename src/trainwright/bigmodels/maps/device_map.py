@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.bigmodels.maps.device_memory import get_max_memory, parse_device
+from trainwright.bigmodels.maps.device_memory import memory_budgets, parse_device
 from trainwright.bigmodels.maps.placement import (
     Device,
     Outline,
@@ -70,7 +70,7 @@ def infer_auto_device_map(
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
-    budgets = _with_disk(get_max_memory(max_memory))
+    budgets = _with_disk(memory_budgets(max_memory))
     placement = place(outline, budgets, fallback=fallback_allocation)
     _warn_of_devices_passed_over(outline, placement, budgets)
     chosen = outermost(outline, placement.device_of)
@@ -109,7 +109,7 @@ def explain_device_map(
     outline = read_outline(
         model, no_split_module_classes=no_split_module_classes, dtype=dtype, special_dtypes=special_dtypes
     )
-    budgets = _with_disk(get_max_memory(max_memory))
+    budgets = _with_disk(memory_budgets(max_memory))
     return explain(outline, budgets, place(outline, budgets, fallback=fallback_allocation))
 
 
@@ -190,7 +190,7 @@ def get_balanced_memory(
     Raises:
         ConfigurationError: an unknown device, size or dtype.
     """
-    budgets = get_max_memory(max_memory)
+    budgets = memory_budgets(max_memory)
     used = [device for device, budget in budgets.items() if is_accelerator(device) and budget > 0]
     if len(used) < 2:
         if max_memory is None:

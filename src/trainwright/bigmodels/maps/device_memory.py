@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from math import isfinite
 
 import torch
 
@@ -40,17 +41,32 @@ def parse_device(device: Device | torch.device) -> Device:
 
 
 def get_max_memory(
-    max_memory: Mapping[Device, int | str] | None = None,
+    max_memory: Mapping[Device, float | str] | None = None,
 ) -> dict[Device, int]:
     """Return bytes per device in the order in which devices are filled: accelerators, then `"cpu"`, then `"disk"`.
 
     Args:
-        max_memory: device → bytes, or text such as `"10GiB"`. A device that is left out is not used, except that what
-            fits nowhere else goes to disk. None takes what is free now on every accelerator and of the host's memory
-            (which waits for the devices and initialises them).
+        max_memory: device → bytes (a fraction is cut off), or text such as `"10GiB"`. A device that is left out is not
+            used, except that what fits nowhere else goes to disk. None takes what is free now on every accelerator and
+            of the host's memory (which waits for the devices and initialises them). Text in a dict is replaced by its
+            number of bytes, as in Accelerate: transformers reads the dict afterwards.
 
     Raises:
         ConfigurationError: an unknown device, a device twice, or an amount that is none.
+    """
+    budgets = memory_budgets(max_memory)
+    if isinstance(max_memory, MutableMapping):
+        for name, size in max_memory.items():
+            if isinstance(size, str):
+                max_memory[name] = budgets[parse_device(name)]
+    return budgets
+
+
+def memory_budgets(max_memory: Mapping[Device, float | str] | None) -> dict[Device, int]:
+    """Return what `get_max_memory` returns, without changing `max_memory`.
+
+    Raises:
+        ConfigurationError: see `get_max_memory`.
     """
     if max_memory is None:
         return _free_memory()
@@ -59,7 +75,8 @@ def get_max_memory(
         device = parse_device(name)
         if device in budgets:
             raise ConfigurationError(f"max_memory names the device {device!r} twice: {list(max_memory)}.")
-        budgets[device] = convert_file_size_to_int(size)
+        number = int(size) if isinstance(size, float) and isfinite(size) else size
+        budgets[device] = convert_file_size_to_int(number)  # type: ignore[arg-type]  # it refuses other floats
     return dict(sorted(budgets.items(), key=lambda item: _filling_order(item[0])))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -35,24 +35,23 @@ def from_variable(name: str, read: Callable[[str], Any] = str) -> Any:
     return field(default=None, metadata={"variable": name, "read": read})
 
 
-@dataclass(frozen=True)
-class KwargsHandler:
-    """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
+class VariableFields:
+    """Methods of configuration dataclasses. A field that is None takes the value of its environment variable."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
+        for one in _fields(self):
             if "variable" in one.metadata and getattr(self, one.name) is None:
                 object.__setattr__(self, one.name, read_variable(one.metadata["variable"], one.metadata["read"]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by their names."""
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {one.name: getattr(self, one.name) for one in _fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
         defaults = {
             one.name: one.default_factory() if one.default_factory is not MISSING else one.default
-            for one in fields(self)
+            for one in _fields(self)
         }
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
@@ -62,12 +61,17 @@ class KwargsHandler:
         Args:
             origin: The argument with which the object was passed.
         """
-        for one in fields(self):
+        for one in _fields(self):
             if "variable" in one.metadata:
                 name, own = one.metadata["variable"], getattr(self, one.name)
                 said = read_variable(name, one.metadata["read"])
                 if said is not None and own is not None and _text(said) != _text(own):
                     yield f"{name}={variable(name)} is overridden by {origin}, which has {one.name}={own!r}."
+
+
+@dataclass(frozen=True)
+class KwargsHandler(VariableFields):
+    """Base class of configuration dataclasses. A field that is None takes the value of its environment variable."""
 
 
 def read_variable(name: str, read: Callable[[str], Any]) -> Any:
@@ -83,6 +87,10 @@ def read_variable(name: str, read: Callable[[str], Any]) -> Any:
         return read(text)
     except ValueError as error:
         raise ConfigurationError(f"{name}={text!r}: {error}.") from None
+
+
+def _fields(handler: Any) -> tuple[Field[Any], ...]:
+    return fields(handler)
 
 
 def _text(value: object) -> str:
