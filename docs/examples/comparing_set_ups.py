@@ -1,4 +1,4 @@
-"""The same training on one process and on several: a step consumes 32 samples in the same order, and losses are equal."""
+"""The same training on one process and on several: a step consumes 32 samples, and losses are equal."""
 
 from __future__ import annotations
 
