@@ -560,7 +560,7 @@ def test_sharded_examples_train_and_return_full_weights(example: Any, tmp_path: 
     main, other = run_distributed(example.training_function, 2, config, init=False, timeout=240)
     assert main["losses"][-1] < main["losses"][0]
     assert main["shapes"] == {"0.weight": (16, 8), "0.bias": (16,), "2.weight": (2, 16), "2.bias": (2,)}
-    assert other["shapes"] == {}
+    assert other["shapes"] == ({} if example is fsdp else main["shapes"])  # stage 2 does not shard the weights
     assert {"epoch_0", "epoch_1", "model"} == {path.name for path in tmp_path.iterdir()}
 
 
