@@ -27,8 +27,10 @@ from tests.helpers.tasks import RecordingCallback, RegressionTask, regression_lo
 from trainwright import ModelCheckpoint, TaskModule, Trainer
 from trainwright.callbacks import CALLBACKS
 from trainwright.callbacks.callback import EVENTS
+from trainwright.cli.configs.foreign_config import own_name
 from trainwright.cli.main import COMMANDS
 from trainwright.cli.new import template_names
+from trainwright.core.names.foreign_names import ANSWERS
 from trainwright.loggers import LOGGERS
 from trainwright.strategies import STRATEGIES, DDPStrategy, FSDPStrategy, Precision
 
@@ -378,6 +380,14 @@ def test_the_arguments_that_stay_are_lightnings() -> None:
     stay = set(_code(_after(_page("migration"), "arguments that stay")))
     assert stay <= theirs
     assert theirs == stay
+
+
+def test_every_name_of_accelerate_that_is_refused_is_listed() -> None:
+    listed = {
+        name for row in _table(_page("coming-from-accelerate"), "Accelerate", "write instead") for name in _code(row[0])
+    }
+    assert set(ANSWERS["Accelerate"]) <= listed
+    assert not {name for name in listed if own_name(f"accelerate.{name}")}
 
 
 # Facts of docs/

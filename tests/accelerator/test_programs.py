@@ -1,39 +1,52 @@
 """Whole programs written for Accelerate train to the losses of loops in plain PyTorch, under each engine.
 
-The programs are the files of `programs/`. A loop in one process trains on the micro-batches that the ranks of a program
-received.
+The programs are the files of `programs/` and the examples of `docs/examples/`. A loop in one process trains on the
+micro-batches that the ranks of a program received.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from docs.examples import (
+    accumulation,
+    accumulation_by_items,
+    batch_size,
+    big_model,
+    comparing_set_ups,
+    cross_validation,
+    deepspeed_zero,
+    early_stopping,
+    fsdp,
+    local_sgd,
+    multi_process_metrics,
+    schedule_free,
+)
+from docs.examples import checkpointing as checkpointing_example
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import get_scheduler
 
 from tests.accelerator.programs import (
     autoregressive,
-    batch_size,
     checkpointing,
     classification,
-    cross_validation,
-    early_stopping,
     gan,
     language_model,
-    local_sgd,
-    multi_process_metrics,
     saving,
-    schedule_free,
     seedable_sampler,
 )
-from tests.accelerator.programs.synthetic import classifier, rows
+from tests.accelerator.programs.synthetic import Record, classifier, rows
 from tests.helpers.distributed import run_distributed
+from tests.helpers.sources import ROOT
 from trainwright import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from trainwright.core.errors import ConfigurationError
 from trainwright.utils import set_seed
@@ -54,7 +67,16 @@ def _options(program: Program, engine: str) -> dict[str, Any]:
 
 
 def _rank(program: Program, engine: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    return program(*arguments, **_options(program, engine))
+    return _call(program, *arguments, **_options(program, engine))
+
+
+def _call(program: Program, *arguments: Any, **options: Any) -> dict[str, Any]:
+    """Call a program; the micro-batches and losses that an example passes to `on_step` are added to its result."""
+    if "on_step" not in inspect.signature(program).parameters:
+        return program(*arguments, **options)
+    record = Record()
+    found = program(*arguments, on_step=record.add, **options)
+    return {**found, "batches": record.batches, "losses": record.losses}
 
 
 def _run(program: Program, engine: str, *arguments: Any) -> list[dict[str, Any]]:
@@ -245,7 +267,7 @@ def _cross_entropy(model: Any, batch: Any) -> torch.Tensor:
 
 
 def _find(program: Program, engine: str | None, *arguments: Any) -> list[dict[str, Any]]:
-    return [program(*arguments)] if engine is None else _run(program, engine, *arguments)
+    return [_call(program, *arguments)] if engine is None else _run(program, engine, *arguments)
 
 
 all_engines = pytest.mark.parametrize(
@@ -258,7 +280,8 @@ one_and_two_ranks = pytest.mark.parametrize("engine", [None, pytest.param("ddp",
 def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> None:
     found = _find(cross_validation.training_function, engine, {**_SMALL, "batch_size": 4})
     for i in range(3):
-        fold = [rank["folds"][i] for rank in found]
+        part = slice(i * len(found[0]["losses"]) // 3, (i + 1) * len(found[0]["losses"]) // 3)
+        fold = [{name: rank[name][part] for name in ("batches", "losses")} for rank in found]
         _check(fold, _train_rows(fold, 3 + i, warms_up=4), engine)
     for rank in found:
         assert [metric["num"] for metric in rank["metrics"]] == [8] * 6
@@ -270,11 +293,11 @@ def test_cross_validation_trains_a_model_for_each_fold(engine: str | None) -> No
 @pytest.mark.parametrize(
     ("checkpointing_steps", "path"), [("epoch", "epoch_0"), ("epoch", "newest"), ("3", "step_3"), ("3", "newest")]
 )
+@pytest.mark.parametrize("program", [checkpointing.training_function, checkpointing_example.training_function])
 def test_a_program_resumes_by_epoch_and_by_step(
-    checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
+    program: Program, checkpointing_steps: str, path: str, engine: str | None, tmp_path: Path
 ) -> None:
     config = {**_SMALL, "num_epochs": 2, "output_dir": str(tmp_path), "checkpointing_steps": checkpointing_steps}
-    program = checkpointing.training_function
     found = _find(program, engine, {**config, "resume_from_checkpoint": None})
     _check(found, _train_rows(found, warms_up=12), engine)
     if path == "newest":
@@ -296,7 +319,7 @@ def test_a_program_resumes_by_epoch_and_by_step(
 @all_engines
 def test_early_stopping_stops_all_ranks_in_the_same_step(engine: str | None) -> None:
     found = _find(early_stopping.training_function, engine, _SMALL)
-    assert any(rank["stopped"] for rank in found)
+    assert all(rank["stopped"] for rank in found)
     assert len({len(rank["losses"]) for rank in found}) == 1
     _check(found, _train_rows(found), engine)
 
@@ -333,23 +356,28 @@ def test_local_sgd_averages_models_of_ranks(engine: str | None) -> None:
 def test_a_batch_size_is_found_and_accumulates_to_the_wanted_one(engine: str | None) -> None:
     found = _find(batch_size.training_function, engine, {**_SMALL, "batch_size": 16, "fits": 4})
     assert all(rank["tried"] == [16, 8, 4] for rank in found)
+    found = [{name: rank[name][2:] for name in ("batches", "losses")} for rank in found]  # without the failed attempts
     _check(found, _train_rows(found, accumulate=4), engine)
 
 
 @one_and_two_ranks
+@pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("num", [11, 16, 25])
-def test_metrics_cut_padding_by_hand(engine: str | None, num: int) -> None:
+def test_metrics_count_each_sample_once(engine: str | None, num: int, gather: bool) -> None:
     set_seed(3)
     inputs, labels = rows(num).tensors
     right = (classifier()(inputs).argmax(-1) == labels).float().mean().item()
-    for rank in _find(multi_process_metrics.evaluation_function, engine, {**_SMALL, "num": num}):
+    for rank in _find(multi_process_metrics.evaluation_function, engine, {**_SMALL, "num": num, "gather": gather}):
         assert rank["metric"] == {"accuracy": pytest.approx(right), "num": num}
         assert sorted(rank["seen"][:, 0].tolist()) == sorted(inputs[:, 0].tolist())
 
 
+_SCHEDULE_FREE = {**_SMALL, "lr": 0.5, "eval_rows": rows(5, seed=1).tensors[0]}
+
+
 @all_engines
 def test_a_schedule_free_optimizer_has_weights_of_its_own_for_evaluation(engine: str | None) -> None:
-    found = _find(schedule_free.training_function, engine, {**_SMALL, "lr": 0.5})
+    found = _find(schedule_free.training_function, engine, _SCHEDULE_FREE)
     set_seed(3)
     model, evaluations = classifier(), []
     optimizer = schedule_free.ScheduleFreeSGD(model.parameters(), lr=0.5)
@@ -454,7 +482,7 @@ def test_a_schedule_free_optimizer_resumes(engine: str | None, tmp_path: Path) -
 
 def _switch_at_stage_3() -> str:
     with pytest.raises(ConfigurationError) as caught:
-        schedule_free.training_function(_SMALL, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+        schedule_free.training_function(_SCHEDULE_FREE, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
     return str(caught.value)
 
 
@@ -476,3 +504,85 @@ def test_a_trained_model_is_saved_for_transformers(engine: str | None, tmp_path:
     saved = type(model).from_pretrained(tmp_path / "saved").state_dict()
     tolerance = 0.0 if engine is None else 1e-5
     torch.testing.assert_close(dict(saved), dict(model.state_dict()), atol=tolerance, rtol=0)
+
+
+# Examples
+
+
+_EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+@all_engines
+def test_gradients_accumulate_over_four_micro_batches(engine: str | None) -> None:
+    found = _find(accumulation.training_function, engine, _SMALL)
+    _check(found, _train_rows(found, accumulate=4), engine)
+    assert {rank["steps"] for rank in found} == {len(found[0]["losses"]) // 4}
+
+
+@all_engines
+def test_accumulation_by_items_is_a_mean_over_tokens(engine: str | None) -> None:
+    found = _find(accumulation_by_items.training_function, engine, {**_SMALL, "num": 24})
+    set_seed(3)
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+
+    def num_items(batch: Any) -> torch.Tensor:
+        count: torch.Tensor = batch["tokens"][:, 1:].ne(-100).sum()
+        return count
+
+    def sum_of_losses(model: Any, batch: Any) -> torch.Tensor:
+        logits = model(batch["tokens"][:, :-1].clamp(min=0))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum")
+
+    by_hand = _by_hand(found, model, optimizer, sum_of_losses, accumulate=2, num_items=num_items)
+    for rank, losses in zip(found, by_hand, strict=True):
+        means = [loss / int(num_items(batch)) for loss, batch in zip(losses, rank["batches"], strict=True)]
+        assert rank["losses"] == pytest.approx(means, rel=2e-5, abs=2e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=on_two_ranks)])
+def test_two_set_ups_reach_the_loss_of_the_page(ranks: int) -> None:
+    config = {"lr": 0.02, "num_epochs": 4, "seed": 0}
+    found = (
+        [_call(comparing_set_ups.training_function, config)]
+        if ranks == 1
+        else _run(comparing_set_ups.training_function, "ddp", config)
+    )
+    assert [rank["loss"] for rank in found] == pytest.approx([0.6138] * ranks, abs=2e-4)
+    assert {rank["steps"] for rank in found} == {32}
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("example", [fsdp, deepspeed_zero])
+def test_sharded_examples_train_and_return_full_weights(example: Any, tmp_path: Path) -> None:
+    config = {**_SMALL, "output_dir": str(tmp_path)}
+    main, other = run_distributed(example.training_function, 2, config, init=False, timeout=240)
+    assert main["losses"][-1] < main["losses"][0]
+    assert main["shapes"] == {"0.weight": (16, 8), "0.bias": (16,), "2.weight": (2, 16), "2.bias": (2,)}
+    assert other["shapes"] == ({} if example is fsdp else main["shapes"])  # stage 2 does not shard the weights
+    assert {"epoch_0", "epoch_1", "model"} == {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_large_model_runs_with_half_of_it_on_the_disk(tmp_path: Path) -> None:
+    found = big_model.inference_function({"seed": 3, "output_dir": str(tmp_path)})
+    assert found["equal"]
+    assert {"cpu", "disk"} == set(found["devices"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_as_a_script(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "RUN": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-W", "error", str(path)]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_examples_are_short_and_listed() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    for path in _EXAMPLES:
+        assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 60, path
+        assert f"(examples/{path.name})" in page

@@ -1,4 +1,4 @@
-"""`trainwright migrate FILE…`: rewrite programs of Lightning or Accelerate for Trainwright."""
+"""`trainwright migrate FILE…`: rewrite programs of Lightning or Accelerate, and their launch commands."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainwright.cli.migration.launch_config import explain_config, is_config
 from trainwright.cli.migration.object_uses import find_unanswered
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
+from trainwright.cli.migration.rewrite_launch import is_command_file, rewrite_launch
 from trainwright.core.errors import ConfigurationError
 
 _UNSETTLED = 1  # exit code: manual changes are needed
@@ -26,11 +28,17 @@ def migrate(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
-        description="Rewrite the imports and names of Lightning and Accelerate in Python files, in place.",
+        description=(
+            "Rewrite, in place, the imports and names of Lightning and Accelerate in Python files, and `accelerate "
+            "launch` in shell files, Makefiles, batch scripts and YAML files. Print what to write for the keys of "
+            "Accelerate's configuration files."
+        ),
         epilog="Exit code: 0, or 1 if manual changes are needed, or 2 for a file that cannot be read.",
         allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="a Python file")
+    parser.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="a Python, shell or YAML file, or a Makefile"
+    )
     parser.add_argument("--diff", action="store_true", help="print what would change, and write nothing")
     arguments = parser.parse_args(list(argv))
     done = [(path, *_rewritten(path)) for path in dict.fromkeys(arguments.files)]
@@ -55,18 +63,31 @@ def migrate(argv: Sequence[str]) -> int:
 
 
 def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
-    if path.suffix != ".py":
-        raise ConfigurationError(f"{path} is not a Python file. Name files that end with .py.")
     try:
         before = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read ({error.strerror}). No file has been changed.") from None
+    if path.suffix != ".py":
+        return before, _rewritten_commands(path, before)
     try:
         done = rewrite(before)
         done.unsettled = sorted({*done.unsettled, *find_unanswered(before)})
         return before, done
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not Python: {error}. No file has been changed.") from None
+
+
+def _rewritten_commands(path: Path, before: bytes) -> Rewritten:
+    if path.suffix in (".yaml", ".yml", ".json") and is_config(before):
+        return Rewritten(before, explain_config(before))
+    if not is_command_file(path, before):
+        raise ConfigurationError(
+            f"{path} is not a Python file, a shell file, a Makefile or a YAML file. No file has been changed."
+        )
+    try:
+        return rewrite_launch(before, path)
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path} is not text in UTF-8: {error}. No file has been changed.") from None
 
 
 def _check_writable(paths: Sequence[Path]) -> None:
