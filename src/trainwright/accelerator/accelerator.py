@@ -46,6 +46,7 @@ from trainwright.accelerator.prepared.scheduler import AcceleratedScheduler
 from trainwright.accelerator.project import ProjectConfiguration, StateFolders
 from trainwright.accelerator.settings import (
     compare_precision,
+    forget_precision,
     loader_settings,
     project_of,
     read_settings,
@@ -1032,6 +1033,7 @@ class Accelerator:
         if self._signal is not None:
             self._signal.close()
         self.engine.close()
+        forget_precision(self)
         self.state.remove_deepspeed_plugins()
         self.state.destroy_process_group()
 

@@ -316,6 +316,11 @@ def refuse_attribute(name: str, known: Iterable[str]) -> AttributeError:
     return AttributeError(f"Accelerator has no attribute {name!r}.{nearest(name, known)}")
 
 
+def forget_precision(accelerator: object) -> None:
+    """Compare later Accelerators no more with one that has ended."""
+    _living.pop(accelerator, None)
+
+
 def compare_precision(accelerator: object, precision: str, *, warns: bool) -> None:
     """Warn where another Accelerator of this process computes in another precision."""
     others = set(_living.values()) - {precision}

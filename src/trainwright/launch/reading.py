@@ -18,14 +18,11 @@ _FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json
 # Keys of Accelerate's files that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
 _SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config")
-# Keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
-_SILENT = {
-    "main_training_function", "downcast_bf16", "tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone",
-    "commands", "command_file", "ipex_config", "megatron_lm_config", "use_xpu", "mpirun_ccl",
-    "fsdp_activation_checkpointing_offload", "deepspeed_multinode_launcher", "parallelism_config_cp_backend",
-    "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend", "parallelism_config_sp_seq_length",
-    "parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation",
-}  # fmt: skip
+# Beginnings of keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
+_SILENT = (
+    *("tpu_", "command", "ipex_", "mpirun_ccl", "main_training_function", "downcast_bf16", "megatron_lm_", "use_xpu"),
+    *("fsdp_activation_checkpointing_offload", "parallelism_config_cp_", "parallelism_config_sp_"),
+)
 _TYPES: dict[str, dict[str, bool]] = {
     "NO": {},
     "FSDP": {"use_fsdp": True},
@@ -173,7 +170,7 @@ def read_file(path: str | os.PathLike[str] | None) -> tuple[str, dict[str, Any]]
     found = default_file() if path is None else Path(path)
     if found is None:
         return "", {}
-    import yaml  # type: ignore[import-untyped, unused-ignore]  # not for --help
+    import yaml  # `--help` does without it
 
     try:
         content = yaml.safe_load(found.read_text())
@@ -221,9 +218,9 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     found = {}
     for key, value in flat.items():
         name = _KEYS.get(key, key)
-        if key in _SILENT:
-            continue
         option = known_options().get(name)
+        if option is None and key.startswith(_SILENT):
+            continue
         if option is None:
             raise ConfigurationError(f"{origin} has the unknown key {key!r}.{nearest(key, known_options())}")
         text = ",".join(map(str, value)) if isinstance(value, list) else value

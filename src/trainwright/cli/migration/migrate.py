@@ -11,10 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainwright.cli.migration.launch_config import explain_config, is_config
 from trainwright.cli.migration.object_uses import find_unanswered
 from trainwright.cli.migration.rewrite_imports import Rewritten, rewrite
-from trainwright.cli.migration.rewrite_launch import is_command_file, rewrite_launch
+from trainwright.cli.migration.rewrite_launch import check_config, is_command_file, rewrite_launch
 from trainwright.core.errors import ConfigurationError
 
 _UNSETTLED = 1  # exit code: manual changes are needed
@@ -29,9 +28,9 @@ def migrate(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="trainwright migrate",
         description=(
-            "Rewrite, in place, the imports and names of Lightning and Accelerate in Python files, and `accelerate "
-            "launch` in shell files, Makefiles, batch scripts and YAML files. Print what to write for the keys of "
-            "Accelerate's configuration files."
+            "Rewrite, in place, the imports and names of Lightning and Accelerate in Python files, and the commands of "
+            "Accelerate in shell files, Makefiles, batch scripts and YAML files. Print what is not supported in "
+            "Accelerate's configuration files, which `trainwright launch` reads as they are."
         ),
         epilog="Exit code: 0, or 1 if manual changes are needed, or 2 for a file that cannot be read.",
         allow_abbrev=False,
@@ -78,14 +77,14 @@ def _rewritten(path: Path) -> tuple[bytes, Rewritten]:
 
 
 def _rewritten_commands(path: Path, before: bytes) -> Rewritten:
-    if path.suffix in (".yaml", ".yml", ".json") and is_config(before):
-        return Rewritten(before, explain_config(before))
+    if path.suffix in (".yaml", ".yml", ".json") and (found := check_config(before, path)) is not None:
+        return Rewritten(before, found)
     if not is_command_file(path, before):
         raise ConfigurationError(
             f"{path} is not a Python file, a shell file, a Makefile or a YAML file. No file has been changed."
         )
     try:
-        return rewrite_launch(before, path)
+        return rewrite_launch(before)
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} is not text in UTF-8: {error}. No file has been changed.") from None
 
