@@ -16,7 +16,7 @@ import torch
 from tests.contracts.test_own_loop import Net, make_optimizer
 from tests.helpers.distributed import run_distributed
 from trainwright.accelerator.accelerator import Accelerator
-from trainwright.processes import process_group
+from trainwright.processes import late_calls, process_group
 
 
 def _elsewhere() -> None:
@@ -56,6 +56,32 @@ def test_the_ranks_that_do_not_make_it_are_named(call: str, tmp_path: Path) -> N
     assert re.search(rf"rank 0: .*{program}:\d+ in ", first)
     assert re.search(rf"rank 1: .*{program}:\d+ in _elsewhere", first)
     assert call not in second
+
+
+def _gather_alone(together: bool) -> str:
+    """Gather on rank 0, and eight seconds later, or in another call, on the other one."""
+    late_calls._STUCK_S = 1.0
+    accelerator = Accelerator(cpu=True)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        if not accelerator.is_main_process and not together:
+            time.sleep(8.0)
+        accelerator.gather(torch.ones(1))
+        if together:
+            time.sleep(2.0)
+    accelerator.end_training()
+    return said.getvalue()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_any_collective_of_one_rank_alone_is_reported() -> None:
+    first, second = run_distributed(_gather_alone, 2, False, init=False, timeout=120)
+    assert re.search(r"trainwright: rank 0 has waited \d+ s in all_gather", first)
+    program = Path(__file__).name
+    assert re.search(rf"rank 0: .*{program}:\d+ in _gather_alone, waits in all_gather", first)
+    assert re.search(rf"rank 1: .*{program}:\d+ in _gather_alone\n", first)
+    assert second == ""
+    assert run_distributed(_gather_alone, 2, True, init=False, timeout=120) == ["", ""]
 
 
 def _wait_two_seconds(file: str) -> None:

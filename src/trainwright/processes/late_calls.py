@@ -1,8 +1,9 @@
-"""Where every rank is while one of them waits in a collective call that others do not make."""
+"""Positions of all ranks while one of them waits in a collective call that others do not make."""
 
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from types import FrameType
@@ -15,10 +16,14 @@ from trainwright.processes.standing import collective_of, frames_of
 _LOOK_S = 0.5
 _RANKS_PER_LOOK_S = 256  # more ranks look less often, so that the store is not overloaded
 _ANSWER_S = 3.0
+_STUCK_S = 30.0  # in one collective
 
 
 class LateCalls:
-    """A daemon thread of each rank that says where its main thread is when another rank asks.
+    """A daemon thread of each rank that reports the position of its main thread when another rank requests it.
+
+    It requests the positions itself when the main thread has been in one collective for 30 s, and prints them, once, if
+    other ranks are elsewhere.
 
     Args:
         store: Of the process group; a connection of its own.
@@ -40,14 +45,42 @@ class LateCalls:
         self._thread.join()
 
     def _run(self) -> None:
-        number = 0
+        number, request = 0, None
+        waits_in, since_s, is_told = "", time.monotonic(), False
         try:
             while not self._stop.wait(self._look_s):
-                if self._store.check([f"ask/{number}"]):
+                while self._store.check([f"ask/{number}"]):
                     self._store.set(f"at/{number}/{self._rank}", _place_of(self._thread_id))
                     number += 1
+                frames, now_s = frames_of(self._thread_id), time.monotonic()
+                if not _is_marked(frames):
+                    waits_in, since_s, is_told = collective_of(frames), now_s, False
+                elif now_s - since_s > _STUCK_S and not is_told:
+                    request, is_told = (self._request(self._store), now_s), True
+                elif request is not None and now_s - request[1] > _ANSWER_S:
+                    self._report(request[0], now_s - since_s, waits_in)
+                    request = None
         except dist.DistError:
             pass  # rank 0 has ended, and the store with it
+
+    def _report(self, number: int, waited_s: float, collective: str) -> None:
+        """Print where the ranks are, unless all of them are in the same collective."""
+        places = self._answers(self._store, number)
+        if all(place.endswith(f"waits in {collective}") for place in places) and len(places) == self._world_size:
+            return
+        text = f"trainwright: rank {self._rank} has waited {waited_s:.0f} s in {collective}. The ranks are at:"
+        sys.stderr.write("\n  ".join([text, *places]) + "\n")
+
+    @staticmethod
+    def _request(store: Store) -> int:
+        """Request the positions of all ranks, and return the number of the request."""
+        number: int = store.add("asked", 1) - 1
+        store.set(f"ask/{number}", "")
+        return number
+
+    def _answers(self, store: Store, number: int) -> list[str]:
+        keys = {rank: f"at/{number}/{rank}" for rank in range(self._world_size)}
+        return [f"rank {rank}: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
 
     def ask(self, store: Store) -> list[str]:
         """Return where each rank is, a line of text for each that answers. Blocks for some seconds.
@@ -55,13 +88,23 @@ class LateCalls:
         Args:
             store: The same, through the calling thread's connection.
         """
-        number = store.add("asked", 1) - 1
-        store.set(f"ask/{number}", "")
-        keys = {rank: f"at/{number}/{rank}" for rank in range(self._world_size)}
+        number = self._request(store)
         deadline = time.monotonic() + _ANSWER_S + self._look_s
-        while time.monotonic() < deadline and not store.check(list(keys.values())):
+        while time.monotonic() < deadline and len(self._answers(store, number)) < self._world_size:
             time.sleep(0.05)
-        return [f"rank {rank}: {store.get(key).decode()}" for rank, key in keys.items() if store.check([key])]
+        return self._answers(store, number)
+
+
+def _is_marked(frames: list[FrameType]) -> bool:
+    """Return whether the innermost frame has been seen before; mark it.
+
+    A later call may have a frame at the same address. The mark is a setting for tracers, which nothing else changes in
+    frames of torch; holding the frame would keep its tensors.
+    """
+    if not frames or not frames[0].f_trace_lines:
+        return bool(frames)
+    frames[0].f_trace_lines = not collective_of(frames)
+    return False
 
 
 def _place_of(thread_id: int) -> str:
