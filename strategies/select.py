@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from trainwright.core.errors import ConfigurationError
 from trainwright.core.names.foreign_names import check_class, check_owner
 from trainwright.core.names.kwargs_handler import as_flag, read_variable
+from trainwright.core.names.stand_in import is_active
 from trainwright.core.process import Topology, detect
 from trainwright.core.registry import Registry
 from trainwright.processes.devices import device_indices, device_type
@@ -230,7 +231,7 @@ def choose_for_loop(
             raise ConfigurationError(f"{' and '.join(said.values())} both select the engine. Unset one of them.")
         given = {argument: {_ONLY: PLUGINS.get(argument)()} for argument in said}
         overridden = [f"{origin} is not used: {name}=true." for origin in options for name in said.values()]
-    elif given:
+    elif given and not is_active():  # transformers always passes them
         overridden += [f"{origin} is not used: {name} selects the engine." for origin in options for name in given]
     argument, named = next(iter(given.items()), (None, {}))
     for plugin in named.values():

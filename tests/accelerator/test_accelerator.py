@@ -232,7 +232,7 @@ def test_a_pass_may_begin_in_its_middle_without_fetching_what_was_before() -> No
     loader.set_epoch(0)
     assert len(list(accelerator.skip_first_batches(loader, 5))) == 1
     assert [batch.tolist() for batch in loader] == second != whole  # the pass that was skipped into has counted
-    assert len(list(rest)) == 6
+    assert len(list(rest)) == 2  # in each pass
     assert (len(loader), loader.batch_size, len(loader.dataset)) == (6, 2, 12)
 
 

@@ -72,7 +72,7 @@ def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:
     found = _launch("--cpu", "--num_processes", 2, script, "fail")
     assert found.returncode == 1
     *_, last, log = found.stderr.strip().splitlines()
-    assert last.startswith("trainwright launch: rank 1 of")
+    assert last.startswith("trainwright launch: rank 1 failed first")
     assert "exit code 1" in last
     assert "ValueError: bad luck" in last
     assert "ValueError: bad luck" in Path(log.removeprefix("Its output: ").rstrip(".")).read_text()

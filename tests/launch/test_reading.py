@@ -131,6 +131,7 @@ def test_files_of_accelerate_are_read(content: dict[str, Any], expected: dict[st
         (["-m", "--no_python", "a"], "exclude each other"),
         (["--config_file", "/no/such.yaml", "a.py"], "cannot be read"),
         (["--use_fsdp", "--use_deepspeed", "{script}"], "--use_fsdp and --use_deepspeed exclude each other"),
+        (["--zero_stage", "2", "{script}"], "--zero_stage needs --use_deepspeed too"),
         (["--cpu", "--multi_gpu", "{script}"], "--cpu and --multi_gpu exclude each other"),
         (["--tpu", "{script}"], "--tpu is not supported: TPUs"),
         (["--use_megatron_lm", "{script}"], "--use_megatron_lm is not supported"),
@@ -158,7 +159,7 @@ def test_what_is_wrong_is_said_before_anything_starts(argv: list[str], text: str
     [
         (["a"], "does not hold a mapping"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, "compute_environment='AMAZON_SAGEMAKER' is not supported"),
-        ({"distributed_type": "XLA"}, "distributed_type='XLA' is not supported"),
+        ({"distributed_type": "XLA"}, "distributed_type='XLA': TPUs are not supported"),
         ({"num_procesess": 2}, "has the unknown key 'num_procesess'. Did you mean 'num_processes'"),
         ({"fsdp_config": 3}, "fsdp_config=3 is not a mapping"),
     ],

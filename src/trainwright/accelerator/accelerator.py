@@ -513,7 +513,7 @@ class Accelerator:
         return self._prepared.loader(data_loader, placed=placed, slice_fn=slice_fn_for_dispatch)
 
     def skip_first_batches(self, dataloader: AcceleratedLoader, num_batches: int = 0) -> SkippedStart:
-        """Return a prepared loader whose first pass begins later; skipped batches are not fetched."""
+        """Return a prepared loader whose passes begin later; skipped batches are not fetched."""
         return self.prepare_data_loader(dataloader).skip(num_batches)
 
     # The step

@@ -341,7 +341,8 @@ class LoopCheckpoints:
             if objects.counts[kind] != count:
                 raise CheckpointError(
                     f"{path} holds the state of {count} {kind}, but {objects.counts[kind]} are prepared or registered. "
-                    "Prepare and register the same as when it was saved, in the same order."
+                    "Prepare and register the same as when it was saved, in the same order; load_checkpoint_in_model "
+                    "loads weights alone."
                 )
         if entry is None:
             return

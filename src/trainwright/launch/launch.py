@@ -13,7 +13,7 @@ from typing import Any
 
 from trainwright.core.errors import ConfigurationError
 from trainwright.launch.launch_config import LaunchConfig, options
-from trainwright.launch.reading import SHORT, LaunchCommand, read_command
+from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
 from trainwright.processes.launcher import set_variable, set_variables
 
 _PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
@@ -56,11 +56,7 @@ def check(command: LaunchCommand) -> None:
         ConfigurationError: The first thing that is wrong.
     """
     config = command.config
-    for option in options():
-        if option.later and getattr(config, option.name) not in (None, False):
-            raise ConfigurationError(f"--{option.name} is not supported: {option.later}.")
-    if config.mixed_precision == "fp8":
-        raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
+    check_supported(config)
     if config.use_fsdp and config.use_deepspeed:
         raise ConfigurationError("--use_fsdp and --use_deepspeed exclude each other. Pass one of them.")
     if config.cpu and config.multi_gpu:
@@ -211,7 +207,7 @@ def _report(error: Any, logs: str) -> int:
     files = sorted(Path(logs).glob(f"*/attempt_*/{failure.local_rank}/stderr.log"))
     last = next((line for line in reversed(_lines(files)) if line.strip()), "")
     print(
-        f"\ntrainwright launch: rank {rank} of {len(error.failures)} failed first ({how}, process {failure.pid} on "
+        f"\ntrainwright launch: rank {rank} failed first ({how}, process {failure.pid} on "
         f"{socket.gethostname()})"
         + (f": {last.strip()}\nIts output: {files[-1]}" if files else "; its traceback is above")
         + ".",

@@ -17,7 +17,10 @@ SHORT = {"-q": "quiet", "-t": "tee", "-m": "module", "-h": "help"}
 _FILE_NAMES = ("default_config.yaml", "default_config.yml", "default_config.json")
 # Keys of Accelerate's files that name an option of ours differently.
 _KEYS = {"use_cpu": "cpu", "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch"}
-_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "fp8_config", "mpirun_config")
+_SECTIONS = ("fsdp_config", "deepspeed_config", "dynamo_config", "parallelism_config", "mpirun_config")
+_SWITCHES = {name: f"use_{name.removesuffix('_config')}" for name in ("fsdp_config", "deepspeed_config")}
+_SWITCHES["parallelism_config"] = "use_parallelism_config"
+_ALONE = ("gradient_accumulation_steps", "gradient_clipping")  # of DeepSpeed's section, but of use without it
 # Beginnings of keys that request nothing here: those of TPUs and SageMaker, and options that have one value.
 _SILENT = (
     *("tpu_", "command", "ipex_", "mpirun_ccl", "main_training_function", "downcast_bf16", "megatron_lm_", "use_xpu"),
@@ -74,8 +77,25 @@ def read_command(argv: Sequence[str]) -> LaunchCommand:
     if "module" in further and "no_python" in further:
         raise ConfigurationError("-m and --no_python exclude each other. Pass one of them.")
     kind = "module" if "module" in further else "program" if "no_python" in further else "script"
-    found, notes = merged(flags, read_variables(), read_file(further.get("config_file")))
-    return LaunchCommand(LaunchConfig(**found), rest[0], list(rest[1:]), kind, notes)
+    values, notes = merged(flags, read_variables(), read_file(further.get("config_file")))
+    for name in flags.keys() - set(_ALONE):
+        switch = _SWITCHES.get(known_options()[name].section)
+        if switch is not None and not values.get(switch):
+            raise ConfigurationError(f"--{name} needs --{switch} too.")
+    return LaunchCommand(LaunchConfig(**values), rest[0], list(rest[1:]), kind, notes)
+
+
+def check_supported(config: LaunchConfig) -> None:
+    """Check that no option is set that is not supported yet.
+
+    Raises:
+        ConfigurationError: One is.
+    """
+    for option in known_options().values():
+        if option.later and getattr(config, option.name) not in (None, False):
+            raise ConfigurationError(f"--{option.name} is not supported: {option.later}.")
+    if config.mixed_precision == "fp8":
+        raise ConfigurationError("--mixed_precision fp8 is not supported. Use bf16.")
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
@@ -197,7 +217,10 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
     where = left.pop("compute_environment", "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
         raise ConfigurationError(f"{origin}: compute_environment={where!r} is not supported. Use LOCAL_MACHINE.")
+    left.pop("fp8_config", None)  # refused by the precision
     kind = str(left.pop("distributed_type", "NO")).upper()
+    if kind in ("XLA", "TPU"):
+        raise ConfigurationError(f"{origin}: distributed_type={kind!r}: TPUs are not supported.")
     if kind not in _TYPES and kind not in _DEVICES:
         raise ConfigurationError(
             f"{origin}: distributed_type={kind!r} is not supported. Use {', '.join((*_TYPES, *_DEVICES))}."
@@ -223,6 +246,6 @@ def options_of(content: object, origin: str) -> dict[str, Any]:
             continue
         if option is None:
             raise ConfigurationError(f"{origin} has the unknown key {key!r}.{nearest(key, known_options())}")
-        text = ",".join(map(str, value)) if isinstance(value, list) else value
+        text = ",".join(map(str, value)) if isinstance(value, list) else value if value != "" else None
         found[name] = option.parse(text, origin)
     return {name: value for name, value in found.items() if value is not None}

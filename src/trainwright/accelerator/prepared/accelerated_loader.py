@@ -104,7 +104,7 @@ class AcceleratedLoader(SkippableLoader):
         self._epoch = epoch
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return this loader with a first pass that skips `num_batches` micro-batches.
+        """Return this loader with passes that skip `num_batches` micro-batches.
 
         Skipped micro-batches are not fetched. An iterable data set without seek is read up to the start.
 
@@ -263,11 +263,11 @@ def _generator_of(loader: Any) -> torch.Generator | None:
 
 
 class SkippedStart(SkippableLoader):
-    """A prepared loader whose first pass skips micro-batches. Later passes are those of the loader.
+    """A prepared loader whose passes skip their first micro-batches.
 
     Args:
         loader: counts the passes.
-        num_batches: micro-batches that the first pass skips.
+        num_batches: micro-batches that each pass skips.
     """
 
     def __init__(self, loader: AcceleratedLoader, num_batches: int) -> None:
@@ -275,17 +275,16 @@ class SkippedStart(SkippableLoader):
         self._num_skipped = num_batches
 
     def __len__(self) -> int:
-        """Micro-batches of the next pass."""
+        """Micro-batches of a pass."""
         return max(0, len(self.loader) - self._num_skipped)
 
     def skip(self, num_batches: int) -> SkippedStart:
-        """Return the loader with a first pass that skips `num_batches` micro-batches, counted from its beginning."""
+        """Return the loader with passes that skip `num_batches` micro-batches, counted from their beginning."""
         return self.loader.skip(num_batches)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch promises its own iterators
         """Return an iterator over the next epoch of the loader."""
-        first, self._num_skipped = self._num_skipped, 0
-        return self.loader.begin_pass(first or None)
+        return self.loader.begin_pass(self._num_skipped or None)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the loader."""

@@ -12,8 +12,8 @@ import yaml
 from trainwright.cli.migration.object_uses import Unsettled
 from trainwright.cli.migration.rewrite_imports import Rewritten
 from trainwright.core.errors import ConfigurationError
-from trainwright.launch.launch_config import options
-from trainwright.launch.reading import options_of
+from trainwright.launch.launch_config import LaunchConfig, options
+from trainwright.launch.reading import check_supported, options_of
 
 _SAME = "launch|env|estimate-memory|merge-weights"
 _ANSWERS = {
@@ -78,7 +78,7 @@ def check_config(code: bytes, path: Path) -> list[Unsettled] | None:
     if not isinstance(content, dict) or not any(key in content for key in _CONFIG_KEYS):
         return None
     try:
-        options_of(content, str(path))
+        check_supported(LaunchConfig(**options_of(content, str(path))))
     except ConfigurationError as error:
         return [Unsettled(1, str(error))]
     return []
