@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import itertools
+import linecache
 import sys
 import time
 import traceback
@@ -89,6 +90,7 @@ class PartialState:
     _world: Any  # torch's default group when this state was created; None without one
     _joined: bool
     _first_store: Any
+    _created: str  # the line of the user's code that did
 
     def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         self.__dict__ = self._shared_state
@@ -99,7 +101,7 @@ class PartialState:
             return
         placed = _place(cpu, options)
         placed["processes"].open(placed["device"])
-        placed.update(_world=_default_group(), _joined=True)
+        placed.update(_world=_default_group(), _joined=True, _created=user_line())
         if placed["num_processes"] > 1:
             placed["backend"] = dist.get_backend()
             atexit.register(_leave)
@@ -357,6 +359,15 @@ class PartialState:
                 f"timeout={options.timeout}, but the process group has been created with {self.processes.timeout}. "
                 "Pass it where PartialState is created first."
             )
+
+
+def user_line() -> str:
+    """Return file, line and text of the innermost call that is not in torch or Trainwright."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "trainwright"):
+        frame = frame.f_back
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" + (f" ({text})" if text else "")
 
 
 def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
