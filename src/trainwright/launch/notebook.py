@@ -230,7 +230,8 @@ def _failure(error: Any, folder: Path) -> str:
     """Return the traceback of the process that failed first. One that was killed has none: the errors of others are
     its consequences.
     """
-    killed = [(rank, one) for rank, one in error.failures.items() if one.exitcode < 0]
+    by_agent = -signal.SIGTERM
+    killed = [(rank, one) for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != by_agent]
     found = None if killed else first_error(folder)
     rank, one = killed[0] if killed else error.get_first_failure()
     how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
