@@ -19,8 +19,6 @@ from trainwright.core.errors import TrainwrightWarning, WorkerError
 from trainwright.launch import notebook
 from trainwright.processes.partial_state import PartialState
 
-# torch's agent does not close the files for the output of its processes
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning", "ignore:Exception ignored in")
 _PORTS = 27000 + os.getpid() % 1000
 
 
@@ -108,13 +106,17 @@ def test_a_result_that_cannot_be_sent_is_none_with_a_warning() -> None:
 
 def test_what_this_process_has_initialized_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     Accelerator(cpu=True)
-    with pytest.raises(ConfigurationError, match=r"(?s)has created an Accelerator.*test_notebook.py:\d+ .Accelerator\("):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)has created an Accelerator.*test_notebook.py:\d+ .Accelerator\("
+    ):
         notebook_launcher(_facts, ("w",), num_processes=2)
     PartialState._reset_state()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(notebook, "_cuda_users", [])
     notebook._record_cuda_user()
-    with pytest.raises(ConfigurationError, match=r"initialized CUDA already, in .*test_notebook.py:\d+ .notebook\._rec"):
+    with pytest.raises(
+        ConfigurationError, match=r"initialized CUDA already, in .*test_notebook.py:\d+ .notebook\._rec"
+    ):
         notebook_launcher(_facts, ("w",), num_processes=2)
 
 

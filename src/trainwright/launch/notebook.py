@@ -34,7 +34,11 @@ def _record_cuda_user() -> None:
     _cuda_users.append(f", in {user_line()}")
 
 
-if not torch.cuda.is_initialized():
+def _cuda_is_initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+if not _cuda_is_initialized():
     torch.cuda._lazy_call(_record_cuda_user)  # type: ignore[no-untyped-call]  # torch has no public hook for this
 
 
@@ -154,10 +158,10 @@ def _check_unused(call: str) -> None:
             f"{call}: this process has created an Accelerator or PartialState already, in {created}. Create it inside "
             "the function that is launched only, and restart the notebook's kernel."
         )
-    if torch.cuda.is_initialized():
+    if _cuda_is_initialized():
         raise ConfigurationError(
-            f"{call}: this process has initialized CUDA already{''.join(_cuda_users[:1])}. Use CUDA inside the function "
-            "that is launched only, and restart the notebook's kernel."
+            f"{call}: this process has initialized CUDA already{''.join(_cuda_users[:1])}. Use CUDA inside the "
+            "function that is launched only, and restart the notebook's kernel."
         )
 
 
@@ -185,9 +189,6 @@ def _launch(
     function: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, local: int, prefix: str | None
 ) -> Any:
     """Call the function in new processes, and return the first one's result."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
     if threading.current_thread() is not threading.main_thread():
         raise ConfigurationError("processes are launched from the main thread only: signals have to end them.")
     port = config.main_process_port
@@ -196,34 +197,44 @@ def _launch(
     with work_folder() as folder:
         work, result = folder / "work.pkl", folder / "result.pkl"
         work.write_bytes(serialize((None, _Call(function, args, result), sys.argv), (function, *args)))
-        command = LaunchCommand(
-            config, "trainwright.processes.worker", [str(work), str(os.getpid())], "module", []
-        )
-        settings = {
+        command = LaunchCommand(config, "trainwright.processes.worker", [str(work), str(os.getpid())], "module", [])
+        settings: dict[str, object] = {
+            **config.environment(),
             PREFIX: prefix or variable(PREFIX, "[rank ${rank}] "),
             "OMP_NUM_THREADS": variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local))),
             "PYTHONPATH": import_path(),
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE_S,
             "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),  # torch sets it
         }
+        failure = _run(command, local, folder, settings)
+        if failure is not None:
+            raise WorkerError(f"a launched process has failed:\n{failure}")
+        value, problem = pickle.loads(result.read_bytes())
+    if problem is not None:
+        warnings.warn(
+            f"the result of {getattr(function, '__name__', function)} cannot be sent to this process, and is None "
+            f"here: {problem}",
+            TrainwrightWarning,
+            stacklevel=3,
+        )
+    return value
+
+
+def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str, object]) -> str | None:
+    """Run the processes, and return the traceback of the one that failed first; None if none has."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with warnings.catch_warnings():  # torch does not close the files for the output of processes (2.13)
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
         try:
-            with patch_environment(**settings, **config.environment()), _kept_signal_handlers():
+            with patch_environment(**settings), _kept_signal_handlers():
                 run_agent(command, local, str(folder / "logs"))
         except ChildFailedError as error:
-            failure = _failure(error, folder)
+            return _failure(error, folder)
         except SignalException as error:
             raise KeyboardInterrupt from error
-        else:
-            value, problem = pickle.loads(result.read_bytes())
-            if problem is not None:
-                warnings.warn(
-                    f"the result of {getattr(function, '__name__', function)} cannot be sent to this process, and is "
-                    f"None here: {problem}",
-                    TrainwrightWarning,
-                    stacklevel=3,
-                )
-            return value
-    raise WorkerError(f"a launched process has failed:\n{failure}")
+    return None
 
 
 def _failure(error: Any, folder: Path) -> str:
