@@ -22,7 +22,8 @@ from trainwright.launch.launch import PREFIX, check, is_busy, run_agent
 from trainwright.launch.launch_config import LaunchConfig
 from trainwright.launch.reading import LaunchCommand, known_options
 from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
-from trainwright.processes.partial_state import PartialState, user_line
+from trainwright.processes.partial_state import PartialState
+from trainwright.processes.standing import user_line
 
 _DEFAULT_PORT = 29500
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")

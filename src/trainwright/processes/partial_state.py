@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import functools
 import itertools
-import linecache
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ from trainwright.core.process import Topology, detect, variable
 from trainwright.processes.devices import DistributedType, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
+from trainwright.processes.standing import user_line
 
 _JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")
@@ -359,15 +359,6 @@ class PartialState:
                 f"timeout={options.timeout}, but the process group has been created with {self.processes.timeout}. "
                 "Pass it where PartialState is created first."
             )
-
-
-def user_line() -> str:
-    """Return file, line and text of the innermost call that is not in torch or Trainwright."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "trainwright"):
-        frame = frame.f_back
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" + (f" ({text})" if text else "")
 
 
 def _group_options(kwargs: dict[str, Any]) -> _GroupOptions:
