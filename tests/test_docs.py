@@ -79,7 +79,7 @@ def _program(path: Path) -> str:
 
 
 def _starts_processes(path: Path) -> bool:
-    return "devices=2" in _program(path)
+    return any(call in _program(path) for call in ("devices=2", "debug_launcher("))
 
 
 def _after(path: Path, mark: str) -> str:

@@ -115,6 +115,8 @@ from trainwright.data.combined import CombinedLoader as CombinedLoader
 from trainwright.data.datamodule import DataModule as DataModule
 from trainwright.data.iterable import ShardedIterable as ShardedIterable
 from trainwright.data.skipped_batches import skip_first_batches as skip_first_batches
+from trainwright.launch.notebook import debug_launcher as debug_launcher
+from trainwright.launch.notebook import notebook_launcher as notebook_launcher
 from trainwright.loggers.console_logger import ConsoleLogger as ConsoleLogger
 from trainwright.loggers.csv_logger import CSVLogger as CSVLogger
 from trainwright.loggers.jsonl_logger import JSONLinesLogger as JSONLinesLogger

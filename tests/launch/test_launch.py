@@ -79,14 +79,23 @@ def test_a_failure_names_the_rank_and_the_error_last(script: Path) -> None:
     assert found.stderr.count("[rank1]: ValueError: bad luck") == 2  # where it was raised, and in the last line
 
 
-def test_the_end_of_the_launcher_ends_the_processes(script: Path) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(
+            signal.SIGKILL, marks=pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends them then")
+        ),
+    ],
+)
+def test_the_end_of_the_launcher_ends_the_processes(number: int, script: Path) -> None:
     script.write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "trainwright", "launch", "--cpu", "--num_processes", "2", str(script)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
-        launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(30) == 128 + signal.SIGTERM
+        launcher.send_signal(number)
+        assert launcher.wait(30) == (-number if number == signal.SIGKILL else 128 + number)
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline

@@ -111,6 +111,7 @@ PATHS: dict[str, str] = {
         "SkipBatchSampler SkipDataLoader prepare_data_loader skip_first_batches"
     ),
     "hooks": _HOOKS,
+    "launchers": "debug_launcher notebook_launcher",
     "local_sgd": "LocalSGD",
     "logging": "MultiProcessAdapter get_logger",
     "optimizer": "AcceleratedOptimizer",

@@ -395,8 +395,7 @@ def read_launcher_variables(
             f"gradient_accumulation_steps={own}" if plugin is None else f"gradient_accumulation_plugin: {own} steps"
         )
         unheard.append(f"{_STEPS}={wanted} is overridden by {origin}.")
-    says_cpu = said.pop(_CPU, "false").lower() not in _SAYS_NOTHING
-    cpu = cpu or says_cpu
+    cpu = said.pop(_CPU, "false").lower() not in _SAYS_NOTHING or cpu
     unheard += [text for name, value in sorted(said.items()) if (text := _unheard(name, value))]
     return mixed_precision, steps, cpu, unheard
 

@@ -16,7 +16,7 @@ from trainwright.launch.launch_config import LaunchConfig, options
 from trainwright.launch.reading import SHORT, LaunchCommand, check_supported, read_command
 from trainwright.processes.launcher import set_variable, set_variables
 
-_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 _VISIBLE = {"xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES", "mlu": "MLU_VISIBLE_DEVICES"}
 _ALL = "all"
 
@@ -134,25 +134,36 @@ def _visible_devices(gpu_ids: str | None) -> dict[str, str]:
 
 
 def _program(command: LaunchCommand) -> list[str]:
-    python = [] if command.kind == "program" else [sys.executable, *(["-m"] if command.kind == "module" else [])]
+    python = [] if command.kind == "program" else [sys.executable, "-u", *(["-m"] if command.kind == "module" else [])]
     return [*python, command.script, *command.arguments]
 
 
-def _run_agent(command: LaunchCommand, local: int) -> int:
-    """Start the processes of this machine by torch's elastic agent, and wait for them."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+def run_agent(command: LaunchCommand, local: int, logs: str) -> None:
+    """Start the processes of this machine by torch's elastic agent, and wait for them. Main thread only.
+
+    Raises:
+        ChildFailedError: A process has failed, and all have ended.
+        SignalException: This process received a signal, and all have ended.
+    """
     from torch.distributed.run import parse_args, run
 
-    own_logs = command.config.log_dir is None
-    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(command.config.log_dir)
-    set_variable(_PREFIX, "[rank ${rank}] ")
     arguments = parse_args(  # type: ignore[no-untyped-call]  # torch has no types here
         [*_agent_options(command.config, local, logs), *_program_options(command)]
     )
+    run(arguments)  # type: ignore[no-untyped-call]  # as above
+
+
+def _run_agent(command: LaunchCommand, local: int) -> int:
+    """Run the agent, and return the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    own_logs = command.config.log_dir is None
+    logs = tempfile.mkdtemp(prefix="trainwright-launch-") if own_logs else str(command.config.log_dir)
+    set_variable(PREFIX, "[rank ${rank}] ")
     keeps = False
     try:
-        run(arguments)  # type: ignore[no-untyped-call]  # as above
+        run_agent(command, local, logs)
     except ChildFailedError as error:
         keeps = True
         return _report(error, logs)
@@ -165,8 +176,9 @@ def _run_agent(command: LaunchCommand, local: int) -> int:
 
 
 def _program_options(command: LaunchCommand) -> list[str]:
-    kind = {"module": ["--module"], "program": ["--no-python"], "script": []}[command.kind]
-    return [*kind, command.script, *command.arguments]
+    """Return the program of each process: one that ends it with this one, and becomes the script."""
+    first = [sys.executable, "-I", "-S", str(Path(__file__).with_name("child.py")), str(os.getpid())]
+    return ["--no-python", *first, *_program(command)]
 
 
 def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
@@ -183,18 +195,19 @@ def _agent_options(config: LaunchConfig, local: int, logs: str) -> list[str]:
         if config.rdzv_backend == "c10d":
             place = f"{config.main_process_ip}:{config.main_process_port}"
             return [*found, "--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-        if config.machine_rank == 0 and _is_busy(config.main_process_port):
+        if config.machine_rank == 0 and is_busy(config.main_process_port):
             raise ConfigurationError(f"--main_process_port {config.main_process_port} is in use. Choose another one.")
         address = ["--master-addr", str(config.main_process_ip), "--master-port", str(config.main_process_port)]
         return [*found, "--node-rank", str(config.machine_rank), *address]
     port = config.main_process_port
-    if port and _is_busy(port):
+    if port and is_busy(port):
         print(f"trainwright launch: port {port} is in use; a free one is chosen.", file=sys.stderr)
         port = None
     return [*found, *(["--master-port", str(port)] if port else ["--standalone"])]
 
 
-def _is_busy(port: int | None) -> bool:
+def is_busy(port: int | None) -> bool:
+    """Return whether a program listens on a port of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         return port is not None and one.connect_ex(("127.0.0.1", port)) == 0
 

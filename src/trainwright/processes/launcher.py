@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from trainwright.core.errors import ConfigurationError, Preempted, WorkerError
@@ -60,13 +61,12 @@ def run_in_processes(
         by_value: objects whose classes may be in modules that a new interpreter cannot import. Default: `()`.
         before: called first in the new processes; also picklable. Default: None.
     """
-    payload = _serialize((before, work, sys.argv), by_value)
+    payload = serialize((before, work, sys.argv), by_value)
     port = _free_port()
     common = {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes), "GROUP_RANK": "0"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STARTED_BY_TRAINER: secrets.token_hex(8)}
-    _remove_left_over()
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as folder, held(Path(folder)):
-        file = Path(folder, "work.pkl")
+    with work_folder() as folder:
+        file = folder / "work.pkl"
         file.write_bytes(payload)
         children = _Children(folder)
         _started.append(children)
@@ -89,6 +89,14 @@ def run_in_processes(
             children.stop(grace_s)
 
 
+@contextlib.contextmanager
+def work_folder() -> Iterator[Path]:
+    """Context manager that yields a temporary folder for the files of started processes."""
+    _remove_left_over()
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder, held(Path(folder)):
+        yield Path(folder)
+
+
 def _remove_left_over() -> None:
     """Remove folders of this user's earlier calls that were killed with all the processes they had started."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
@@ -109,8 +117,12 @@ def run_module(module: str, arguments: list[str]) -> int:
 
 def _with_own_path(variables: dict[str, str]) -> dict[str, str]:
     """Return this process's variables with additions, for a process with the same import path."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**environment(), **variables, "PYTHONPATH": path}
+    return {**environment(), **variables, "PYTHONPATH": import_path()}
+
+
+def import_path() -> str:
+    """Return this process's import path as a value of PYTHONPATH."""
+    return os.pathsep.join(path or os.getcwd() for path in sys.path)
 
 
 def failure_of_started() -> str | None:
@@ -118,29 +130,28 @@ def failure_of_started() -> str | None:
     return next((found for found in (children.failure() for children in _started) if found is not None), None)
 
 
+def first_error(folder: Path) -> str | None:
+    """Return the traceback that a started process has written first into its work folder; None without one."""
+    files = sorted(folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+    return files[0].read_text() if files else None
+
+
 class _Children:
     """Started processes, and their results."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._started: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, rank: int, file: Path, variables: dict[str, str]) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "trainwright.processes.worker",
-            str(file),
-            str(self._folder / f"error-{rank}.txt"),
-            str(os.getpid()),
-        ]
+        command = [sys.executable, "-m", "trainwright.processes.worker", str(file), str(os.getpid())]
         self._started[rank] = subprocess.Popen(command, env=_with_own_path(variables))
 
     def failure(self) -> str | None:
         """Return the traceback of the process that failed first, if one has."""
-        files = sorted(self._folder.glob("error-*.txt"), key=lambda file: file.stat().st_mtime_ns)
-        if files:
-            return files[0].read_text()
+        found = first_error(self._folder)
+        if found is not None:
+            return found
         for rank, process in self._started.items():
             if process.poll() not in (None, 0):
                 return f"rank {rank} ended with exit code {process.returncode} and left no traceback"
@@ -226,12 +237,22 @@ def clear_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def _serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
+def serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
+    """Return work for `trainwright.processes.worker`, with classes and functions of modules that a new interpreter
+    cannot import.
+
+    Args:
+        work: see `worker.main`. by_value: functions, classes, or objects whose classes may be in such modules.
+
+    Raises:
+        ConfigurationError: Something cannot be pickled.
+    """
     import cloudpickle
 
     registered = []
     for obj in by_value:
-        module = sys.modules.get(type(obj).__module__)
+        owner = obj if isinstance(obj, (type, FunctionType)) else type(obj)
+        module = sys.modules.get(owner.__module__)
         if module is not None and not _importable(module.__name__):
             cloudpickle.register_pickle_by_value(module)
             registered.append(module)
@@ -240,7 +261,7 @@ def _serialize(work: tuple[object, ...], by_value: Iterable[object]) -> bytes:
         return payload
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"the task, its data or a callback cannot be sent to another process: {error}. Build what cannot be "
+            f"the work or its data cannot be sent to another process: {error}. Build what cannot be "
             "pickled (open files, locks, connections) in setup(), or start the script with torchrun."
         ) from error
     finally:

@@ -23,6 +23,7 @@ from trainwright.core.process import Topology, detect, variable
 from trainwright.processes.devices import DistributedType, device_type
 from trainwright.processes.process_group import Processes, ProcessGroup, length_of_time
 from trainwright.processes.process_shares import share_of
+from trainwright.processes.standing import user_line
 
 _JOINED = "torch.distributed's process group, which the script had created"
 _OPTIONS = ("backend", "timeout", "init_method")
@@ -89,6 +90,7 @@ class PartialState:
     _world: Any  # torch's default group when this state was created; None without one
     _joined: bool
     _first_store: Any
+    _created: str  # the line of the user's code that did
 
     def __init__(self, cpu: bool = False, **kwargs: object) -> None:
         self.__dict__ = self._shared_state
@@ -99,7 +101,7 @@ class PartialState:
             return
         placed = _place(cpu, options)
         placed["processes"].open(placed["device"])
-        placed.update(_world=_default_group(), _joined=True)
+        placed.update(_world=_default_group(), _joined=True, _created=user_line())
         if placed["num_processes"] > 1:
             placed["backend"] = dist.get_backend()
             atexit.register(_leave)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import socket
 import sys
@@ -160,3 +161,12 @@ def _kernel_status(pid: int) -> tuple[str, str] | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name before it may contain anything
     return fields[0], fields[19]
+
+
+def user_line() -> str:
+    """Return file, line and text of the innermost call that is not in torch or Trainwright."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "trainwright"):
+        frame = frame.f_back
+    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno, frame.f_globals).strip()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" + (f" ({text})" if text else "")

@@ -1,4 +1,4 @@
-"""Process that the Trainer started: `python -m trainwright.processes.worker WORK ERROR PARENT`."""
+"""Process that the Trainer or a launcher started: `python -m trainwright.processes.worker WORK PARENT`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from trainwright.core.errors import PREEMPTED, Preempted
-from trainwright.core.process import variable
+from trainwright.core.process import started_by_trainer, variable
 
 _LOOK_S = 0.2
 
@@ -25,10 +25,12 @@ def end_with(parent: int, folder: Path) -> None:
     os._exit(1)
 
 
-def main(work_file: str, error_file: str) -> int:
-    """Run the pickled work; write the traceback to `error_file` if it fails. Return the exit code. The file was just
-    written by the parent process, in a folder that only this user can read.
+def main(work_file: str) -> int:
+    """Run the pickled work; write the traceback to `error-RANK.txt` beside it if it fails. Return the exit code. The
+    file was just written by the parent process, in a folder that only this user can read.
     """
+    error_file = Path(work_file).with_name(f"error-{variable('RANK')}.txt")
+    error_file.unlink(missing_ok=True)  # of an earlier attempt
     try:
         before, work, sys.argv = pickle.loads(Path(work_file).read_bytes())
         if before is not None:
@@ -38,7 +40,7 @@ def main(work_file: str, error_file: str) -> int:
         return PREEMPTED
     except BaseException:  # noqa: BLE001  # any error belongs in the parent's message
         text = f"rank {variable('RANK')}:\n{traceback.format_exc()}"
-        partial = Path(error_file + ".partial")
+        partial = error_file.with_suffix(".partial")
         partial.write_text(text)
         partial.rename(error_file)  # atomic for readers
         return 1
@@ -46,10 +48,12 @@ def main(work_file: str, error_file: str) -> int:
 
 
 if __name__ == "__main__":
-    watched = int(sys.argv[3]), Path(sys.argv[1]).parent
+    watched = int(sys.argv[2]), Path(sys.argv[1]).parent
     threading.Thread(target=end_with, args=watched, name="trainwright-parent-watch", daemon=True).start()
-    code = main(sys.argv[1], sys.argv[2])
+    code = main(sys.argv[1])
     sys.stdout.flush()
     sys.stderr.flush()
-    # A communication thread that still runs during interpreter shutdown would abort the process.
-    os._exit(code)
+    # A communication thread that still runs during interpreter shutdown would abort the process. A process of a
+    # launcher has closed its group by then, and ends as a script does.
+    if code or started_by_trainer():
+        os._exit(code)

@@ -28,6 +28,7 @@ MODULES: Mapping[str, str | None] = {
     "accelerate.big_modeling": "trainwright.big_modeling",
     "accelerate.data_loader": "trainwright.data_loader",
     "accelerate.hooks": "trainwright.hooks",
+    "accelerate.launchers": "trainwright.launchers",
     "accelerate.local_sgd": "trainwright.local_sgd",
     "accelerate.logging": "trainwright.logging",
     "accelerate.optimizer": "trainwright.optimizer",
@@ -137,7 +138,6 @@ _ACCELERATE = {
         "training in 8 bits is not supported; use mixed_precision='bf16'.",
     ),
     "ProfileKwargs": "enter torch.profiler.profile around your loop.",
-    **_each("notebook_launcher debug_launcher", "pass Trainer(devices=n), or start the script with torchrun."),
     **_each(
         "GeneralTracker AimTracker ClearMLTracker CometMLTracker MLflowTracker TensorBoardTracker WandBTracker "
         "SwanLabTracker TrackioTracker",

@@ -1,0 +1,262 @@
+"""`notebook_launcher` and `debug_launcher`: call a function in several processes, from a notebook or a script."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainwright.core.errors import ConfigurationError, TrainwrightWarning, WorkerError
+from trainwright.core.process import variable
+from trainwright.launch.launch import PREFIX, check, is_busy, run_agent
+from trainwright.launch.launch_config import LaunchConfig
+from trainwright.launch.reading import LaunchCommand, known_options
+from trainwright.processes.launcher import first_error, import_path, patch_environment, serialize, work_folder
+from trainwright.processes.partial_state import PartialState
+from trainwright.processes.standing import user_line
+
+_DEFAULT_PORT = 29500
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_GRACE_S = 10  # how long processes may take to end after one has failed
+_cuda_users: list[str] = []  # the line that has initialized CUDA, if that was after the import of this module
+
+
+def _record_cuda_user() -> None:
+    _cuda_users.append(f", in {user_line()}")
+
+
+def _cuda_is_initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+if not _cuda_is_initialized():
+    torch.cuda._lazy_call(_record_cuda_user)  # type: ignore[no-untyped-call]  # torch has no public hook for this
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, object] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> Any:
+    """Call `function(*args)` in several new processes, from a notebook or a script, and wait for them.
+
+    An `Accelerator()` in the function takes its processes and its precision from here. Functions and classes of the
+    notebook may be used; they are sent with cloudpickle. A script needs no `__main__` guard. A single process is this
+    one: the function is called here. Main thread only.
+
+    Args:
+        function: What each process calls. Create the `Accelerator` in it.
+        args: Its positional arguments. Default: `()`.
+        num_processes: Processes of this machine. Without accelerators they run on the CPU. Default: None, which is one
+            for each accelerator, or one without accelerators.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`. Default: `"no"`.
+        use_port: Port of the first machine. A port that is in use is an error with several machines; on one machine
+            another one is chosen, and the default means any. Default: `"29500"`.
+        master_addr: Address of the first machine. Default: `"127.0.0.1"`.
+        node_rank: Index of this machine. Default: 0.
+        num_nodes: Number of machines; call the function on each of them. Default: 1.
+        rdzv_backend: How machines meet: `"static"`, or `"c10d"`, which needs no `node_rank`. Default: `"static"`.
+        rdzv_endpoint: `"host:port"` in place of `master_addr` and `use_port`. Default: `""`.
+        rdzv_conf: Further options of torch's rendezvous. Default: None.
+        rdzv_id: Name of the job, the same on all machines. Default: `"none"`.
+        max_restarts: How often all processes are started again after a failure. Default: 0.
+        monitor_interval: Seconds between two looks at the processes. Default: 0.1.
+        log_line_prefix_template: Beginning of the output lines of all but the first process. Default: None, which is
+            `"[rank ${rank}] "`.
+
+    Returns:
+        The function's result on the first process of this machine; the other results are dropped. A result that cannot
+        be pickled is None, with a warning.
+
+    Raises:
+        ConfigurationError: An argument is wrong, or this process has created an Accelerator or used CUDA already.
+        WorkerError: A process has failed. The error quotes its traceback; the others have ended.
+    """
+    accelerators = torch.accelerator.device_count()
+    local = (accelerators or 1) if num_processes is None else num_processes
+    if local < 1 or (accelerators and local > accelerators):
+        raise ConfigurationError(
+            f"notebook_launcher(num_processes={num_processes}), but this machine has {accelerators} accelerators."
+            + (" debug_launcher uses the CPU." if accelerators else " Pass at least 1.")
+        )
+    host, _, port = rdzv_endpoint.rpartition(":") if ":" in rdzv_endpoint else (rdzv_endpoint or master_addr, "", "")
+    config = _config(
+        cpu=None if accelerators else True,
+        num_processes=local * num_nodes,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=host,
+        main_process_port=port or use_port,
+        mixed_precision=mixed_precision,
+        rdzv_backend=rdzv_backend,
+        rdzv_conf=",".join(f"{key}={value}" for key, value in (rdzv_conf or {}).items()) or None,
+        rdzv_id=rdzv_id,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+    )
+    if local * num_nodes == 1:
+        with patch_environment(**config.environment()):
+            return function(*args)
+    _check_unused("notebook_launcher")
+    return _launch(function, args, config, local, log_line_prefix_template)
+
+
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    """Call `function(*args)` in several new processes on the CPU, for tests of distributed code. Main thread only.
+
+    An `Accelerator` of the calling process does not disturb them. See `notebook_launcher`.
+
+    Args:
+        function: What each process calls.
+        args: Its positional arguments. Default: `()`.
+        num_processes: Default: 2.
+
+    Returns:
+        The function's result on the first process.
+
+    Raises:
+        WorkerError: A process has failed. The error quotes its traceback; the others have ended.
+    """
+    config = _config(cpu=True, num_processes=num_processes, mixed_precision="no", main_process_port=0)
+    return _launch(function, args, config, num_processes, None)
+
+
+def _config(**values: Any) -> LaunchConfig:
+    """Return the options, checked."""
+    options = known_options()
+    config = LaunchConfig(**{name: options[name].parse(value, "the launcher") for name, value in values.items()})
+    check(LaunchCommand(config, "trainwright.processes.worker", [], "module", []))
+    return config
+
+
+def _check_unused(call: str) -> None:
+    """Check that this process has not created an Accelerator or used CUDA."""
+    created = PartialState._shared_state.get("_created")
+    if created is not None:
+        raise ConfigurationError(
+            f"{call}: this process has created an Accelerator or PartialState already, in {created}. Create it inside "
+            "the function that is launched only, and restart the notebook's kernel."
+        )
+    if _cuda_is_initialized():
+        raise ConfigurationError(
+            f"{call}: this process has initialized CUDA already{''.join(_cuda_users[:1])}. Use CUDA inside the "
+            "function that is launched only, and restart the notebook's kernel."
+        )
+
+
+@dataclass
+class _Call:
+    """The work of a process: call the function, and save the first process's result."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    file: Path
+
+    def __call__(self) -> None:
+        import cloudpickle
+
+        result = self.function(*self.args)
+        if variable("LOCAL_RANK") == "0":
+            try:
+                content = cloudpickle.dumps((result, None))
+            except Exception as error:  # noqa: BLE001  # a user's object may raise anything
+                content = pickle.dumps((None, f"{type(error).__name__}: {error}"))
+            self.file.write_bytes(content)
+
+
+def _launch(
+    function: Callable[..., Any], args: tuple[Any, ...], config: LaunchConfig, local: int, prefix: str | None
+) -> Any:
+    """Call the function in new processes, and return the first one's result."""
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigurationError("processes are launched from the main thread only: signals have to end them.")
+    port = config.main_process_port
+    if (config.num_machines or 1) == 1 and (port == _DEFAULT_PORT or is_busy(port)):
+        config = replace(config, main_process_port=None)
+    with work_folder() as folder:
+        work, result = folder / "work.pkl", folder / "result.pkl"
+        work.write_bytes(serialize((None, _Call(function, args, result), sys.argv), (function, *args)))
+        command = LaunchCommand(config, "trainwright.processes.worker", [str(work), str(os.getpid())], "module", [])
+        settings: dict[str, object] = {
+            **config.environment(),
+            PREFIX: prefix or variable(PREFIX, "[rank ${rank}] "),
+            "OMP_NUM_THREADS": variable("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local))),
+            "PYTHONPATH": import_path(),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _GRACE_S,
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(_SIGNALS),  # torch sets it
+        }
+        failure = _run(command, local, folder, settings)
+        if failure is not None:
+            raise WorkerError(f"a launched process has failed:\n{failure}")
+        value, problem = pickle.loads(result.read_bytes())
+    if problem is not None:
+        warnings.warn(
+            f"the result of {getattr(function, '__name__', function)} cannot be sent to this process, and is None "
+            f"here: {problem}",
+            TrainwrightWarning,
+            stacklevel=3,
+        )
+    return value
+
+
+def _run(command: LaunchCommand, local: int, folder: Path, settings: Mapping[str, object]) -> str | None:
+    """Run the processes, and return the traceback of the one that failed first; None if none has."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    with warnings.catch_warnings():  # torch does not close the files for the output of processes (2.13)
+        warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
+        try:
+            with patch_environment(**settings), _kept_signal_handlers():
+                run_agent(command, local, str(folder / "logs"))
+        except ChildFailedError as error:
+            return _failure(error, folder)
+        except SignalException as error:
+            raise KeyboardInterrupt from error
+    return None
+
+
+def _failure(error: Any, folder: Path) -> str:
+    """Return the traceback of the process that failed first. One that was killed has none: the errors of others are
+    its consequences.
+    """
+    by_agent = -signal.SIGTERM
+    killed = [(rank, one) for rank, one in error.failures.items() if one.exitcode < 0 and one.exitcode != by_agent]
+    found = None if killed else first_error(folder)
+    rank, one = killed[0] if killed else error.get_first_failure()
+    how = f"signal {one.signal_name()}" if one.exitcode < 0 else f"exit code {one.exitcode}"
+    return found or f"rank {rank} was ended by {how} and left no traceback"
+
+
+@contextlib.contextmanager
+def _kept_signal_handlers() -> Iterator[None]:
+    """Restore the handlers that torch's agent replaces."""
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
