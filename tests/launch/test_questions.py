@@ -95,6 +95,7 @@ def test_any_answers_make_options_that_launch_accepts(data: st.DataObject) -> No
         ("parallelism_config_dp_shard_size", "3", {"num_processes": 8, "parallelism_config_dp_replicate_size": 2},
          "4 processes cannot be divided by 3"),
         ("gradient_clipping", "", {}, ""),
+        ("gradient_clipping", "nan", {}, "at least 0"),
     ],
 )  # fmt: skip
 def test_a_wrong_answer_is_refused(name: str, text: str, answers: dict[str, Any], problem: str) -> None:

@@ -69,7 +69,7 @@ class Question:
             value = known_options()[self.name].parse(text, "answer")
         except ConfigurationError as error:
             return str(error)
-        if isinstance(value, (int, float)) and value < self.least:
+        if isinstance(value, (int, float)) and not value >= self.least:  # nan too
             return f"Write a number of at least {self.least}."
         if self.name == "machine_rank" and value >= answers["num_machines"]:
             return f"Ranks are 0 to {answers['num_machines'] - 1}."
