@@ -98,30 +98,51 @@ QUESTIONS = (
     Question("use_fsdp", False, _DISTRIBUTED),
     Question("fsdp_reshard_after_forward", True, _FSDP),
     Question("fsdp_offload_params", False, _FSDP),
-    Question("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", _FSDP,
-             ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
-    Question("fsdp_transformer_layer_cls_to_wrap", "", _if(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"),
-             required=False),
+    Question(
+        "fsdp_auto_wrap_policy",
+        "TRANSFORMER_BASED_WRAP",
+        _FSDP,
+        ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+    ),
+    Question(
+        "fsdp_transformer_layer_cls_to_wrap", "", _if(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP"), required=False
+    ),
     Question("fsdp_min_num_params", 100_000_000, _if(fsdp_auto_wrap_policy="SIZE_BASED_WRAP")),
     Question("fsdp_state_dict_type", "SHARDED_STATE_DICT", _FSDP, ("SHARDED_STATE_DICT", "FULL_STATE_DICT")),
     Question("fsdp_cpu_ram_efficient_loading", True, _FSDP),
     Question("fsdp_activation_checkpointing", False, _FSDP),
-    Question("use_deepspeed", False, lambda answers: not answers.get("use_fsdp")
-             and (_DISTRIBUTED(answers) or not answers["cpu"])),
+    Question(
+        "use_deepspeed",
+        False,
+        lambda answers: not answers.get("use_fsdp") and (_DISTRIBUTED(answers) or not answers["cpu"]),
+    ),
     Question("deepspeed_config_file", "", _if(use_deepspeed=True), required=False),
-    Question("zero_stage", "2", lambda answers: bool(answers.get("use_deepspeed"))
-             and _is_explicit(answers), ("0", "1", "2", "3")),
+    Question(
+        "zero_stage",
+        "2",
+        lambda answers: bool(answers.get("use_deepspeed")) and _is_explicit(answers),
+        ("0", "1", "2", "3"),
+    ),
     Question("offload_optimizer_device", "none", _more("zero_stage", 1), _DEVICES),
     Question("offload_optimizer_nvme_path", "", _if(offload_optimizer_device="nvme")),
     Question("offload_param_device", "none", _more("zero_stage", 2), _DEVICES),
     Question("offload_param_nvme_path", "", _if(offload_param_device="nvme")),
     Question("gradient_clipping", "", _more("zero_stage", -1), least=0, required=False),
-    Question("use_parallelism_config", False,
-             lambda answers: _DISTRIBUTED(answers) and not answers.get("use_deepspeed")),
-    Question("parallelism_config_dp_replicate_size", 1, _if(use_parallelism_config=True),
-             divides=lambda answers: int(answers["num_processes"])),
-    Question("parallelism_config_dp_shard_size", lambda answers, devices: _remaining(answers),
-             _if(use_parallelism_config=True, use_fsdp=True), divides=_remaining),
+    Question(
+        "use_parallelism_config", False, lambda answers: _DISTRIBUTED(answers) and not answers.get("use_deepspeed")
+    ),
+    Question(
+        "parallelism_config_dp_replicate_size",
+        1,
+        _if(use_parallelism_config=True),
+        divides=lambda answers: int(answers["num_processes"]),
+    ),
+    Question(
+        "parallelism_config_dp_shard_size",
+        lambda answers, devices: _remaining(answers),
+        _if(use_parallelism_config=True, use_fsdp=True),
+        divides=_remaining,
+    ),
     Question("dynamo_backend", "no", _always, ("no", "inductor", "aot_eager", "cudagraphs", "eager")),
     Question("dynamo_mode", "default", _compiles, ("default", "reduce-overhead", "max-autotune")),
     Question("dynamo_use_fullgraph", False, _compiles),
@@ -129,7 +150,7 @@ QUESTIONS = (
     Question("dynamo_use_regional_compilation", False, _compiles),
     Question("mixed_precision", "no", _is_explicit, ("no", "fp16", "bf16")),
     Question("gradient_accumulation_steps", 1, _is_explicit),
-)  # fmt: skip
+)
 """In the order in which they are asked."""
 # Answers that are not written.
 _NOTHING = [("dynamo_backend", "no"), *((name, "False") for name in known_options() if name.startswith("use_"))]
